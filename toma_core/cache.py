@@ -11,20 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .host_memory import HostMemory
+from .parked import Parked
 from .quant4 import Int4Tensor, quantize
 
 Key = tuple[Hashable, Hashable]  # (name, signature of the condition)
 Keys = tuple[Key, ...]
+Stored = Tensor | Int4Tensor | Parked
 
 
 class _Entry(NamedTuple):
     """One of the equal chunks of a cached tensor; a chunk alone holds the memory of all of them."""
 
-    tensor: Tensor | Int4Tensor
+    tensor: Stored
     number: int
     chunks: int
 
-    def chunk(self) -> Tensor | Int4Tensor:
+    def chunk(self) -> Stored:
         return self.tensor.chunk(self.chunks)[self.number]
 
 
@@ -39,6 +42,7 @@ class Cache:
     # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. Never set within a
     # merged step: a block would attend to keys of all tokens and values of some.
     disabled: bool = False
+    host: HostMemory | None = None  # where keys and values lie that have no room on the card; None: all are on the card
     quantize: Callable[[Tensor], Tensor | Int4Tensor] = quantize
     dequantize: Callable[[Int4Tensor], Tensor] = Int4Tensor.dequantize
     lock: RLock = field(default_factory=RLock)
@@ -63,15 +67,20 @@ class Cache:
                 if not self._chunks[id(entry.tensor)]:
                     del self._chunks[id(entry.tensor)]
                     self.held -= entry.tensor.nbytes
+                    if self.host is not None:
+                        self.host.dropped(entry.tensor)
 
-    def put(self, keys: Keys, given: Tensor, quantized: bool = False) -> None:
-        """Store the equal chunks of (B, N, C), one under each key. quantized: in four bits a number. Raises
-        `torch.OutOfMemoryError`."""
+    def put(self, keys: Keys, given: Tensor, quantized: bool = False, kv: bool = False) -> None:
+        """Store the equal chunks of (B, N, C), one under each key.
+
+        quantized: in four bits a number. kv: they are keys or values, which may lie in main memory. Raises
+        `torch.OutOfMemoryError`.
+        """
         with self.lock:
             if not self.disabled:
-                self._put(keys, self.quantize(given) if quantized else given)
+                self._put(keys, self.quantize(given) if quantized else given, self.host if kv else None)
 
-    def _put(self, keys: Keys, update: Tensor | Int4Tensor) -> None:
+    def _put(self, keys: Keys, update: Tensor | Int4Tensor, host: HostMemory | None) -> None:
         chunks = update.chunk(len(keys))
         before = [self._entries.get(key) for key in keys]
         replaced = Counter(id(entry.tensor) for entry in before if entry)
@@ -79,8 +88,7 @@ class Cache:
         # beside it would hold their memory twice.
         apart = any(self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)] for entry in before if entry)
         if not apart or len(chunks) != len(keys):
-            for index, key in enumerate(keys):
-                self._set(key, _Entry(update, index, len(keys)))
+            self._replace(keys, before, update, host)
         else:
             for index, key in enumerate(keys):
                 entry, part = before[index], chunks[index]
@@ -90,6 +98,22 @@ class Cache:
                 else:
                     self._set(key, _Entry(part.clone(), 0, 1))
         self.peak_bytes = max(self.peak_bytes, self.held)
+        if host is not None:
+            host.note(str(keys[0][0]))
+
+    def _replace(
+        self, keys: Keys, before: list[_Entry | None], update: Tensor | Int4Tensor, host: HostMemory | None
+    ) -> None:
+        """Store a tensor in place of the entries `before` of its keys."""
+        stored: Stored = update
+        if host is not None:
+            old = _complete([entry for entry in before if entry], len(keys))
+            if isinstance(old, Parked) and old.fits(update):
+                old.copy_(update)
+                return
+            stored = host.place(update, instead=old)
+        for index, key in enumerate(keys):
+            self._set(key, _Entry(stored, index, len(keys)))
 
     def _set(self, key: Key, entry: _Entry) -> None:
         self.drop([key])
@@ -115,13 +139,34 @@ class Cache:
         parts, chunks = [entry.chunk() for entry in found], like.chunk(len(keys))
         if len(parts) != len(chunks) or not all(map(_alike, parts, chunks)):
             return None
-        first = found[0].tensor
-        if all(entry.tensor is first and entry[1:] == (n, len(keys)) for n, entry in enumerate(found)):
-            return self._opened(first)  # the very tensor, no copy
-        return torch.cat(list(map(self._opened, parts)))
+        complete = _complete(found, len(keys))
+        if complete is not None:
+            update = self._opened(complete)  # the very tensor, no copy
+        else:
+            update = torch.cat(list(map(self._opened, parts)))
+        if any(isinstance(entry.tensor, Parked) for entry in found):
+            self.read_ahead(tuple(condition for _, condition in keys), str(keys[0][0]))
+        return update
 
-    def _opened(self, t: Tensor | Int4Tensor) -> Tensor:
+    def _opened(self, t: Stored) -> Tensor:
+        t = t.take() if isinstance(t, Parked) else t
         return self.dequantize(t) if isinstance(t, Int4Tensor) else t
+
+    def read_ahead(self, conditions: tuple[Hashable, ...], after: str = "") -> None:
+        """Begin to read what a merged call for these conditions needs next from main memory. after: the name of what
+        it has read last."""
+        for name in () if self.host is None else self.host.after(after):
+            with self.lock:
+                found = [self._entries[key] for c in conditions if (key := (name, c)) in self._entries]
+            complete = _complete(found, len(conditions))
+            for part in [entry.chunk() for entry in found] if complete is None else [complete]:
+                if isinstance(part, Parked) and not part.buffer.lane.read_ahead(part):
+                    return
+
+    def settle(self, device: torch.device) -> None:
+        """End a call of the model on a device: of what lies in main memory nothing is left there."""
+        if self.host is not None:
+            self.host.settle(device)
 
     def clear(self) -> None:
         """Drop everything."""
@@ -129,7 +174,18 @@ class Cache:
             self._entries.clear()
             self._chunks.clear()
             self.held = 0
+            if self.host is not None:
+                self.host.clear()
 
 
-def _alike(a: Tensor | Int4Tensor, b: Tensor | Int4Tensor) -> bool:
+def _complete(entries: list[_Entry], chunks: int) -> Stored | None:
+    """Return the tensor whose chunks these are, all of them and in order; None if there is none."""
+    if len(entries) < chunks or not all(
+        entry.tensor is entries[0].tensor and entry[1:] == (n, chunks) for n, entry in enumerate(entries)
+    ):
+        return None
+    return entries[0].tensor
+
+
+def _alike(a: Stored, b: Stored) -> bool:
     return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)

@@ -92,14 +92,14 @@ class Coverage:
         lines = map(self._lines.get, signatures)
         return all(line is not None and line.layout == layout for line in lines)
 
-    def store(self, keys: Keys, update: Tensor, quantized: bool = False) -> None:
-        """Cache the equal chunks of (B, N, C) in a refresh, one under each key. quantized: in four bits a number."""
+    def store(self, keys: Keys, update: Tensor, quantized: bool = False, kv: bool = False) -> None:
+        """Cache the equal chunks of (B, N, C) in a refresh, one under each key. quantized, kv: see `Cache.put`."""
         with self.cache.lock:
             if self.cache.disabled:
                 return
             self._note({signature for _, signature in keys})
             try:
-                self.cache.put(keys, update, quantized)
+                self.cache.put(keys, update, quantized, kv)
             except torch.OutOfMemoryError:
                 self.disable()  # the run matters more than its caches
             self.enforce_limit()

@@ -69,18 +69,22 @@ class Evaluation:
         """The step plan for tokens that show the same during the run."""
         return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
-    def cached(self, block: str, x: Tensor, quantized: bool = False, of_latent: bool = True) -> Refresh | Cached | None:
+    def cached(self, block: str, x: Tensor, kv: bool = False, of_latent: bool = True) -> Refresh | Cached | None:
         """Return what a block with tokens x of (B, N, C) stores in the caches or begins with; None if nothing cached
-        fits. Names are unique. of_latent: whether the tokens are the latent's, not those of a reference image."""
+        fits. Names are unique.
+
+        kv: whether they are keys or values. of_latent: whether the tokens are the latent's, not those of a reference
+        image.
+        """
         if not self.step_plan.mode.caches:
             return None
         run, keys = self.run, self.keys(block)
+        quantized = kv and run.quantized
         if self.refreshes:
-            return Refresh(run.coverage, keys, quantized)
+            return Refresh(run.coverage, keys, quantized, kv)
         update = run.cache.read(keys, x)
-        return (
-            None if update is None else Cached(run.cache, keys, update, quantized, self.change if of_latent else None)
-        )
+        change = self.change if of_latent else None
+        return None if update is None else Cached(run.cache, keys, update, quantized, kv, change)
 
     def keys(self, block: str) -> Keys:
         """Return the keys of a block in the caches, one for each condition."""

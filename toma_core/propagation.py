@@ -29,10 +29,11 @@ class Refresh:
     coverage: Coverage
     keys: Keys  # one for each equal chunk of the batch
     quantized: bool = False  # cached in four bits a number
+    kv: bool = False  # keys or values
 
     def store(self, update: Tensor) -> None:
         """Cache the block's update of (B, N, C)."""
-        self.coverage.store(self.keys, update, self.quantized)
+        self.coverage.store(self.keys, update, self.quantized, self.kv)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,7 @@ class Cached:
     keys: Keys  # one for each equal chunk of the batch
     update: Tensor  # (B, N, C), as cached
     quantized: bool = False  # cached in four bits a number
+    kv: bool = False  # keys or values
     change: LatentChange | None = None  # of the latent; None if unknown, and for tokens that are not the latent's
 
     def propagate(self, fresh: Tensor, plan: MergePlan, rotation: Rotation | None = None) -> Tensor:
@@ -59,7 +61,7 @@ class Cached:
         if propagated.dtype is torch.float16:
             # An infinity would be subtracted from itself at the next step.
             propagated = propagated.clamp_(-65504, 65504)
-        self.cache.put(self.keys, propagated, self.quantized)
+        self.cache.put(self.keys, propagated, self.quantized, self.kv)
         return propagated
 
 

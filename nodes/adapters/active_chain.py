@@ -156,7 +156,7 @@ class Reduction:
                 seen.append(part)
                 continue
             shape = part[:, :1].expand(-1, tokens, -1)
-            cached = evaluation.cached(f"{block} {what} {n}", shape, quantized, of_latent=not n)
+            cached = evaluation.cached(f"{block} {what} {n}", shape, kv=True, of_latent=not n)
             if isinstance(cached, Refresh):
                 # A view would change with the tensor that the block writes into.
                 cached.store(part if own else part.clone(memory_format=torch.contiguous_format))

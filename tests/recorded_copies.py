@@ -1,0 +1,184 @@
+"""Streams that are recorded in place of CUDA's: copies run late, early or at random, and races are errors.
+
+The CPU computes at once; copies wait in the queue of their stream until something waits for them, or until chance or
+the order `early` runs them. Beside the data, which shows what a copy has read and written, knowledge is tracked: what
+of each stream's work is known to be over wherever a stream goes on. A copy raises
+
+- if it may overlap with the computation of its source, or with what used its target's memory before;
+- if it may overlap with another copy of the same main memory, unless both read;
+- if a tensor of the device is freed before it is known that its copy is over.
+
+So what passes has one result in every order of completion.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Known = dict[str, int]  # by stream, how much of its work is known to be over
+
+
+class RaceError(AssertionError):
+    """Two accesses to a tensor have no order."""
+
+
+@dataclass(eq=False)
+class Point:
+    """An event: a point in a stream's work, and what is known there."""
+
+    stream: Recorded
+    work: int
+    known: Known
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A stream."""
+
+    copies: Copies
+    name: str
+    work: int = 0
+    known: Known = field(default_factory=dict)
+    queue: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
+
+    def record_event(self) -> Point:
+        self.work += 1
+        return Point(self, self.work, {**self.known, self.name: self.work})
+
+    def wait_event(self, event: Point) -> None:
+        if self.copies.deaf != (self.name, event.stream.name):
+            self._learn(event.known)
+        self.work += 1
+        if self.name == "compute":
+            event.stream.run(event.work)
+        else:
+            self.queue.append((self.work, lambda: event.stream.run(event.work)))
+
+    def synchronize(self) -> None:
+        self.run()
+        self.copies.compute._learn({**self.known, self.name: self.work})
+
+    def _learn(self, known: Known) -> None:
+        for name, work in known.items():
+            self.known[name] = max(work, self.known.get(name, 0))
+
+    def run(self, until: float = float("inf")) -> None:
+        """Run what is queued, up to this point of the stream's work."""
+        while self.queue and self.queue[0][0] <= until:
+            self.queue.popleft()[1]()
+
+
+class _Access(NamedTuple):
+    stream: str
+    work: int
+    writes: bool
+    start: int
+    end: int
+
+
+@dataclass(eq=False)
+class Copies:
+    """The streams of one device.
+
+    order: when copies run, "late", "early", or at random by a seed. pins: whether main memory can be pinned. deaf: a
+    stream and another for which its waits are not counted, to see that they are needed.
+    """
+
+    order: str | int = "late"
+    pins: bool = True
+    deaf: tuple[str, str] | None = None
+    pinned: set[int] = field(default_factory=set)  # addresses
+    streams: list[Recorded] = field(default_factory=list)
+    count: int = 0  # copies so far
+    staged: int = 0  # bytes of the device that copies hold now
+    peak: int = 0
+    _accesses: list[_Access] = field(default_factory=list)  # to main memory
+    _errors: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.compute, self.chance = Recorded(self, "compute"), random.Random(self.order)
+
+    def current(self, device: torch.device) -> Recorded:
+        return self.compute
+
+    def stream(self, device: torch.device) -> Recorded:
+        self.streams.append(Recorded(self, ("up", "down")[len(self.streams) % 2]))
+        return self.streams[-1]
+
+    def copy(self, stream: Recorded, target: Tensor, source: Tensor, pinned: bool) -> None:
+        self.check()
+        up, self.count = stream.name == "up", self.count + 1
+        stream.work += 1
+        if stream.known.get("compute", 0) < self.compute.work:
+            raise RaceError(f"{stream.name} runs beside the computation before it")
+        mine, theirs = (target, source) if up else (source, target)  # on the device, in main memory
+        self._access(stream, theirs, writes=not up)
+        self._hold(stream, mine, stream.work)
+        if up:
+            mine.view(torch.uint8).fill_(0xFF)  # NaN, until the copy has run
+        held = weakref.ref(mine)
+
+        def run() -> None:
+            device_side = held()
+            if device_side is not None:  # else its end was noted as an error
+                (device_side.copy_(theirs) if up else theirs.copy_(device_side))
+
+        stream.queue.append((stream.work, run))
+        if not pinned or self.order == "early":
+            stream.run()
+        elif self.order != "late":
+            for each in self.streams:
+                each.run(self.chance.randint(0, each.work))
+
+    def _access(self, stream: Recorded, t: Tensor, writes: bool) -> None:
+        found = _Access(stream.name, stream.work, writes, t.data_ptr(), t.data_ptr() + t.nbytes)
+        for other in self._accesses:
+            overlaps = other.start < found.end and found.start < other.end and (writes or other.writes)
+            if overlaps and other.stream != stream.name and stream.known.get(other.stream, 0) < other.work:
+                raise RaceError(f"{stream.name} runs beside {other.stream}")
+        # Later accesses of one stream to the same memory are ordered after earlier ones.
+        self._accesses = [a for a in self._accesses if (a.stream, a.writes, a.start, a.end) != (found[0], *found[2:])]
+        self._accesses.append(found)
+
+    def _hold(self, stream: Recorded, t: Tensor, work: int) -> None:
+        size = t.nbytes
+        self.staged += size
+        self.peak = max(self.peak, self.staged)
+
+        def freed() -> None:
+            self.staged -= size
+            if self.compute.known.get(stream.name, 0) < work:
+                self._errors.append(f"memory of a copy of {stream.name} is free while it runs")
+
+        weakref.finalize(t, freed)
+
+    def check(self) -> None:
+        """Raise the errors that were noted while memory was freed."""
+        if self._errors:
+            raise RaceError(self._errors[0])
+
+    def pin(self, memory: Tensor) -> bool:
+        if self.pins:
+            self.pinned.add(memory.data_ptr())
+        return self.pins
+
+    def unpin(self, memory: Tensor) -> None:
+        self.pinned.remove(memory.data_ptr())
+        self._accesses = [a for a in self._accesses if not a.start <= memory.data_ptr() < a.end]
+
+    def unfinished(self) -> int:
+        """Return how many copies have not run."""
+        return sum(len(stream.queue) for stream in self.streams)
+
+
+def orders(seeds: int) -> list[Any]:
+    """Return the orders of completion to try: both ends, and some at random."""
+    return ["late", "early", *range(seeds)]

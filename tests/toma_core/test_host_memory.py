@@ -1,0 +1,231 @@
+"""Keys and values in main memory: what is read is what was written, in every order of completion."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.loop import loop
+from tests.recorded_copies import Copies, RaceError, orders
+from toma_core import quant4
+from toma_core.cache import Cache
+from toma_core.host_memory import HostMemory
+from toma_core.parked import MAX_STAGED, Parked
+
+BLOCKS, CONDITIONS = 5, ("a", "b")
+NAMES = [f"{what} {block}" for block in range(BLOCKS) for what in ("key", "value")]
+
+
+def tensor(seed: int, batch: int = 2) -> Tensor:
+    return torch.randn(batch, 8, 32, generator=torch.Generator().manual_seed(seed))
+
+
+SIZE = tensor(0).nbytes
+PACKED = quant4.quantize(tensor(0)).nbytes
+
+
+def host_of(copies: Copies, card: float = 0.0, main: float = 1e9, expected: int = 0) -> HostMemory:
+    return HostMemory(copies, expected or SIZE * len(NAMES), card, main)
+
+
+def keys_of(name: str, conditions: tuple[str, ...] = CONDITIONS) -> Any:
+    return tuple((name, condition) for condition in conditions)
+
+
+def run(cache: Cache, quantized: bool, steps: int = 3, split: bool = False) -> list[Tensor]:
+    """Return what merged steps read after a refresh; each writes something else back. split: conditions come in calls
+    of their own."""
+    seen = []
+    for n, name in enumerate(NAMES):
+        cache.put(keys_of(name), tensor(n), quantized, kv=True)
+    cache.settle(torch.device("cpu"))
+    for step in range(steps):
+        for conditions in [(c,) for c in CONDITIONS] if split else [CONDITIONS]:
+            cache.read_ahead(conditions)
+            for name in NAMES:
+                found = cache.read(keys_of(name, conditions), tensor(0, len(conditions)))
+                assert found is not None
+                seen.append(found.clone())
+                fresh = found.roll(step + 1, 2).mul(0.5)
+                cache.put(keys_of(name, conditions), fresh, quantized, kv=True)
+                del found, fresh
+            cache.settle(torch.device("cpu"))
+    return seen
+
+
+@loop("order", orders(20))
+@loop("quantized", [False, True])
+@loop("split", [False, True])
+@loop("card", [0.0, 0.45])
+def test_it_is_the_same_wherever_it_lies(order: Any, quantized: bool, split: bool, card: float) -> None:
+    copies, size = Copies(order), (PACKED if quantized else SIZE) * len(NAMES)
+    cache = Cache(host=host_of(copies, card * size, expected=size))
+    found, wanted = run(cache, quantized, split=split), run(Cache(), quantized, split=split)
+    copies.check()
+    assert all(map(torch.equal, found, wanted))
+    assert len(found) == 3 * len(NAMES) * (2 if split else 1)
+    parked = [isinstance(entry.tensor, Parked) for entry in cache._entries.values()]
+    assert all(parked) if not card else 0 < sum(parked) < len(parked)
+    cache.clear()
+    copies.check()
+    assert (copies.pinned, copies.unfinished(), copies.staged) == (set(), 0, 0)
+    assert cache.host is not None
+    assert cache.host.in_main == 0
+
+
+WAITS = [("up", "compute"), ("up", "down"), ("compute", "up"), ("compute", "down"), ("down", "compute")]
+
+
+@loop("deaf", [None, *WAITS])
+def test_every_wait_is_needed(deaf: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recording sees what it has to see, also where calls of the model follow each other at once."""
+    monkeypatch.setattr(Cache, "settle", lambda *_: None)
+    copies = Copies(deaf=deaf)
+    cache = Cache(host=host_of(copies))
+    with nullcontext() if deaf is None else pytest.raises(RaceError):
+        run(cache, quantized=False)
+        cache.put(keys_of(NAMES[0]), tensor(9), kv=True)
+        cache.read(keys_of(NAMES[0]), tensor(0))
+        cache.clear()
+        copies.check()
+
+
+@loop("quantized", [False, True])
+def test_two_blocks_at_most_are_on_the_device(quantized: bool) -> None:
+    """Tensors that are read ahead and those that are being written; the one that is in use comes on top."""
+    copies = Copies()
+    run(Cache(host=host_of(copies)), quantized)
+    one = PACKED if quantized else SIZE
+    # In use: what was read, and with full precision what is about to be written.
+    assert copies.peak <= (2 * MAX_STAGED + 2) * one
+    assert copies.peak >= 2 * one
+    assert MAX_STAGED == 2
+
+
+def test_the_next_block_is_read_while_this_one_computes() -> None:
+    copies, cache, waited = Copies(), Cache(), 0
+    cache.host = host_of(copies)
+    for n, name in enumerate(NAMES):
+        cache.put(keys_of(name), tensor(n), kv=True)
+    cache.settle(torch.device("cpu"))
+    before = copies.count
+    cache.read_ahead(CONDITIONS)
+    for n, name in enumerate(NAMES):
+        ready = copies.count - before
+        assert ready == min(n + MAX_STAGED, len(NAMES)), "two tensors were read ahead"
+        cache.read(keys_of(name), tensor(0))
+        waited += 1
+    assert copies.count - before == waited == len(NAMES), "nothing is read twice"
+
+
+def test_the_card_is_filled_and_takes_turns_with_main_memory() -> None:
+    cache = Cache(host=host_of(Copies(), card=5 * SIZE))
+    for n, name in enumerate(NAMES):
+        cache.put(keys_of(name), tensor(n), kv=True)
+    parked = [isinstance(cache._entries[name, "a"].tensor, Parked) for name in NAMES]
+    assert sum(parked) == len(NAMES) - 5
+    assert not any(a and b for a, b in zip(parked, parked[1:], strict=False)), "no two in main memory in a row"
+    assert cache.host is not None
+    assert cache.host.peak == (5 * SIZE, 5 * SIZE)
+
+
+def test_updates_stay_on_the_card() -> None:
+    cache = Cache(host=host_of(Copies()))
+    cache.put(keys_of("chain"), tensor(0))
+    assert isinstance(cache._entries["chain", "a"].tensor, Tensor)
+
+
+def test_without_room_in_main_memory_it_stays_on_the_card() -> None:
+    cache = Cache(host=host_of(Copies(), main=2.5 * SIZE))
+    for n, name in enumerate(NAMES):
+        cache.put(keys_of(name), tensor(n), kv=True)
+    parked = [isinstance(cache._entries[name, "a"].tensor, Parked) for name in NAMES]
+    assert sum(parked) == 2
+    assert all(torch.equal(cache.read(keys_of(name), tensor(0)), tensor(n)) for n, name in enumerate(NAMES))
+
+
+def test_buffers_are_made_once_and_used_again() -> None:
+    copies, cache = Copies("early"), Cache()
+    cache.host = host_of(copies)
+    run(cache, quantized=True)
+    made, held = set(copies.pinned), cache.host.in_main
+    run(cache, quantized=True)
+    assert copies.pinned == made
+    cache.drop([key for key in cache.keys if key[0] in NAMES[:4]])
+    for n, name in enumerate(NAMES[:4]):
+        cache.put(keys_of(f"{name} of another", ("c", "d")), tensor(n), True, kv=True)
+    assert (copies.pinned, cache.host.in_main) == (made, held)
+    copies.check()
+
+
+def test_unused_buffers_make_room_for_others() -> None:
+    copies, cache = Copies(1), Cache()
+    cache.host = host_of(copies, main=2 * SIZE)
+    for name in NAMES[:2]:
+        cache.put(keys_of(name), tensor(1), kv=True)
+    cache.drop(keys_of(NAMES[0]))
+    cache.put(keys_of("other"), torch.ones(2, 4, 32), kv=True)
+    copies.check()
+    assert isinstance(cache._entries["other", "a"].tensor, Parked)
+    assert cache.host.in_main == SIZE * 3 // 2 == sum(b.memory.nbytes for b in cache.host._buffers)
+
+
+@loop("order", orders(3))
+def test_memory_that_cannot_be_pinned_serves_too(order: Any) -> None:
+    copies = Copies(order, pins=False)
+    cache = Cache(host=host_of(copies))
+    assert all(map(torch.equal, run(cache, True), run(Cache(), True)))
+    assert cache.host is not None
+    assert not cache.host.pinned
+
+
+def test_where_a_read_ahead_runs_out_of_memory_it_is_read_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, cache, empty = Copies(), Cache(), torch.empty_like
+    cache.host = host_of(copies)
+    for n, name in enumerate(NAMES):
+        cache.put(keys_of(name), tensor(n), kv=True)
+
+    def short(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", short)
+        cache.read_ahead(CONDITIONS)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.read(keys_of(NAMES[0]), tensor(0))
+    assert torch.empty_like is empty
+    found = [cache.read(keys_of(name), tensor(0)) for name in NAMES]
+    assert all(torch.equal(each, tensor(n)) for n, each in enumerate(found) if each is not None)
+    copies.check()
+
+
+@loop("order", orders(5))
+def test_another_order_than_that_of_the_refresh(order: Any) -> None:
+    copies, cache = Copies(order), Cache()
+    cache.host = host_of(copies)
+    for n, name in enumerate(NAMES):
+        cache.put(keys_of(name), tensor(n), kv=True)
+    for n in (7, 0, 3, 3, 9, 1, 2):
+        assert torch.equal(cache.read(keys_of(NAMES[n]), tensor(0)), tensor(n))
+    cache.put(keys_of(NAMES[3]), tensor(50), kv=True)  # while it is read ahead
+    assert torch.equal(cache.read(keys_of(NAMES[3]), tensor(0)), tensor(50))
+    both = cache.read(((NAMES[1], "b"), (NAMES[1], "a")), tensor(0))
+    assert both is not None
+    assert torch.equal(both, tensor(1).flip(0))
+    assert cache.disable()
+    copies.check()
+    assert copies.pinned == set()
+
+
+def test_a_part_has_the_shape_of_the_tensor_it_stands_for() -> None:
+    copies = Copies()
+    for given in (tensor(0, 5), quant4.quantize(tensor(0, 5))):
+        parked = host_of(copies).place(given)
+        assert isinstance(parked, Parked)
+        for count in (1, 2, 3, 5):
+            ours, theirs = parked.chunk(count), given.chunk(count)
+            assert [(p.shape, p.dtype, p.device) for p in ours] == [(t.shape, t.dtype, t.device) for t in theirs]

@@ -1,0 +1,139 @@
+"""Decide which keys and values of a run lie in main memory, and hold its buffers.
+
+A refresh writes them down while the next blocks compute. A merged step reads those of the next block ahead, in the
+order of the refresh, and writes the propagated ones back. Where a tensor lies changes no bit of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import RLock
+
+import torch
+from torch import Tensor
+
+from .parked import Buffer, Copier, Lane, Layout, Parked
+from .quant4 import Int4Tensor
+
+
+@dataclass(eq=False)
+class HostMemory:
+    """Keys and values of one run. Several devices may share it."""
+
+    copier: Copier
+    expected: int  # bytes of all keys and values
+    card_room: float  # bytes of them that a card has room for
+    main_room: float  # bytes of them that main memory has room for
+    in_main: int = 0  # bytes of all buffers
+    peak: tuple[int, int] = (0, 0)  # bytes on the cards and in main memory when they were most
+    pinned: bool = True  # False once a buffer could not be pinned
+    lock: RLock = field(default_factory=RLock)
+    _lanes: dict[torch.device, Lane] = field(default_factory=dict)
+    _on_card: dict[int, tuple[torch.device, int]] = field(default_factory=dict)  # by the tensor's id
+    _buffers: list[Buffer] = field(default_factory=list)
+    _unused: list[Buffer] = field(default_factory=list)  # of dropped tensors
+    _order: dict[str, int] = field(default_factory=dict)  # names in the order of the refresh
+
+    def place(self, t: Tensor | Int4Tensor, instead: object = None) -> Tensor | Int4Tensor | Parked:
+        """Return a new cached tensor where it lies from now on: on the card it is t itself, which must not change
+        afterwards. instead: what it replaces.
+
+        The card and main memory take turns, so that each copy has other blocks to hide behind.
+        """
+        with self.lock:
+            card = sum(size for device, size in self._on_card.values() if device == t.device)
+            share = min(1.0, self.card_room / max(self.expected, 1))
+            turn = card + t.nbytes / 2 <= share * (card + self.in_main + t.nbytes)
+            if id(instead) not in self._on_card and not (turn and card + t.nbytes <= self.card_room):
+                parked = self._park(t)
+                if parked is not None:
+                    return parked
+            self._on_card[id(t)] = t.device, t.nbytes
+            return t
+
+    def _park(self, t: Tensor | Int4Tensor) -> Parked | None:
+        """Write a tensor into a buffer; None if main memory is short."""
+        layout, lane = Layout.of(t), self._lane(t.device)
+        buffer = next((b for b in self._unused if b.lane is lane and b.layout == layout), None)
+        if buffer is not None:
+            self._unused.remove(buffer)
+        else:
+            buffer = self._new(layout, lane)
+        if buffer is None:
+            return None
+        parked = Parked(buffer)
+        lane.write(parked, t)
+        return parked
+
+    def _new(self, layout: Layout, lane: Lane) -> Buffer | None:
+        size = sum(layout.sizes)
+        if self.in_main + size > self.main_room:
+            self._free_unused()
+        if self.in_main + size > self.main_room:
+            return None
+        try:
+            memory = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError:
+            return None
+        buffer = Buffer(lane, layout, memory, self.copier.pin(memory))
+        self.pinned &= buffer.pinned
+        self._buffers.append(buffer)
+        self.in_main += size
+        return buffer
+
+    def _lane(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            up, down = self.copier.stream(device), self.copier.stream(device)
+            self._lanes[device] = Lane(self.copier, device, up, down, self.lock)
+        return self._lanes[device]
+
+    def note(self, name: str) -> None:
+        """Note that a tensor of this name is cached, and how much is held."""
+        with self.lock:
+            self._order.setdefault(name, len(self._order))
+            self.peak = max(self.peak, (sum(size for _, size in self._on_card.values()), self.in_main), key=sum)
+
+    def dropped(self, t: object) -> None:
+        """Note that a tensor is no longer cached."""
+        with self.lock:
+            self._on_card.pop(id(t), None)
+            if isinstance(t, Parked):
+                lane = t.buffer.lane
+                lane.forget([read for read in lane.ahead if read.buffer is t.buffer])
+                self._unused.append(t.buffer)
+
+    def after(self, name: str = "") -> list[str]:
+        """Return the names that follow this one in the refresh; all of them without a name."""
+        with self.lock:
+            return list(self._order)[self._order.get(name, -1) + 1 :]
+
+    def settle(self, device: torch.device) -> None:
+        """Hold nothing on a card beside what lies there, at the end of a call of the model."""
+        if device in self._lanes:
+            self._lanes[device].settle()
+
+    def _free_unused(self) -> None:
+        for lane in self._lanes.values():
+            lane.up.synchronize()
+            lane.down.synchronize()
+        for buffer in self._unused:
+            self._free(buffer)
+        self._unused.clear()
+
+    def _free(self, buffer: Buffer) -> None:
+        self._buffers.remove(buffer)
+        self.in_main -= buffer.memory.nbytes
+        if buffer.pinned:
+            self.copier.unpin(buffer.memory)
+
+    def clear(self) -> None:
+        """Wait for all copies, and release all buffers."""
+        with self.lock:
+            try:
+                for lane in self._lanes.values():
+                    lane.close()
+            finally:
+                for buffer in list(self._buffers):
+                    self._free(buffer)
+                for held in (self._lanes, self._on_card, self._unused, self._order):
+                    held.clear()

@@ -1,0 +1,272 @@
+"""A cached tensor in main memory, and the copies to and from it beside the computation.
+
+    stream     waits for
+    up         the computation that used the target's memory before, the last write of the buffer
+    compute    `up` before it reads a target or drops it, `down` before the memory of a source is free
+    down       the computation of the source, and with it every read of the buffer
+
+The host waits for nothing until the buffers are released.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .quant4 import Int4Tensor
+
+# Tensors that are read ahead, and tensors that are being written, at most: keys and values of a block each.
+MAX_STAGED = 2
+_ALIGNMENT = 64  # bytes
+
+
+class Stream(Protocol):
+    """A queue of work on a device. Events have a method `query`: whether the stream has reached them."""
+
+    def record_event(self) -> Any: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Copier(Protocol):
+    """What a device offers; tests record it in place of CUDA's."""
+
+    def current(self, device: torch.device) -> Stream:
+        """Return the stream on which the model computes."""
+        ...
+
+    def stream(self, device: torch.device) -> Stream:
+        """Return a new stream."""
+        ...
+
+    def copy(self, stream: Stream, target: Tensor, source: Tensor, pinned: bool) -> None:
+        """Copy on a stream. pinned: main memory is, so the host does not wait."""
+        ...
+
+    def pin(self, memory: Tensor) -> bool:
+        """Pin main memory; return False where it cannot be pinned. Must not raise."""
+        ...
+
+    def unpin(self, memory: Tensor) -> None:
+        """Reverse `pin`."""
+        ...
+
+
+@dataclass(frozen=True)
+class CudaCopier:
+    """Copies with CUDA's streams."""
+
+    pin_memory: Callable[[Tensor], Any]
+    unpin_memory: Callable[[Tensor], Any]
+
+    def current(self, device: torch.device) -> Stream:
+        return torch.cuda.current_stream(device)
+
+    def stream(self, device: torch.device) -> Stream:
+        return torch.cuda.Stream(device)
+
+    def copy(self, stream: Any, target: Tensor, source: Tensor, pinned: bool) -> None:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=pinned)
+
+    def pin(self, memory: Tensor) -> bool:
+        try:
+            return bool(self.pin_memory(memory))
+        except Exception:  # systems differ in how they show their limits
+            return False
+
+    def unpin(self, memory: Tensor) -> None:
+        self.unpin_memory(memory)
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in main memory: its parts one after the other."""
+
+    quantized: bool
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, t: Tensor | Int4Tensor) -> Layout:
+        """Return the layout of a tensor."""
+        parts = _parts(t)
+        return cls(isinstance(t, Int4Tensor), tuple(p.shape for p in parts), tuple(p.dtype for p in parts))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes from the beginning of each part to that of the next."""
+        numbers = (shape.numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        return [-(-n // _ALIGNMENT) * _ALIGNMENT for n in numbers]
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Main memory of one cached tensor."""
+
+    lane: Lane
+    layout: Layout
+    memory: Tensor  # (bytes,) uint8
+    pinned: bool
+    written: Any = None  # event of the last write
+
+    def parts(self) -> list[Tensor]:
+        """Return the parts of the tensor, views."""
+        sizes, (_, shapes, dtypes) = self.layout.sizes, self.layout
+        chunks = zip(self.memory.split(sizes), shapes, dtypes, strict=True)
+        return [chunk[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for chunk, shape, dtype in chunks]
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A cached tensor in main memory: one of the equal chunks of a buffer."""
+
+    buffer: Buffer
+    number: int = 0
+    chunks: int = 1
+
+    def parts(self) -> list[Tensor]:
+        """Return the chunk of each part of the tensor, views of main memory."""
+        return [part.chunk(self.chunks)[self.number] for part in self.buffer.parts()]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor, (B, N, C)."""
+        images, *others, width = self.buffer.layout.shapes[0]
+        most = -(-images // self.chunks)
+        count = min(most, images - self.number * most)
+        return torch.Size((count, *others, 2 * width if self.buffer.layout.quantized else width))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The original one."""
+        return self.buffer.layout.dtypes[-1]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the tensor is read to."""
+        return self.buffer.lane.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer."""
+        return self.buffer.memory.nbytes
+
+    def fits(self, source: Tensor | Int4Tensor) -> bool:
+        """Return whether a tensor can be written into the complete buffer."""
+        return self.buffer.layout == Layout.of(source) and self.device == source.device
+
+    def chunk(self, count: int) -> list[Parked]:
+        """Split the batch of a complete buffer as `Tensor.chunk` does."""
+        images = self.buffer.layout.shapes[0][0]
+        return [Parked(self.buffer, n, count) for n in range(-(-images // -(-images // count)))]
+
+    def copy_(self, source: Tensor | Int4Tensor) -> None:
+        """Write a tensor of the device down, which must not change afterwards."""
+        self.buffer.lane.write(self, source)
+
+    def take(self) -> Tensor | Int4Tensor:
+        """Return the tensor on the device, read ahead or now. Raises `torch.OutOfMemoryError`."""
+        return self.buffer.lane.take(self)
+
+
+class _Read(NamedTuple):
+    """A tensor that is being read."""
+
+    parts: list[Tensor]
+    event: Any
+
+
+@dataclass(eq=False)
+class Lane:
+    """The copies of one device."""
+
+    copier: Copier
+    device: torch.device
+    up: Stream
+    down: Stream
+    lock: RLock
+    ahead: dict[Parked, _Read] = field(default_factory=dict)
+    writing: deque[tuple[Tensor | Int4Tensor, Any]] = field(default_factory=deque)  # sources, and events of their ends
+
+    def write(self, parked: Parked, source: Tensor | Int4Tensor) -> None:
+        """Write a tensor down."""
+        with self.lock:
+            buffer = parked.buffer
+            self.forget(read for read in self.ahead if read.buffer is buffer)  # it is out of date
+            self._finish(MAX_STAGED - 1)
+            self.down.wait_event(self.copier.current(self.device).record_event())
+            for target, part in zip(parked.parts(), _parts(source), strict=True):
+                self.copier.copy(self.down, target, part, buffer.pinned)
+            buffer.written = self.down.record_event()
+            self.writing.append((source, buffer.written))
+
+    def _finish(self, most: int) -> None:
+        """Free the sources of all but the last N writes."""
+        now = self.copier.current(self.device)
+        while len(self.writing) > most:
+            now.wait_event(self.writing[0][1])
+            self.writing.popleft()
+
+    def _read(self, parked: Parked) -> _Read:
+        buffer, sources = parked.buffer, parked.parts()
+        targets = [torch.empty_like(source, device=self.device) for source in sources]
+        self.up.wait_event(self.copier.current(self.device).record_event())
+        if buffer.written is not None:
+            self.up.wait_event(buffer.written)
+        for target, source in zip(targets, sources, strict=True):
+            self.copier.copy(self.up, target, source, buffer.pinned)
+        return _Read(targets, self.up.record_event())
+
+    def take(self, parked: Parked) -> Tensor | Int4Tensor:
+        """Return a tensor on the device. If it is not the one that was expected, what was read ahead is dropped."""
+        with self.lock:
+            found = self.ahead.pop(parked, None)
+            if found is None:
+                self.forget(self.ahead)
+                found = self._read(parked)
+            self.copier.current(self.device).wait_event(found.event)
+            return Int4Tensor(*found.parts) if parked.buffer.layout.quantized else found.parts[0]
+
+    def read_ahead(self, parked: Parked) -> bool:
+        """Begin to read a tensor; return False if no more may be read."""
+        with self.lock:
+            if parked not in self.ahead and len(self.ahead) < MAX_STAGED:
+                try:
+                    self.ahead[parked] = self._read(parked)
+                except torch.OutOfMemoryError:
+                    return False  # it is read when it is needed
+            return len(self.ahead) < MAX_STAGED
+
+    def forget(self, reads: Iterable[Parked]) -> None:
+        """Drop what was read ahead."""
+        with self.lock:
+            now = self.copier.current(self.device)
+            for parked in list(reads):
+                now.wait_event(self.ahead[parked].event)
+                del self.ahead[parked]
+
+    def settle(self) -> None:
+        """Hold nothing on the device any more."""
+        with self.lock:
+            self.forget(self.ahead)
+            self._finish(0)
+
+    def close(self) -> None:
+        """Wait for all copies, and hold nothing."""
+        with self.lock:
+            try:
+                self.up.synchronize()
+                self.down.synchronize()
+            finally:
+                self.ahead.clear()
+                self.writing.clear()
+
+
+def _parts(t: Tensor | Int4Tensor) -> list[Tensor]:
+    return [t.codes, t.low, t.step] if isinstance(t, Int4Tensor) else [t]
