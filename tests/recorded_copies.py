@@ -98,13 +98,14 @@ class Copies:
     pinned: set[int] = field(default_factory=set)  # addresses
     streams: list[Recorded] = field(default_factory=list)
     count: int = 0  # copies so far
+    made: int = 0  # buffers so far
     staged: int = 0  # bytes of the device that copies hold now
     peak: int = 0
     _accesses: list[_Access] = field(default_factory=list)  # to main memory
     _errors: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.compute, self.chance = Recorded(self, "compute"), random.Random(self.order)
+        self.compute, self.chance = Recorded(self, "compute"), random.Random(self.order)  # noqa: S311
 
     def current(self, device: torch.device) -> Recorded:
         return self.compute
@@ -166,6 +167,7 @@ class Copies:
             raise RaceError(self._errors[0])
 
     def pin(self, memory: Tensor) -> bool:
+        self.made += 1
         if self.pins:
             self.pinned.add(memory.data_ptr())
         return self.pins

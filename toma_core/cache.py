@@ -36,7 +36,8 @@ class Cache:
     """Cached updates, keys and values of one run. Several devices may share it."""
 
     bounded: bool = False  # whether its limit is hard: where dropping old entries is not enough, it is disabled
-    reserved: int = 0  # bytes set aside for keys and values
+    reserved: int = 0  # bytes set aside for keys, values and updates of a run with a KV cache
+    on_card: int = 0  # those that the card holds, and what copies take there
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
     # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. Never set within a
@@ -140,10 +141,8 @@ class Cache:
         if len(parts) != len(chunks) or not all(map(_alike, parts, chunks)):
             return None
         complete = _complete(found, len(keys))
-        if complete is not None:
-            update = self._opened(complete)  # the very tensor, no copy
-        else:
-            update = torch.cat(list(map(self._opened, parts)))
+        # If it is complete, the very tensor, no copy.
+        update = torch.cat(list(map(self._opened, parts))) if complete is None else self._opened(complete)
         if any(isinstance(entry.tensor, Parked) for entry in found):
             self.read_ahead(tuple(condition for _, condition in keys), str(keys[0][0]))
         return update

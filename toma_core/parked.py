@@ -201,10 +201,19 @@ class Lane:
             self.forget(read for read in self.ahead if read.buffer is buffer)  # it is out of date
             self._finish(MAX_STAGED - 1)
             self.down.wait_event(self.copier.current(self.device).record_event())
-            for target, part in zip(parked.parts(), _parts(source), strict=True):
-                self.copier.copy(self.down, target, part, buffer.pinned)
-            buffer.written = self.down.record_event()
+            buffer.written = self._copied(self.down, parked.parts(), _parts(source), buffer.pinned)
             self.writing.append((source, buffer.written))
+
+    def _copied(self, stream: Stream, targets: list[Tensor], sources: list[Tensor], pinned: bool) -> Any:
+        """Copy on a stream; return the event of its end. Memory of the device is not freed before, also if a copy
+        fails."""
+        try:
+            for target, source in zip(targets, sources, strict=True):
+                self.copier.copy(stream, target, source, pinned)
+        except BaseException:
+            self.copier.current(self.device).wait_event(stream.record_event())
+            raise
+        return stream.record_event()
 
     def _finish(self, most: int) -> None:
         """Free the sources of all but the last N writes."""
@@ -219,9 +228,7 @@ class Lane:
         self.up.wait_event(self.copier.current(self.device).record_event())
         if buffer.written is not None:
             self.up.wait_event(buffer.written)
-        for target, source in zip(targets, sources, strict=True):
-            self.copier.copy(self.up, target, source, buffer.pinned)
-        return _Read(targets, self.up.record_event())
+        return _Read(targets, self._copied(self.up, targets, sources, buffer.pinned))
 
     def take(self, parked: Parked) -> Tensor | Int4Tensor:
         """Return a tensor on the device. If it is not the one that was expected, what was read ahead is dropped."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
@@ -16,17 +17,27 @@ from comfy.sampler_helpers import estimate_memory, get_additional_models, get_ad
 from torch import Tensor
 
 from ...toma_core import Schedule, ToMAConfig
+from ...toma_core.cache import Cache
+from ...toma_core.host_memory import HostMemory
+from ...toma_core.parked import Copier, CudaCopier
 from ...toma_core.quant4 import int4_bytes
 from ...toma_core.reasons import Message, Reason
 from . import registry
 from .compat import UnsupportedApiError, warn
 from .compile_ops import compiled
 from .conditions import area_size, crop
-from .evaluated import Area, evaluated_parts, most_held
+from .evaluated import Area, Parts, evaluated_parts, most_held
+from .family import ModelHooks
 
-# The share of a card's memory that the KV cache may take in four bits where that pushes weights out. ComfyUI then loads
-# these again in every step, which takes far less time than is saved. 18.2 GB (Wan 14B, 1280 x 720 x 81) fit 32 GB.
+# The share of its memory that the KV cache may take in four bits on a device that shares its memory with the computer,
+# as a CPU does, or that this pack does not copy from.
 _SHARE = 0.55
+# The share of main memory that keys and values of a card may take, and what stays available beside them in any case:
+# ComfyUI keeps weights and text encoders there.
+_MAIN_SHARE = 0.35
+_MAIN_AVAILABLE = 4e9
+# Shares of the first blocks that are not merged where keys and values of all blocks have no room.
+_FEWER_BLOCKS = (0.15, 0.3, 0.5)
 # ComfyUI frees this much memory for each byte of weights that it loads, see `load_models_gpu`.
 _LOADING = 1.1
 # Schedules of context windows that lie elsewhere at each step.
@@ -40,14 +51,24 @@ class KVCachePlan:
     bytes: int = 0  # size of the cache; 0 without
     quantized: bool = False  # keys and values have four bits a number
     reason: Message | None = None  # why there is no cache
+    keys: int = 0  # bytes of keys and values; the others are of updates, which lie on the card
+    in_main: int = 0  # bytes of them that have no room on the card
+    staging: int = 0  # bytes on the card through which they are copied
+    main_room: float = 0.0  # bytes that main memory has room for; 0: everything lies on the card
+    skipped: float = 0.0  # share of the first blocks that are not merged, because memory is short
+
+    @property
+    def on_card(self) -> int:
+        """The bytes that the run needs on the card."""
+        return self.bytes - self.in_main + self.staging
 
 
 def plan_kv_cache(
     config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any, packed: Sequence[int], sigmas: Sequence[float] = ()
 ) -> KVCachePlan:
     """Decide what a run on latents of (B, C, ..., H, W) caches: keys and values at full precision where they fit beside
-    the model's weights; in four bits where they do not; nothing where four bits would take more than `_SHARE` of the
-    card.
+    the model's weights, else in four bits, of fewer blocks if need be. What has no room on the card lies in main
+    memory. Nothing where main memory is short too.
 
     packed: the shape of all streams as ComfyUI packs them. sigmas: of the steps, and the one at which the run ends;
     without any, all conditions count.
@@ -61,11 +82,53 @@ def plan_kv_cache(
     windows = windows_of(guider, latent)
     if not windows:
         return KVCachePlan(reason=Reason.KV_CONTEXT_WINDOWS())
-    conds = [cond for group in guider.conds.values() for cond in group or ()]
+    steps = evaluated_parts(guider, sampler, packed, sigmas[:-1])
+    needed = partial(_numbers, hooks, guider, latent, steps, sigmas, windows)
+    updates, keys, held = needed(config)
+    if not keys:
+        return KVCachePlan(reason=Reason.KV_MODEL_ATTENTION())
+    itemsize, device = dtype_of(model).itemsize, model.load_device
+    own = sum(hooks.model_cache_numel(cond, options["transformer_options"]) for cond in _conds(guider)[:held])
+    left = memory_left(guider, packed) - own * len(latent) * itemsize
+    copies = copier_of(device) is not None
+    main = main_room() if copies else 0.0
+    if (updates + keys) * itemsize <= left:
+        return KVCachePlan((updates + keys) * itemsize, keys=keys * itemsize, main_room=main)
+    if not copies:
+        limit = max(left, model_management.get_total_memory(device) * _SHARE)
+        plan = _four_bits(updates * itemsize, int4_bytes(keys, itemsize), limit)
+        return plan if not plan.in_main else _too_large(plan, limit)
+    staging = 2 / max(sum(1 for _ in hooks.blocks(latent)), 2)  # as a share of keys and values: those of two blocks
+    plans = list[KVCachePlan]()
+    for skipped in (0.0, *(share for share in _FEWER_BLOCKS if share > config.skip_first_blocks)):
+        if skipped:
+            updates, keys, _ = needed(replace(config, skip_first_blocks=skipped))
+        plans.append(_four_bits(updates * itemsize, int4_bytes(keys, itemsize), left, staging, main, skipped))
+        if plans[-1].in_main <= main:
+            return plans[-1]
+    return _too_large(plans[0], max(left, 0.0) + main)
+
+
+def _conds(guider: Any) -> list[dict[str, Any]]:
+    return [cond for group in guider.conds.values() for cond in group or ()]
+
+
+def _numbers(
+    hooks: ModelHooks,
+    guider: Any,
+    latent: Tensor,
+    steps: Sequence[Parts],
+    sigmas: Sequence[float],
+    windows: float,
+    config: ToMAConfig,
+) -> tuple[int, int, int]:
+    """Return how many numbers of updates, and of keys and values, a run with these settings holds at a time at most,
+    and of how many conditions. steps: see `evaluated_parts`. windows: see `windows_of`."""
+    conds = _conds(guider)
     of_an_area = partial(
         hooks.kv_cache_numel,
         config=config,
-        options=options["transformer_options"],
+        options=guider.model_options["transformer_options"],
         controlled=any(cond.get("control") is not None for cond in conds),
         references=max((cond.get("reference_latents") or [] for cond in conds), key=len, default=[]),
     )
@@ -77,22 +140,63 @@ def plan_kv_cache(
             sizes[area] = (0, 0) if outside else of_an_area(crop(latent, area or None))
         return sum(sizes[area])
 
-    steps = evaluated_parts(guider, sampler, packed, sigmas[:-1])
     schedule = Schedule(config, tuple(sigmas[:-1]), finishes=bool(sigmas) and sigmas[-1] == 0.0)
     held = most_held(steps, schedule, size) or [()]
     numbers = [of_an_area(latent) if not area else sizes[area] for area in held]
     updates, keys = (round(sum(parts) * len(latent) * windows) for parts in zip(*numbers, strict=True))
-    if not keys:
-        return KVCachePlan(reason=Reason.KV_MODEL_ATTENTION())
-    itemsize, left = dtype_of(model).itemsize, memory_left(guider, packed)
-    own = sum(hooks.model_cache_numel(cond, options["transformer_options"]) for cond in conds[: len(held)])
-    left -= own * len(latent) * itemsize
-    if (needed := (updates + keys) * itemsize) <= left:
-        return KVCachePlan(needed)
-    most = max(left, model_management.get_total_memory(model.load_device) * _SHARE)
-    if (needed := updates * itemsize + int4_bytes(keys, itemsize)) <= most:
-        return KVCachePlan(needed, quantized=True)
-    return KVCachePlan(reason=Reason.KV_TOO_LARGE(needed=needed / 1e9, limit=most / 1e9))
+    return updates, keys, len(held)
+
+
+def _four_bits(
+    updates: int, keys: int, left: float, staging: float = 0.0, main: float = 0.0, skipped: float = 0.0
+) -> KVCachePlan:
+    """Return the plan of a cache in four bits of which the card holds what fits into the `left` bytes.
+
+    updates, keys: bytes. staging: share of keys and values through which they are copied. The others are those of
+    `KVCachePlan`.
+    """
+    if updates + keys <= left:
+        return KVCachePlan(updates + keys, True, keys=keys, main_room=main, skipped=skipped)
+    staged = round(keys * staging)
+    in_main = keys - round(min(max(left - updates - staged, 0.0), keys))
+    return KVCachePlan(updates + keys, True, None, keys, in_main, staged, main, skipped)
+
+
+def _too_large(plan: KVCachePlan, limit: float) -> KVCachePlan:
+    return KVCachePlan(reason=Reason.KV_TOO_LARGE(needed=plan.bytes / 1e9, limit=limit / 1e9))
+
+
+def copier_of(device: torch.device) -> Copier | None:
+    """Return what copies between a device and main memory beside the computation; None for devices that this pack does
+    not know, and for a CPU, on which everything lies in main memory."""
+    if device.type != "cuda":  # ROCm is too
+        return None
+    return CudaCopier(model_management.pin_memory, model_management.unpin_memory)
+
+
+def main_room() -> float:
+    """Return how many bytes of main memory keys and values may take: a share of all, and never the last of it."""
+    memory = psutil.virtual_memory()
+    return float(max(0.0, min(memory.total * _MAIN_SHARE, memory.available - _MAIN_AVAILABLE)))
+
+
+def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
+    """Return where the keys and values of a run lie that have no room on the card; None if all have."""
+    copier = copier_of(device) if plan.main_room else None
+    return None if copier is None else HostMemory(copier, plan.keys, plan.keys - plan.in_main, plan.main_room)
+
+
+def measure_room(cache: Cache, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:
+    """Have keys and values lie on the card only where memory is really free, now that the model is loaded. This changes
+    no bit of them. shape, conds: as ComfyUI estimates the memory of an evaluation."""
+    if cache.host is None:
+        return
+    activations, _ = estimate_memory(model, shape, conds)
+    least = model_management.minimum_inference_memory()
+    activations = max(activations + model_management.extra_reserved_memory(), least)
+    free = getattr(model, "get_free_memory", model_management.get_free_memory)(model.load_device)
+    others = cache.on_card - cache.host.card_room  # updates, and what copies take
+    cache.host.card_room = min(cache.host.card_room, max(0.0, free - activations - others))
 
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:

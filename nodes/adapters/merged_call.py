@@ -38,6 +38,8 @@ def merged_call(
                     installation.close()
                     evaluation = decided
                     hooks = installation.enter_context(installed(select(evaluation)))
+                if not evaluation.refreshes:
+                    sampling.run.cache.read_ahead(evaluation.cond_keys)
         except OwnError as error:
             installation.close()
             warn(error)
@@ -46,6 +48,7 @@ def merged_call(
         with without_replays():
             result = call()
         with warned(), own_code():
+            sampling.run.cache.settle(x.device)
             _note(_sites(hooks), sampling, evaluation, x, layout)
         return result
 

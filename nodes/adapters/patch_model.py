@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,7 +46,7 @@ from .compile_ops import allow_more_graphs, compiled, in_one_piece
 from .conditions import positions_of
 from .contents import Contents
 from .family import ModelHooks
-from .kv_memory import KVCachePlan, plan_kv_cache, reserved
+from .kv_memory import KVCachePlan, host_of, measure_room, plan_kv_cache, reserved
 from .merged_call import merged_call
 from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING
 from .origin import unwrapped, wrapped_by_others
@@ -114,7 +113,9 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, video)
             sampling.shapes = shapes
             sampling.config_for = partial(config_for, attachment.settings, model)
-            sampling.run.cache.reserved, sampling.run.quantized = kv_plan.bytes, kv_plan.quantized
+            cache, sampling.run.quantized = sampling.run.cache, kv_plan.quantized
+            cache.reserved, cache.on_card = kv_plan.bytes, kv_plan.on_card
+            cache.host = host_of(kv_plan, model.load_device)
             sampling.contents = Contents(conds)
             sampling.run.stats.without_kv_cache, sampling.run.stats.comfyui = kv_plan.reason, comfyui_lines()
             options["transformer_options"][SAMPLING] = sampling
@@ -175,6 +176,7 @@ def run_config(
     if config.kv_cache and not getattr(comfy.model_management, "in_training", False):
         kv_plan = plan_kv_cache(config, guider, noise, sampler, packed or noise.shape, sigmas)
         config = config if kv_plan.bytes else config_for(settings, model, kv_cache=False)
+        config = replace(config, skip_first_blocks=kv_plan.skipped) if kv_plan.skipped else config
     return config, kv_plan
 
 
@@ -190,13 +192,18 @@ def _wrap_first(transformer_options: dict[str, Any], kind: str, wrapper: Any) ->
 
 
 def _prepare_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    model, sampling = None, None
+    sampling, given = None, list[Any]()
     with optional_api("WrappersMP.PREPARE_SAMPLING"):
-        model = argument(args, kwargs, 0, "model").model
+        given = [argument(args, kwargs, n, name) for n, name in enumerate(("model", "noise_shape", "conds"))]
+        _ = given[0].model.memory_required
         sampling = argument(args, kwargs, 3, "model_options")["transformer_options"][SAMPLING]
-        _ = model.memory_required
-    with nullcontext() if sampling is None else reserved(model, sampling.run.cache.reserved):
+    if sampling is None:
         return executor(*args, **kwargs)
+    with reserved(given[0].model, sampling.run.cache.on_card):
+        loaded = executor(*args, **kwargs)
+    with warned(), own_code():
+        measure_room(sampling.run.cache, *given)
+    return loaded
 
 
 def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:

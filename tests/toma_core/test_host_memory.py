@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+import weakref
+from contextlib import nullcontext, suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -128,7 +131,7 @@ def test_the_card_is_filled_and_takes_turns_with_main_memory() -> None:
         cache.put(keys_of(name), tensor(n), kv=True)
     parked = [isinstance(cache._entries[name, "a"].tensor, Parked) for name in NAMES]
     assert sum(parked) == len(NAMES) - 5
-    assert not any(a and b for a, b in zip(parked, parked[1:], strict=False)), "no two in main memory in a row"
+    assert not any(a and b for a, b in pairwise(parked)), "no two in main memory in a row"
     assert cache.host is not None
     assert cache.host.peak == (5 * SIZE, 5 * SIZE)
 
@@ -229,3 +232,29 @@ def test_a_part_has_the_shape_of_the_tensor_it_stands_for() -> None:
         for count in (1, 2, 3, 5):
             ours, theirs = parked.chunk(count), given.chunk(count)
             assert [(p.shape, p.dtype, p.device) for p in ours] == [(t.shape, t.dtype, t.device) for t in theirs]
+
+
+def test_of_300_runs_that_break_off_anywhere_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end at a copy that fails, as after an interrupt, with others still under way."""
+    copies, copy = Copies(1), Copies.copy
+
+    def failing(self: Copies, *args: Any) -> None:
+        if self.count == stop:
+            raise InterruptedError
+        copy(self, *args)
+
+    monkeypatch.setattr(Copies, "copy", failing)
+    held = list[weakref.ref[HostMemory]]()
+    for n in range(300):
+        copies.count, stop = 0, n % 110
+        cache = Cache(host=host_of(copies, card=n % 3 * SIZE))
+        assert cache.host is not None
+        held.append(weakref.ref(cache.host))
+        with suppress(InterruptedError):
+            run(cache, quantized=n % 2 == 0, steps=2)
+        cache.clear()
+        copies.check()
+        assert (copies.pinned, copies.unfinished(), copies.staged, cache.held) == (set(), 0, 0, 0)
+        del cache
+    gc.collect()
+    assert not any(each() for each in held)

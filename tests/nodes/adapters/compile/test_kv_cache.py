@@ -10,6 +10,7 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.nodes.adapters import test_kv_cache as eager
+from tests.nodes.adapters.cards import a_card, balanced, compared, sampled
 from tests.nodes.adapters.compile import test_compile
 from tests.nodes.adapters.compiling import Counting, compiled
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
@@ -66,6 +67,19 @@ def test_attention_without_overrides_is_noticed_inside_the_graphs(
     merged = compiled(run.apply_toma(model, preset("balanced")), Counting(), inside=True)
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, plain)))
     assert stats_of(merged).without_kv_cache == stats_of(plain).without_kv_cache == eager.NOT_ASKED
+
+
+def test_keys_and_values_in_main_memory(fresh_compiler: None) -> None:
+    """The operators copy; graphs hold nothing of it."""
+    model, backend = models.z_image(layers=2), Counting()
+    card = compared("z_image", compiled(balanced(model), backend, inside=True), quantized=True, order=3, cfg=1.0)
+    assert card.peak[1] > 0
+    assert backend.graphs == 3, "those of a refresh, of merged and of full steps"
+    with a_card(0.0, quantized=True):
+        wanted = sampled("z_image", balanced(model), cfg=1.0)
+    with a_card(0.0, quantized=True):
+        found = sampled("z_image", compiled(balanced(model), backend, inside=True), cfg=1.0)
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_other_compilers_receive_no_hints(attach: Any, stats_of: Any, fresh_compiler: None) -> None:

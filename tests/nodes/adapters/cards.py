@@ -1,0 +1,83 @@
+"""A stand-in for a card: the CPU computes, and `recorded_copies` lie between it and main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
+from tests.nodes.adapters.kv_helpers import preset
+from tests.recorded_copies import Copies
+
+VIDEOS = ("wan", "ltx", "h3", "cosmos")
+
+
+class Card:
+    """What the stand-in for a card did in a run: its copies, and what was cached where when it was most."""
+
+    def __init__(self, copies: Copies) -> None:
+        self.copies, self.peak, self.sizes, self.hosts = copies, (0, 0), set[int](), list[Any]()
+
+    def ended(self) -> None:
+        """Check that the run has left nothing behind."""
+        copies = self.copies
+        copies.check()
+        assert (copies.pinned, copies.unfinished(), copies.staged) == (set(), 0, 0)
+        for host in self.hosts:
+            assert (host.in_main, host._lanes, host._on_card, host._buffers, host._unused) == (0, {}, {}, [], [])
+
+
+@contextmanager
+def a_card(share: float, quantized: bool, order: Any = "late", **options: Any) -> Iterator[Card]:
+    """Have the CPU be a card with room for this share of keys and values, 1 for all of them."""
+    memory, patch = pack_module("nodes.adapters.kv_memory"), pytest.MonkeyPatch()
+    card, plan, make = Card(Copies(order, **options)), memory._four_bits, memory.HostMemory
+
+    def planned(updates: int, keys: int, left: float, *args: Any) -> Any:
+        return plan(updates, keys, updates + share * keys if share < 1 else 1e12, 0.0, *args[1:])
+
+    def measured(cache: Any, *_: Any) -> None:
+        if cache.host is not None and not quantized:
+            cache.host.card_room = share * cache.host.expected if share < 1 else 1e12
+
+    def made(*args: Any) -> Any:
+        card.hosts.append(make(*args))
+        return card.hosts[-1]
+
+    with patch.context() as patched:
+        patched.setattr(memory, "copier_of", lambda device: card.copies)
+        patched.setattr(memory, "main_room", lambda: 1e12)
+        patched.setattr(memory, "memory_left", lambda *_: 0.0 if quantized else 1e12)
+        patched.setattr(memory, "_four_bits", planned)
+        patched.setattr(memory, "HostMemory", made)
+        patched.setattr(pack_module("nodes.adapters.patch_model"), "measure_room", measured)
+        yield card
+    card.peak = max((host.peak for host in card.hosts), default=(0, 0))
+
+
+def balanced(model: Any, name: str = "balanced", **settings: Any) -> Any:
+    return pack_module("nodes.adapters.patch_model").apply_toma(model, preset(name, **settings))
+
+
+def sampled(kind: str, model: Any, **options: Any) -> list[Tensor]:
+    usual: dict[str, Any] = {"steps": 5, "cfg": 3.0, "frames": 3 if kind in VIDEOS else 1}
+    return models.sample_streams(model, HEIGHT, WIDTH, **{**usual, **options})
+
+
+def compared(kind: str, merged: Any, quantized: bool, order: Any = "late", share: float = 0.0, **options: Any) -> Card:
+    """Sample with everything on the card, and with this share of it; return what the second one did."""
+    with a_card(1.0, quantized):
+        wanted = sampled(kind, merged, **options)
+    with a_card(share, quantized, order) as card:
+        found = sampled(kind, merged, **options)
+    card.ended()
+    assert all(map(torch.equal, found, wanted))
+    assert card.copies.count
+    return card

@@ -1,0 +1,146 @@
+"""Keys and values in main memory change no bit of a picture, and nothing of them is left when a run ends.
+
+`cards` has the stand-in for a card.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from tests.loop import loop
+from tests.nodes.adapters.cards import a_card, balanced, compared, sampled
+from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH
+from tests.nodes.adapters.kv_helpers import several_calls
+from tests.recorded_copies import RaceError
+
+KINDS = tuple(kind for kind in LAYOUTS if kind != "ernie")
+
+
+@loop(("kind", "n"), [(kind, n) for n, kind in enumerate(KINDS)])
+def test_the_picture_is_the_same_wherever_they_lie(kind: str, n: int, model_of: Any, stats_of: Any) -> None:
+    """All in main memory or half of them, in full precision or in four bits; copies end late, or at random."""
+    merged, share, quantized = balanced(model_of(kind)), 0.5 * (n % 3 == 0), n % 2 == 0
+    card = compared(kind, merged, quantized, n if n % 4 else "late", share)
+    stats, (on_card, in_main) = stats_of(merged), card.peak
+    assert stats.merged_steps
+    assert in_main > 0
+    assert 0.2 < on_card / (on_card + in_main) < 0.7 if share else on_card == 0
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "a batch without guidance": {"batch": 2, "cfg": 1.0},
+    "a sampler with two evaluations a step": {"sampler": "heun", "steps": 4},
+    "a sampler that draws noise": {"sampler": "euler_ancestral"},
+}
+
+
+@loop("run", RUNS)
+@loop("quantized", [False, True])
+def test_in_other_runs_too(run: str, quantized: bool, model_of: Any, stats_of: Any) -> None:
+    merged = balanced(model_of("z_image"))
+    compared("z_image", merged, quantized, 3, **RUNS[run])
+    assert stats_of(merged).merged_steps
+
+
+@loop("quantized", [False, True])
+def test_with_references_that_are_merged(quantized: bool, model_of: Any) -> None:
+    model = model_of("flux")
+    reference = torch.randn(1, 16, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(9))
+    conds = [models.conditioning(model, 7, seed, reference_latents=[reference]) for seed in (1, 2)]
+    merged = balanced(model, merge_references=True)
+    compared("flux", merged, quantized, 3, positive=conds[0], negative=conds[1])
+
+
+@loop("split", [False, True])
+def test_with_several_conditions(split: bool, model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an area and of all, in one call or in several, and with a further call for skip layer guidance. Where calls
+    are split after the refresh, each reads its part of a buffer."""
+    model, evaluations = several_calls(model_of("wan")), list[int]()
+    both = [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3)]
+    merged = balanced(model)
+    if split:
+        from comfy.patcher_extension import WrappersMP
+
+        def counting(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            evaluations.append(1)
+            return executor(*args, **kwargs)
+
+        merged.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "count", counting)
+        required = "memory_required"
+        monkeypatch.setattr(type(model.model), required, lambda *_, **__: 1e20 if len(evaluations) % 5 > 1 else 0)
+    compared("wan", merged, True, 3, positive=both)
+
+
+@loop("deaf", [None, ("up", "compute"), ("compute", "up"), ("compute", "down"), ("down", "compute")])
+def test_a_wait_that_is_missing_is_seen_in_a_run(deaf: Any, model_of: Any) -> None:
+    """The recording sees what it has to see."""
+    merged = balanced(model_of("z_image"))
+    with a_card(0.0, False, deaf=deaf) as card, ExitStack() as stack:
+        if deaf:
+            stack.enter_context(pytest.raises(RaceError))
+        sampled("z_image", merged)
+        card.copies.check()
+
+
+def failing(block: Any, at: int, error: BaseException) -> Any:
+    """Have a block raise once, in its Nth call."""
+    calls, forward, patch = list[int](), type(block).forward, pytest.MonkeyPatch()
+
+    def failed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        if self is block:
+            calls.append(1)
+            if len(calls) == at:
+                raise error
+        return out
+
+    patch.setattr(type(block), "forward", failed)
+    return patch.context()
+
+
+@loop("at", [1, 2, 3])
+def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of: Any) -> None:
+    """In the refresh and in merged steps: the picture is that of a run in which memory runs out on the card."""
+    model = model_of("z_image")
+    merged, block, found = balanced(model), model.model.diffusion_model.layers[1], []
+    for share in (1.0, 0.0):
+        with a_card(share, True, at) as card, failing(block, at, torch.OutOfMemoryError()) as patch:
+            found.append(sampled("z_image", merged))
+            patch.undo()
+        card.ended()
+        assert stats_of(merged).cache_disabled
+    assert all(map(torch.equal, *found))
+
+
+@loop("at", [1, 2, 3])
+@loop("error", ["an interrupt", "an error"])
+def test_a_run_that_ends_early_leaves_nothing(at: int, error: str, model_of: Any) -> None:
+    from comfy.model_management import InterruptProcessingException
+
+    model = model_of("z_image")
+    merged, block = balanced(model), model.model.diffusion_model.layers[1]
+    raised = InterruptProcessingException() if error == "an interrupt" else ValueError("of another node")
+    with a_card(0.0, at % 2 == 0, at) as card, failing(block, at, raised) as patch:
+        with pytest.raises(type(raised)):
+            sampled("z_image", merged)
+        patch.undo()
+        assert card.copies.count
+        # What the error itself holds on to is no longer read or written.
+        raised.__traceback__ = None
+    card.ended()
+
+
+@loop("quantized", [False, True])
+def test_the_card_holds_two_blocks_at_most(quantized: bool) -> None:
+    model = models.z_image(layers=6)
+    with a_card(0.0, quantized) as card:
+        sampled("z_image", balanced(model), cfg=1.0)
+    one = card.peak[1] / card.copies.made
+    # Two tensors that are read ahead, two that are being written, and those in use.
+    assert 2 * one <= card.copies.peak <= 6 * one
+    assert card.copies.made == 12

@@ -1,0 +1,155 @@
+"""Where keys and values lie: what fits beside the weights on the card, the rest in main memory, within its limits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+from tests.nodes.adapters.cards import a_card, balanced, sampled
+from tests.recorded_copies import Copies
+
+memory = pack_module("nodes.adapters.kv_memory")
+Reason = pack_module("toma_core.reasons").Reason
+
+
+@pytest.fixture
+def computer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """computer(left, main): a card that has `left` bytes beside the model, in a computer with this room."""
+
+    def computer(left: float, main: float) -> None:
+        monkeypatch.setattr(memory, "copier_of", lambda device: Copies())
+        monkeypatch.setattr(memory, "memory_left", lambda *_: left)
+        monkeypatch.setattr(memory, "main_room", lambda: main)
+
+    return computer
+
+
+def planned(model: Any, **settings: Any) -> tuple[Any, Any]:
+    """Return the config and the KV cache of a run at cfg 1."""
+    from comfy.sampler_helpers import convert_cond
+    from comfy.samplers import CFGGuider
+
+    run, merged = pack_module("nodes.adapters.patch_model"), balanced(model, **settings)
+    guider = CFGGuider(merged)
+    guider.conds = {"positive": convert_cond(models.conditioning(model, seed=1))}
+    guider.set_cfg(1.0)
+    latent = torch.zeros(1, 16, 32, 32)
+    found: tuple[Any, Any] = run.run_config(run.attachment_of(merged), guider, latent, None)
+    return found
+
+
+@pytest.fixture
+def model() -> Any:
+    return models.z_image(layers=10)
+
+
+def test_what_is_stored_does_not_follow_free_memory_and_where_does(model: Any, computer: Any) -> None:
+    computer(1e12, 1e12)
+    _, full = planned(model)
+    assert (full.quantized, full.in_main, full.on_card) == (False, 0, full.bytes)
+    computer(full.bytes - 1, 1e12)
+    _, packed = planned(model)
+    updates = packed.bytes - packed.keys
+    assert (packed.quantized, packed.in_main, packed.on_card) == (True, 0, packed.bytes)
+    for left in (packed.bytes - 1, packed.bytes // 2, updates, 0, -1e12):
+        computer(left, 1e12)
+        _, found = planned(model)
+        assert (found.bytes, found.quantized, found.skipped) == (packed.bytes, True, 0.0)
+        assert found.staging == pytest.approx(found.keys / 5, abs=2), "keys and values of two of ten blocks"
+        assert 0 < found.in_main <= found.keys
+        # No weights are pushed off the card, but for what every run caches.
+        assert found.on_card <= max(left, updates + found.staging)
+
+
+def test_of_fewer_blocks_before_none_at_all(model: Any, computer: Any) -> None:
+    computer(0, 1e12)
+    config, all_of_them = planned(model)
+    assert config.skip_first_blocks == 0.0
+    for main, skipped in ((1.0, 0.0), (0.9, 0.15), (0.75, 0.3), (0.6, 0.5)):
+        computer(0, all_of_them.keys * main)
+        config, found = planned(model)
+        assert config.kv_cache
+        assert config.skip_first_blocks == found.skipped == skipped
+        assert found.in_main == found.keys <= all_of_them.keys * main
+    for main in (0.4, 0.0):
+        computer(0, all_of_them.keys * main)
+        config, found = planned(model)
+        assert (bool(config.kv_cache), found.bytes, found.reason.id) == (False, 0, Reason.KV_TOO_LARGE)
+    computer(0, all_of_them.keys * 0.75)
+    assert planned(model, skip_first_blocks=0.2)[0].skip_first_blocks == 0.3
+    assert planned(model, skip_first_blocks=5)[0].skip_first_blocks == 5
+
+
+def test_a_run_skips_these_blocks_and_says_so(stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.z_image(layers=10)
+    merged = balanced(model)
+    with a_card(0.0, quantized=True) as card:
+        monkeypatch.setattr(memory, "main_room", lambda: 0.8 * card.expected)
+        sampled("z_image", merged, cfg=1.0)
+    card.ended()
+    stats = stats_of(merged)
+    assert len(stats.merged_blocks) == 7
+    assert stats.kv_skipped == 0.3
+
+
+@loop(("total", "available", "room"), [(64e9, 60e9, 22.4e9), (32e9, 30e9, 11.2e9), (32e9, 9e9, 5e9), (16e9, 3e9, 0.0)])
+def test_main_memory_has_limits(total: float, available: float, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(total=total, available=available)
+    monkeypatch.setattr(memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
+    assert memory.main_room() == pytest.approx(room)
+
+
+@loop(("device", "copies"), [("cuda", True), ("cpu", False), ("mps", False), ("xpu", False)])
+def test_only_cards_with_cuda_streams_use_main_memory(device: str, copies: bool) -> None:
+    assert (memory.copier_of(torch.device(device)) is not None) is copies
+
+
+@loop("free", [1e12, 0.5, 0.0])
+def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(free: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other programs take of the card is not in the plan, which has all of it in full precision here."""
+    import comfy.model_management as management
+
+    merged, measure = balanced(models.z_image(layers=10)), memory.measure_room
+    with a_card(1.0, quantized=False) as card:
+        wanted = sampled("z_image", merged, cfg=1.0)
+    assert card.peak[1] == 0
+    size = sum(card.peak)
+
+    def measured(cache: Any, patcher: Any, shape: Any, conds: Any) -> None:
+        need, _ = memory.estimate_memory(patcher, shape, conds)
+        need = max(need + management.extra_reserved_memory(), management.minimum_inference_memory())
+        updates = cache.on_card - cache.host.card_room
+        monkeypatch.setattr(type(patcher), "get_free_memory", lambda *_: need + updates + free * size)
+        measure(cache, patcher, shape, conds)
+
+    with a_card(1.0, quantized=False) as card:
+        monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "measure_room", measured)
+        found = sampled("z_image", merged, cfg=1.0)
+    card.ended()
+    assert all(map(torch.equal, found, wanted))
+    assert card.peak[0] == pytest.approx(min(free, 1.0) * size, abs=size / 20)
+    assert sum(card.peak) == size
+
+
+def test_memory_that_cannot_be_pinned(stats_of: Any) -> None:
+    merged = balanced(models.z_image())
+    with a_card(0.0, quantized=True, pins=False) as card:
+        sampled("z_image", merged, cfg=1.0)
+    card.ended()
+    assert "could not be pinned" in stats_of(merged).text()
+
+
+def test_pinning_that_fails_raises_nothing() -> None:
+    def failing(_: Any) -> bool:
+        raise RuntimeError("out of handles")
+
+    parked = pack_module("toma_core.parked")
+    assert parked.CudaCopier(failing, failing).pin(torch.zeros(1)) is False
+    assert parked.CudaCopier(lambda _: False, failing).pin(torch.zeros(1)) is False
+    assert parked.CudaCopier(lambda _: True, failing).pin(torch.zeros(1)) is True
