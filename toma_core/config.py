@@ -49,12 +49,28 @@ UNET_RATIOS = RatioAdvice(0.25, 0.5, 0.75)
 TRANSFORMER_RATIOS = RatioAdvice(0.25, 0.5, 0.6)
 
 
+class KVCache(str, Enum):
+    """Whether merged blocks attend to all tokens, and where the keys and values for that may lie. Made from a bool
+    too; `OFF` is false."""
+
+    ON = "on"
+    CARD_ONLY = "on the card only"
+    OFF = "off"
+
+    @classmethod
+    def _missing_(cls, value: object) -> KVCache | None:
+        return (cls.ON if value else cls.OFF) if isinstance(value, bool) else None
+
+    def __bool__(self) -> bool:
+        return self is not KVCache.OFF
+
+
 @dataclass(frozen=True)
 class ToMAConfig:
     """Every setting of the merge for one model. Raises `ConfigError` on a value outside its range.
 
-    Strings are accepted for the enum fields. The defaults merge every block at every step; nodes begin with the
-    `balanced` preset.
+    Strings are accepted for the enum fields, and a bool for `kv_cache`. The defaults merge every block at every step;
+    nodes begin with the `balanced` preset.
     """
 
     ratio: float = option(
@@ -143,11 +159,12 @@ class ToMAConfig:
         "the previous step predicted, and detailed parts of it keep more tokens. More accurate in few steps; the first "
         "step is then full.",
     )
-    kv_cache: bool = option(
-        False,
+    kv_cache: KVCache = option(
+        KVCache.OFF,
         "Merged blocks attend to all tokens: full steps cache keys and values, merged steps update them. Much more "
         "accurate, for memory: 2.9 GB in Flux.1 at 1024 x 1024, 7.9 GB in Wan 14B at 832 x 480 x 81, twice that with "
-        "cfg above 1. Needs full steps. No effect in UNets, in ERNIE-Image and with granularity 'module'.",
+        "cfg above 1. What does not fit on the card lies in main memory, except with 'on the card only'. Needs full "
+        "steps. No effect in UNets, in ERNIE-Image and with granularity 'module'.",
     )
 
     def __post_init__(self) -> None:

@@ -61,7 +61,7 @@ class RunState:
     attention_hook_called: bool | None = None  # for a block that attends to all tokens; None before the first
 
     def __post_init__(self) -> None:
-        self.kv_cache = self.config.kv_cache and self.config.uses_cache
+        self.kv_cache = bool(self.config.kv_cache) and self.config.uses_cache
         self.cache.quantize = self.dispatch.quantize
         self.cache.dequantize = self.dispatch.dequantize
         self.coverage = Coverage(self.cache)
@@ -253,5 +253,7 @@ class RunState:
         """Drop every tensor of the run and return its stats."""
         self.stats.full_by = self.schedule.why_full()
         self.stats.cache_bytes, self.stats.cache_disabled = self.cache.peak_bytes, self.cache.disabled
+        if self.cache.host is not None:
+            self.stats.kv_place, self.stats.kv_pinned = self.cache.host.peak, self.cache.host.pinned
         self._clear()
         return self.stats

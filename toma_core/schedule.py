@@ -119,7 +119,7 @@ class Schedule:
         """Whether the last step is merged: in the second half of a four-step run with a KV cache nothing else would be,
         and that has less error than three steps (benchmarks/results/fidelity/trials.md)."""
         config = self.config
-        return self.continues_run and len(self.sigmas) == 2 and config.full_step_interval > 2 and config.kv_cache
+        return self.continues_run and len(self.sigmas) == 2 and config.full_step_interval > 2 and bool(config.kv_cache)
 
     @cached_property
     def begins_flat(self) -> bool:

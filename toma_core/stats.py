@@ -45,6 +45,9 @@ class Line(MessageId):
     RESIDUAL_CACHE = "residual_cache"  # size: MB
     RESIDUAL_CACHE_DISABLED = "residual_cache_disabled"
     NO_KV_CACHE = "no_kv_cache"  # reason
+    KV_PLACE = "kv_place"  # card, main: GB
+    KV_NOT_PINNED = "kv_not_pinned"
+    KV_FEWER_BLOCKS = "kv_fewer_blocks"  # percent
     ATTENTION_LEFT = "attention_left"
     KERNELS = "kernels"  # names
     COMFYUI = "comfyui"  # version
@@ -85,6 +88,9 @@ class RunStats:
     cache_bytes: int = 0  # largest size of the residual cache
     cache_disabled: bool = False
     without_kv_cache: Message | None = None  # why the KV cache was not used
+    kv_place: tuple[int, int] = (0, 0)  # bytes of keys and values on the card and in main memory, if any lie there
+    kv_pinned: bool = True  # whether that main memory could be pinned
+    kv_skipped: float = 0.0  # share of the first blocks that are not merged, because memory is short
     # Of attentions that another node overrides: whether of merged tokens, and whether it left them to ComfyUI.
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of the unmerged run over those of this one; None if unknown
@@ -246,6 +252,9 @@ class RunStats:
             self.cache_bytes and Line.RESIDUAL_CACHE(size=self.cache_bytes / 1e6),
             self.cache_disabled and Line.RESIDUAL_CACHE_DISABLED(),
             self.without_kv_cache and Line.NO_KV_CACHE(reason=self.without_kv_cache),
+            self.kv_place[1] and Line.KV_PLACE(card=self.kv_place[0] / 1e9, main=self.kv_place[1] / 1e9),
+            not self.kv_pinned and Line.KV_NOT_PINNED(),
+            self.kv_skipped and Line.KV_FEWER_BLOCKS(percent=100 * self.kv_skipped),
             self.attentions >= {(False, False), (True, True)} and Line.ATTENTION_LEFT(),
             names and Line.KERNELS(names=names),
             *self.comfyui,

@@ -8,6 +8,7 @@ from typing import Protocol
 from comfy.model_patcher import ModelPatcher
 
 from ...toma_core import Settings, ToMAConfig
+from ...toma_core.config import KVCache, check
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
 from . import registry
@@ -45,9 +46,9 @@ def attachment_of(model: ModelPatcher) -> Attachment | None:
 def config_for(settings: Settings | ToMAConfig, model: ModelPatcher, kv_cache: bool = True) -> ToMAConfig:
     """Return the config of a model's run. kv_cache: whether the run can have a KV cache."""
     if not isinstance(settings, Settings):
-        return settings if kv_cache else replace(settings, kv_cache=False)
+        return settings if kv_cache else replace(settings, kv_cache=KVCache.OFF)
     hooks = registry.find(model.get_model_object("diffusion_model"))
-    kv_cache = kv_cache and bool(settings.overrides.get("kv_cache", True))
+    kv_cache = kv_cache and bool(check("kv_cache", settings.overrides.get("kv_cache", True)))
     return settings.resolved({} if hooks is None else hooks.presets(kv_cache), kv_cache)
 
 

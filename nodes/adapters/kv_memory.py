@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...toma_core import Schedule, ToMAConfig
 from ...toma_core.cache import Cache
+from ...toma_core.config import KVCache
 from ...toma_core.host_memory import HostMemory
 from ...toma_core.parked import Copier, CudaCopier
 from ...toma_core.quant4 import int4_bytes
@@ -91,7 +92,7 @@ def plan_kv_cache(
     own = sum(hooks.model_cache_numel(cond, options["transformer_options"]) for cond in _conds(guider)[:held])
     left = memory_left(guider, packed) - own * len(latent) * itemsize
     copies = copier_of(device) is not None
-    main = main_room() if copies else 0.0
+    main = main_room() if copies and config.kv_cache is KVCache.ON else 0.0
     if (updates + keys) * itemsize <= left:
         return KVCachePlan((updates + keys) * itemsize, keys=keys * itemsize, main_room=main)
     if not copies:

@@ -117,7 +117,9 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             cache.reserved, cache.on_card = kv_plan.bytes, kv_plan.on_card
             cache.host = host_of(kv_plan, model.load_device)
             sampling.contents = Contents(conds)
-            sampling.run.stats.without_kv_cache, sampling.run.stats.comfyui = kv_plan.reason, comfyui_lines()
+            planned = sampling.run.stats
+            planned.without_kv_cache, planned.kv_skipped = kv_plan.reason, kv_plan.skipped
+            planned.comfyui = comfyui_lines()
             options["transformer_options"][SAMPLING] = sampling
             options["transformer_options"][GRAPHS] = inside = compiled(options_before)
             if in_one_piece(options_before):
@@ -129,8 +131,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
                 # A wrapper of another pack may change the latent between the sampler and the model.
                 between = WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH
                 foreign = wrapped_by_others(options_before["transformer_options"], between)
-                measured = sampling.tracker.measures_noise(config.kv_cache) or (config.kv_cache and foreign)
-                sampling.trajectory.reads = measured
+                cached = bool(config.kv_cache)
+                sampling.trajectory.reads = sampling.tracker.measures_noise(cached) or (cached and foreign)
                 args, kwargs = sampling.tracker.listening(args, kwargs)
             if inside and not sampling.obstacle:
                 allow_more_graphs()

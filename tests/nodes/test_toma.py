@@ -75,7 +75,7 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
         "ratio": 0.3, "min_tokens": 20, "granularity": "module", "skip_first_blocks": 0.25, "skip_last_blocks": 2,
         "merge_references": True, "start_percent": 0.1, "end_percent": 0.8, "full_step_interval": 4,
         "selection_interval": 4, "weight_interval": 2, "window_shape": "stripe", "window_size": 4, "sharpness": 50.0,
-        "similarity_from": "prediction", "kv_cache": True,
+        "similarity_from": "prediction", "kv_cache": "on the card only",
     }  # fmt: skip
     usual = defaults(nodes.ToMAAdvanced)
     assert other.keys() == usual.keys() - {"preset", "profile"}
@@ -136,7 +136,7 @@ def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
         ({"sharpness": 0.5}, ("sharpness is 0.5", "1 to 10000", "Try 300")),
         ({"full_step_interval": 1}, ("full step interval is 1", "0 (never) or 2", "set the ratio to 0")),
         ({"granularity": "layer"}, ("granularity is 'layer'", "module, block, stack", "Choose one")),
-        ({"kv_cache": 3}, ("KV cache is 3", "true or false")),
+        ({"kv_cache": 3}, ("KV cache is 3", "on, on the card only, off")),
     ],
 )
 def test_bad_value_names_field_range_and_fix(unet: Any, settings: Any, parts: tuple[str, ...]) -> None:

@@ -42,8 +42,8 @@ def refused(name: str, value: Any) -> str:
 
 
 def test_the_fields_are_of_three_kinds() -> None:
-    assert set(ENUMS) >= {"granularity", "similarity_from"}
-    assert set(SWITCHES) >= {"merge_references", "kv_cache"}
+    assert set(ENUMS) >= {"granularity", "similarity_from", "kv_cache"}
+    assert set(SWITCHES) >= {"merge_references"}
     assert set(NUMBERS) >= {"ratio", "window_size"}
 
 
@@ -111,9 +111,17 @@ def test_enums_take_members_and_their_values_only(name: str) -> None:
         assert check(name, member.value) is member
         assert getattr(ToMAConfig(**{name: member.value}), name) is member
     for value in ("", "Tile", "nonsense", None, 0, True, float("nan"), []):
+        if name == "kv_cache" and value is True:
+            continue
         message = refused(name, value)
         assert repr(value) in message
         assert all(member.value in message for member in kind)
+
+
+def test_the_kv_cache_takes_true_and_false_too() -> None:
+    on, card_only, off = type(setting_spec("kv_cache").default)
+    assert [check("kv_cache", value) for value in (True, False)] == [on, off]
+    assert [bool(each) for each in (on, card_only, off)] == [True, True, False]
 
 
 @loop("name", SWITCHES)

@@ -35,8 +35,9 @@ class Card:
 
 
 @contextmanager
-def a_card(share: float, quantized: bool, order: Any = "late", **options: Any) -> Iterator[Card]:
-    """Have the CPU be a card with room for this share of keys and values, 1 for all of them."""
+def a_card(share: float, quantized: bool, order: Any = "late", main: float = 1e12, **options: Any) -> Iterator[Card]:
+    """Have the CPU be a card with room for this share of keys and values, 1 for all of them. main: bytes of main
+    memory."""
     memory, patch = pack_module("nodes.adapters.kv_memory"), pytest.MonkeyPatch()
     card, plan, make = Card(Copies(order, **options)), memory._four_bits, memory.HostMemory
 
@@ -53,7 +54,7 @@ def a_card(share: float, quantized: bool, order: Any = "late", **options: Any) -
 
     with patch.context() as patched:
         patched.setattr(memory, "copier_of", lambda device: card.copies)
-        patched.setattr(memory, "main_room", lambda: 1e12)
+        patched.setattr(memory, "main_room", lambda: main)
         patched.setattr(memory, "memory_left", lambda *_: 0.0 if quantized else 1e12)
         patched.setattr(memory, "_four_bits", planned)
         patched.setattr(memory, "HostMemory", made)

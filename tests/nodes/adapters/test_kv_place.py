@@ -67,6 +67,19 @@ def test_what_is_stored_does_not_follow_free_memory_and_where_does(model: Any, c
         assert found.on_card <= max(left, updates + found.staging)
 
 
+def test_on_the_card_only(model: Any, computer: Any) -> None:
+    computer(0, 1e12)
+    _, packed = planned(model)
+    for left, fits in ((packed.bytes, True), (packed.bytes * 0.9, True), (packed.bytes * 0.3, False)):
+        computer(left, 1e12)
+        config, found = planned(model, kv_cache="on the card only")
+        assert (bool(config.kv_cache), bool(found.bytes)) == (fits, fits)
+        assert (found.in_main, found.main_room) == (0, 0.0)
+        assert memory.host_of(found, torch.device("cpu")) is None
+        assert config.skip_first_blocks == (0.15 if left < packed.bytes else 0.0)
+    assert not planned(model, kv_cache="off")[0].kv_cache
+
+
 def test_of_fewer_blocks_before_none_at_all(model: Any, computer: Any) -> None:
     computer(0, 1e12)
     config, all_of_them = planned(model)
@@ -86,16 +99,32 @@ def test_of_fewer_blocks_before_none_at_all(model: Any, computer: Any) -> None:
     assert planned(model, skip_first_blocks=5)[0].skip_first_blocks == 5
 
 
-def test_a_run_skips_these_blocks_and_says_so(stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_skips_these_blocks_and_says_so(stats_of: Any) -> None:
     model = models.z_image(layers=10)
     merged = balanced(model)
     with a_card(0.0, quantized=True) as card:
-        monkeypatch.setattr(memory, "main_room", lambda: 0.8 * card.expected)
         sampled("z_image", merged, cfg=1.0)
-    card.ended()
+    with a_card(0.0, quantized=True, main=0.75 * card.peak[1]) as other:
+        sampled("z_image", merged, cfg=1.0)
+    other.ended()
     stats = stats_of(merged)
     assert len(stats.merged_blocks) == 7
-    assert stats.kv_skipped == 0.3
+    assert other.peak[1] == pytest.approx(0.7 * card.peak[1])
+    assert "the first 30 % of the blocks are not merged" in stats.text()
+
+
+def test_the_report_says_where_they_lie(stats_of: Any) -> None:
+    merged = balanced(models.z_image())
+    with a_card(0.5, quantized=True):
+        sampled("z_image", merged, cfg=1.0)
+    stats = stats_of(merged)
+    stats.kv_place = tuple(1000 * each for each in stats.kv_place)
+    on_card, in_main = (f"{each / 1e9:.1f} GB" for each in stats.kv_place)
+    assert f"keys and values: {on_card} on the card, {in_main} in main memory" in stats.text()
+    assert 0.0 not in stats.kv_place
+    with a_card(1.0, quantized=True):
+        sampled("z_image", merged, cfg=1.0)
+    assert "keys and values" not in stats_of(merged).text()
 
 
 @loop(("total", "available", "room"), [(64e9, 60e9, 22.4e9), (32e9, 30e9, 11.2e9), (32e9, 9e9, 5e9), (16e9, 3e9, 0.0)])
@@ -111,7 +140,9 @@ def test_only_cards_with_cuda_streams_use_main_memory(device: str, copies: bool)
 
 
 @loop("free", [1e12, 0.5, 0.0])
-def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(free: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
+    free: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What other programs take of the card is not in the plan, which has all of it in full precision here."""
     import comfy.model_management as management
 
@@ -128,8 +159,8 @@ def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(free: float
         monkeypatch.setattr(type(patcher), "get_free_memory", lambda *_: need + updates + free * size)
         measure(cache, patcher, shape, conds)
 
-    with a_card(1.0, quantized=False) as card:
-        monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "measure_room", measured)
+    with a_card(1.0, quantized=False) as card, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack_module("nodes.adapters.patch_model"), "measure_room", measured)
         found = sampled("z_image", merged, cfg=1.0)
     card.ended()
     assert all(map(torch.equal, found, wanted))
