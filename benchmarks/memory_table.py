@@ -1,14 +1,15 @@
-"""Write the table of docs/settings.md with the form of the KV cache for each model and card.
+"""Write the tables of docs/settings.md on the KV cache for each model and card: where it lies, and whether it pays.
 
     python -m benchmarks.memory_table
 
 The pack itself decides and ComfyUI itself estimates the memory, for models at their real sizes without weights, as on
-an NVIDIA card with PyTorch's attention.
+an NVIDIA card with PyTorch's attention. What a step takes is computed, not measured: from operations, and from bytes
+that cross the bus beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -25,8 +26,13 @@ from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 
 PAGE = ROOT / "docs" / "settings.md"
-TABLE = "memory"
+TABLE, ADVICE = "memory", "advice"
 CARDS_GIB = (8, 12, 16, 24, 32)
+MAIN_GIB = {8: 32, 12: 32, 16: 32, 24: 64, 32: 64}  # of the computer with such a card
+STEPS = {"z_image": 8, "ltx_av": 8, "h3": 8}  # of the usual run; 20 of the others
+# Operations a second of a card in bf16, and bytes a second in each direction of PCIe 4.0 x16.
+RATE, BUS = 100e12, 25e9
+WORTHWHILE = 1.15  # times as fast
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
@@ -69,19 +75,36 @@ CASES = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What a run does on one card, in bytes.
+    """What a run does on one card; bytes.
 
     Attributes:
         kind: form of the KV cache: "full", "4-bit" or "none".
-        cache: size of the KV cache.
+        on_card: keys and values on the card.
+        in_main: keys and values in main memory.
+        skipped: share of the first blocks that are not merged, because memory is short.
         left_off: weights that ComfyUI offloads without ToMA.
-        pushed_out: further weights that it offloads because of the KV cache.
+        pushed_out: further weights that it offloads because of the cache.
+        merged_steps: how many of the run's steps are merged.
+        less_work: FLOPs of the unmerged run over those of this one.
+        faster: computed time of the unmerged run over that of this one.
     """
 
     kind: str
-    cache: int
+    on_card: int
+    in_main: int
+    skipped: float
     left_off: float
     pushed_out: float
+    merged_steps: int
+    less_work: float
+    faster: float
+
+    @property
+    def advice(self) -> str:
+        """One word: "use"; "smaller", where all blocks have their cache at a smaller size only; "off"."""
+        if self.faster < WORTHWHILE:
+            return "off"
+        return "smaller" if self.kind == "none" or self.skipped else "use"
 
 
 def built(case: Case) -> Any:
@@ -94,18 +117,21 @@ def built(case: Case) -> Any:
 
 
 @contextmanager
-def card(total: float) -> Iterator[None]:
-    """Make ComfyUI see an NVIDIA card with this many bytes."""
+def card(gib: int) -> Iterator[None]:
+    """Make ComfyUI see an NVIDIA card with this memory, in a computer of `MAIN_GIB`."""
     import comfy.model_management as management
 
+    memory = pack_module("nodes.adapters.kv_memory")
     with ExitStack() as stack:
-        for name, value in (("get_total_memory", total), ("pytorch_attention_flash_attention", True)):
+        for name, value in (("get_total_memory", gib << 30), ("pytorch_attention_flash_attention", True)):
             stack.enter_context(mock.patch.object(management, name, lambda *_, answer=value, **__: answer))
+        room = memory._MAIN_SHARE * (MAIN_GIB[gib] << 30)
+        stack.enter_context(mock.patch.object(memory, "main_room", lambda: room))
         yield
 
 
-def choose(model: Any, case: Case, total: float) -> Choice:
-    """Return what a run of `balanced` does on a card with this many bytes. model: see `built`."""
+def choose(model: Any, case: Case, gib: int) -> Choice:
+    """Return what a run of `balanced` does on a card with this memory. model: see `built`."""
     from comfy import model_management
     from comfy.sampler_helpers import convert_cond, estimate_memory
     from comfy.samplers import CFGGuider, sampler_object
@@ -117,16 +143,44 @@ def choose(model: Any, case: Case, total: float) -> Choice:
     guider.set_cfg(case.cfg)
     # As ComfyUI packs several streams.
     packed = (1, 1, sum(map(prod, case.shape.streams))) if len(case.shape.streams) > 1 else noise.shape
-    with card(total):
-        _, cache_plan = run.run_config(run.attachment_of(merged), guider, noise, sampler_object("euler"), packed)
+    with card(gib):
+        config, plan = run.run_config(run.attachment_of(merged), guider, noise, sampler_object("euler"), packed)
         _, least = estimate_memory(model, packed, guider.conds)
         smallest, reserve = model_management.minimum_inference_memory(), model_management.extra_reserved_memory()
     without, with_cache = (
-        max(0.0, model.model_size() - max(0.0, total - max(smallest, least + more + reserve)))
-        for more in (0, cache_plan.bytes)
+        max(0.0, model.model_size() - max(0.0, (gib << 30) - max(smallest, least + more + reserve)))
+        for more in (0, plan.on_card)
     )
-    kind = "none" if not cache_plan.bytes else "4-bit" if cache_plan.quantized else "full"
-    return Choice(kind, cache_plan.bytes, without, with_cache - without)
+    kind = "none" if not plan.bytes else "4-bit" if plan.quantized else "full"
+    on_card = plan.keys - plan.in_main
+    counted = _counted(model, case, config, bool(plan.bytes), plan.in_main, without, with_cache)
+    return Choice(kind, on_card, plan.in_main, plan.skipped, without, with_cache - without, *counted)
+
+
+def _counted(
+    model: Any, case: Case, config: Any, cached: bool, in_main: int, left_off: float, left_off_merged: float
+) -> tuple[int, float, float]:
+    """Return how many steps are merged, and how many times less work and time that is. left_off, left_off_merged:
+    weights off the card without ToMA and with it."""
+    registry, core = pack_module("nodes.adapters.registry"), pack_module("toma_core")
+    hooks, steps = registry.find(model.model.diffusion_model), STEPS.get(case.shape.model, 20)
+    latent = torch.empty(1, *case.shape.latent, device="meta")
+    schedule = core.Schedule(config, tuple(float(steps - n) for n in range(steps)), finishes=True)
+    merges = sum(schedule.decide(float(steps - n), n).mode.merges for n in range(steps))
+    skipped = {
+        hook.name
+        for group, hooks_of in zip(hooks.groups, hooks.hooks, strict=True)
+        for n, hook in enumerate(hooks_of)
+        if hooks.skipped_by_settings(group, n, config)
+    }
+    facts, conditions = list(hooks.blocks(latent)), 1 if case.cfg == 1.0 else 2
+    full = conditions * (hooks.flops_beside_blocks(latent) + sum(fact.flops() for fact in facts))
+    saved = conditions * sum(f.flops() - f.flops(config.ratio, cached) for f in facts if f.name not in skipped)
+    own = max(full / RATE, left_off / BUS)
+    refreshed = max(full / RATE, left_off_merged / BUS, in_main / BUS)
+    merged = max((full - saved) / RATE, (left_off_merged + in_main) / BUS)
+    times = steps * own / ((steps - merges) * refreshed + merges * merged)
+    return merges, steps * full / (steps * full - merges * saved), times
 
 
 def _conditioning(shape: Shape) -> list[Any]:
@@ -138,32 +192,42 @@ def _conditioning(shape: Shape) -> list[Any]:
 
 
 def cell(choice: Choice) -> str:
-    """Return the form of the cache, and in brackets GB of offloaded weights: without ToMA + because of the cache."""
-    off, more = (f"{n / 1e9:.1f}" for n in (choice.left_off, choice.pushed_out))
-    if (off, more) == ("0.0", "0.0"):
-        return choice.kind
-    return f"{choice.kind} ({off})" if more == "0.0" else f"{choice.kind} ({off} + {more})"
+    """Return the form of the cache, and GB of keys and values on the card + in main memory."""
+    if choice.kind == "none":
+        return "none"
+    fewer = f", of {1 - choice.skipped:.0%}" if choice.skipped else ""
+    return f"{choice.kind} {choice.on_card / 1e9:.1f} + {choice.in_main / 1e9:.1f}{fewer}"
 
 
 def table(cases: Sequence[Case] = CASES) -> str:
-    """Return the table in Markdown."""
-    return markdown(["", *(f"{gib} GB" for gib in CARDS_GIB)], rows(cases))
+    """Return where the cache lies, in Markdown."""
+    return markdown(["", *(f"{gib} GB" for gib in CARDS_GIB)], rows(cases, cell))
 
 
-def rows(cases: Sequence[Case]) -> Iterator[list[str]]:
+def advice(cases: Sequence[Case] = CASES) -> str:
+    """Return whether it pays, in Markdown."""
+    return markdown(["", *(f"{gib} GB" for gib in CARDS_GIB)], rows(cases, advised))
+
+
+def advised(choice: Choice) -> str:
+    """Return the advice, merged steps, and how many times less work and time that is."""
+    return f"**{choice.advice}** {choice.merged_steps}, {choice.less_work:.2f}x, {choice.faster:.2f}x"
+
+
+def rows(cases: Sequence[Case], shown: Callable[[Choice], str]) -> Iterator[list[str]]:
     """Yield a row for each case; models are built once for consecutive cases."""
     key = model = None
     for case in cases:
         if key != (key := (case.shape.model, case.weights)):
             model = built(case)
-        yield [case.title, *(cell(choose(model, case, gib * 2**30)) for gib in CARDS_GIB)]
+        yield [case.title, *(shown(choose(model, case, gib)) for gib in CARDS_GIB)]
 
 
 def main() -> None:
     """Count and write."""
     stand_ins.prepare(own_attention=False)
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), {TABLE: table}), encoding="utf-8")
-    bench.say(f"{TABLE}: written to {PAGE}")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), {TABLE: table, ADVICE: advice}), encoding="utf-8")
+    bench.say(f"{TABLE}, {ADVICE}: written to {PAGE}")
 
 
 if __name__ == "__main__":

@@ -162,10 +162,10 @@ class Cache:
                 if isinstance(part, Parked) and not part.buffer.lane.read_ahead(part):
                     return
 
-    def settle(self, device: torch.device) -> None:
+    def free_staging(self, device: torch.device) -> None:
         """End a call of the model on a device: of what lies in main memory nothing is left there."""
         if self.host is not None:
-            self.host.settle(device)
+            self.host.free_staging(device)
 
     def clear(self) -> None:
         """Drop everything."""

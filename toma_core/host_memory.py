@@ -107,10 +107,10 @@ class HostMemory:
         with self.lock:
             return list(self._order)[self._order.get(name, -1) + 1 :]
 
-    def settle(self, device: torch.device) -> None:
+    def free_staging(self, device: torch.device) -> None:
         """Hold nothing on a card beside what lies there, at the end of a call of the model."""
         if device in self._lanes:
-            self._lanes[device].settle()
+            self._lanes[device].free_staging()
 
     def _free_unused(self) -> None:
         for lane in self._lanes.values():

@@ -258,7 +258,7 @@ class Lane:
                 now.wait_event(self.ahead[parked].event)
                 del self.ahead[parked]
 
-    def settle(self) -> None:
+    def free_staging(self) -> None:
         """Hold nothing on the device any more."""
         with self.lock:
             self.forget(self.ahead)

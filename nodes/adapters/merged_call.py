@@ -48,7 +48,7 @@ def merged_call(
         with without_replays():
             result = call()
         with warned(), own_code():
-            sampling.run.cache.settle(x.device)
+            sampling.run.cache.free_staging(x.device)
             _note(_sites(hooks), sampling, evaluation, x, layout)
         return result
 

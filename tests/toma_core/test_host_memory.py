@@ -45,7 +45,7 @@ def run(cache: Cache, quantized: bool, steps: int = 3, split: bool = False) -> l
     seen = []
     for n, name in enumerate(NAMES):
         cache.put(keys_of(name), tensor(n), quantized, kv=True)
-    cache.settle(torch.device("cpu"))
+    cache.free_staging(torch.device("cpu"))
     for step in range(steps):
         for conditions in [(c,) for c in CONDITIONS] if split else [CONDITIONS]:
             cache.read_ahead(conditions)
@@ -56,7 +56,7 @@ def run(cache: Cache, quantized: bool, steps: int = 3, split: bool = False) -> l
                 fresh = found.roll(step + 1, 2).mul(0.5)
                 cache.put(keys_of(name, conditions), fresh, quantized, kv=True)
                 del found, fresh
-            cache.settle(torch.device("cpu"))
+            cache.free_staging(torch.device("cpu"))
     return seen
 
 
@@ -86,7 +86,7 @@ WAITS = [("up", "compute"), ("up", "down"), ("compute", "up"), ("compute", "down
 @loop("deaf", [None, *WAITS])
 def test_every_wait_is_needed(deaf: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recording sees what it has to see, also where calls of the model follow each other at once."""
-    monkeypatch.setattr(Cache, "settle", lambda *_: None)
+    monkeypatch.setattr(Cache, "free_staging", lambda *_: None)
     copies = Copies(deaf=deaf)
     cache = Cache(host=host_of(copies))
     with nullcontext() if deaf is None else pytest.raises(RaceError):
@@ -114,7 +114,7 @@ def test_the_next_block_is_read_while_this_one_computes() -> None:
     cache.host = host_of(copies)
     for n, name in enumerate(NAMES):
         cache.put(keys_of(name), tensor(n), kv=True)
-    cache.settle(torch.device("cpu"))
+    cache.free_staging(torch.device("cpu"))
     before = copies.count
     cache.read_ahead(CONDITIONS)
     for n, name in enumerate(NAMES):
