@@ -25,6 +25,7 @@ from benchmarks import bench, cost, fullsize, stand_ins, variants
 from benchmarks.bench import Row
 from benchmarks.full_model import SPECS
 from benchmarks.fullsize import Shape
+from benchmarks.gpu import place
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
@@ -52,9 +53,12 @@ class Runner:
         if attachment is None:
             return None
         config = run.config_for(attachment.settings, self.patched)
-        self.looks = config.kv_cache
+        self.looks = bool(config.kv_cache)
         sampling = run.SamplingRun.start(config, None, _LEVELS if self.looks else [1.0, 0.0])
         sampling.run.quantized = self.variant.packs
+        if self.variant.place:
+            device = self.patched.load_device
+            sampling.run.cache.host = place.host_memory(device, self.variant.place)
         if self.plain:
             trial = pack_module("toma_core.kernels.dispatch")
             sampling.run.dispatch = trial.Dispatch(trial.Choice(None))
@@ -114,12 +118,18 @@ class Runner:
 
         self.sampling.run.plan = timed
         self(inputs)
+        self.close()
         self.sampling = saved
         return seconds
 
     @property
     def stats(self) -> Any | None:
         return None if self.sampling is None else self.sampling.run.stats
+
+    def close(self) -> None:
+        """Release the memory of the run's caches."""
+        if self.sampling is not None:
+            self.sampling.run.coverage.clear()
 
     def tokens(self) -> str:
         """Return the tokens before and after merging on every grid."""
@@ -205,6 +215,8 @@ def measure(
         rows.append(bench.compared(row, timing, base, found))
         if row.error == 0 and name != UNPATCHED.name:
             row.note = "; ".join(t for t in ("a no-op here: the output is unchanged", row.note) if t)
+    for runner in runners.values():
+        runner.close()
     return rows + skipped_by_settings
 
 

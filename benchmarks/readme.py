@@ -21,7 +21,8 @@ _IN_CHINESE = {
     "extra memory": "额外内存",
     "less work": "计算量减少",
     "less gain": "收益较小",
-    "moves": "移出",
+    "partly": "部分",
+    "RAM": "内存",
     "model": "模型",
     "steps": "步数",
     ", then ": ", 然后 ",
@@ -122,11 +123,12 @@ def cards() -> list[str]:
 
 
 def _advice(cell: str) -> str:
-    """Return what a cell of the memory table, as "4-bit (0.8 + 0.6)", means for the user."""
+    """Return what a cell of the memory table, as "4-bit 0.8 + 0.6, of 70 %", means for the user."""
     if cell.startswith("none"):
         return "less gain"
-    more = re.search(r"\+ ([\d.]+)\)", cell)
-    return f"yes, moves {more[1]} GB" if more else "yes"
+    in_main = cell.split(",")[0].split("+ ")[1]
+    fits = "partly" if ", of" in cell else "yes"
+    return fits if in_main == "0.0" else f"{fits}, RAM {in_main} GB"
 
 
 def chinese(line: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from benchmarks import attentions, breakeven, forward, fullsize, micro, sample, variants
 from benchmarks.full_model import SPECS
 from benchmarks.fullsize import Shape
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, place
 from benchmarks.results import Results
 from benchmarks.variants import Variant
 from scripts.comfyui import ROOT
@@ -240,6 +240,16 @@ def by_attention(name: str, batch: int) -> Run:
     return section
 
 
+def kv_place(suite: Suite) -> None:
+    """Measure a merged step with keys and values on the card and in main memory, in Flux.1 at 1024 and a block of LTX-2
+    at 1280 x 704 x 121; and what copies reach."""
+    suite.results.note(place.copy_speeds(suite.device, suite.dry))
+    chosen = place.chosen(RATIO, **suite.more)
+    suite.evaluations(suite.shape("flux", 1024), chosen, 5, section="place", limit=suite.left() * 0.5)
+    video = suite.shape("ltx_av", 704, width=1280, frames=16)
+    suite.few(video, (4,), chosen, section="place", limit=suite.left() * _TIMED, farthest=_FAR)
+
+
 def break_even(suite: Suite) -> None:
     """Measure from how many tokens on merging pays, with stacks of SDXL's blocks."""
     sides = (4,) if suite.dry else (8, 12, 16, 24, 32)
@@ -313,6 +323,7 @@ GPU = (
     Section("z-image-1024", whole_runs("z_image", 1024, 8, 1.0), 20, 45, SECOND),
     Section("qwen-1328", whole_runs("qwen_image", 1328, 8, 1.0), 35, 75, SECOND),
     Section("sdxl-2048", whole_runs("sdxl", 2048, 20, 7.0), 30, 65, SECOND),
+    Section("kv-place", kv_place, 40, 100, THIRD, True),
     Section("flux-2048", whole_runs("flux", 2048, 8, 1.0), 40, 75, THIRD, True),
     Section("attention-flux", by_attention("flux", 1), 25, 50, THIRD, True),
     Section("attention-sdxl", by_attention("sdxl", 2), 20, 40, THIRD, True),

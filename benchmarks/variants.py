@@ -28,6 +28,7 @@ class Variant:
     note: str = ""  # for readers of its row
     unchanged: bool = False  # whether the output must equal that of the unpatched model
     packs: bool = False  # whether the KV cache has four bits; for single evaluations, where no run decides it
+    place: str = ""  # where its keys and values lie, see `gpu.place`; "" on the card
 
 
 # Small models have small grids and few blocks: merge all of them.

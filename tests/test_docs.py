@@ -198,8 +198,8 @@ def test_the_chinese_readme_is_the_english_one() -> None:
 
 
 def test_what_a_card_has_room_for_is_said_in_words() -> None:
-    cells = ("full", "4-bit", "4-bit (0.8 + 0.6)", "none (5.0)")
-    assert [readme._advice(cell) for cell in cells] == ["yes", "yes", "yes, moves 0.6 GB", "less gain"]
+    cells = ("full 2.9 + 0.0", "4-bit 0.8 + 0.6", "4-bit 0.0 + 9.1, of 70 %", "none")
+    assert [readme._advice(cell) for cell in cells] == ["yes", "yes, RAM 0.6 GB", "partly, RAM 9.1 GB", "less gain"]
 
 
 def test_no_page_says_times_less_work() -> None:

@@ -24,6 +24,7 @@ class HostMemory:
     expected: int  # bytes of all keys and values
     card_room: float  # bytes of them that a card has room for
     main_room: float  # bytes of them that main memory has room for
+    beside: int = 0  # bytes that other caches and copies take on the card
     in_main: int = 0  # bytes of all buffers
     peak: tuple[int, int] = (0, 0)  # bytes on the cards and in main memory when they were most
     pinned: bool = True  # False once a buffer could not be pinned

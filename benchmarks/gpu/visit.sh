@@ -2,7 +2,7 @@
 # A visit to a lent GPU without network, in parts, from the root of the tree with `.gpu/` (make gpu-kit) beside it:
 #   bash benchmarks/gpu/visit.sh first    at most 400 s: kernels right, SDXL 1024 and its rivals, kernels fast, the host
 #   bash benchmarks/gpu/visit.sh second   at most 420 s: Flux.1, Z-Image, Qwen-Image, SDXL 2048; torch.compile
-#   bash benchmarks/gpu/visit.sh third    at most 400 s: Flux 2048, attentions, few steps, sizes, break-even
+#   bash benchmarks/gpu/visit.sh third    at most 400 s: keys and values in main memory, Flux 2048, attentions, few steps, sizes, break-even
 # No part needs another. At most 8 files in $OUT, written as results come; in a folder of $OUT where others are there.
 # DRY=1: tiny models on the CPU, no speed.
 set -uo pipefail

@@ -17,7 +17,6 @@ from comfy.sampler_helpers import estimate_memory, get_additional_models, get_ad
 from torch import Tensor
 
 from ...toma_core import Schedule, ToMAConfig
-from ...toma_core.cache import Cache
 from ...toma_core.config import KVCache
 from ...toma_core.host_memory import HostMemory
 from ...toma_core.parked import Copier, CudaCopier
@@ -54,14 +53,14 @@ class KVCachePlan:
     reason: Message | None = None  # why there is no cache
     keys: int = 0  # bytes of keys and values; the others are of updates, which lie on the card
     in_main: int = 0  # bytes of them that have no room on the card
-    staging: int = 0  # bytes on the card through which they are copied
+    staging: int = 0  # bytes on the card through which they would be copied
     main_room: float = 0.0  # bytes that main memory has room for; 0: everything lies on the card
     skipped: float = 0.0  # share of the first blocks that are not merged, because memory is short
 
     @property
     def on_card(self) -> int:
         """The bytes that the run needs on the card."""
-        return self.bytes - self.in_main + self.staging
+        return self.bytes - self.in_main + (self.staging if self.in_main else 0)
 
 
 def plan_kv_cache(
@@ -93,13 +92,14 @@ def plan_kv_cache(
     left = memory_left(guider, packed) - own * len(latent) * itemsize
     copies = copier_of(device) is not None
     main = main_room() if copies and config.kv_cache is KVCache.ON else 0.0
+    staging = 2 / max(sum(1 for _ in hooks.blocks(latent)), 2)  # as a share of keys and values: those of two blocks
     if (updates + keys) * itemsize <= left:
-        return KVCachePlan((updates + keys) * itemsize, keys=keys * itemsize, main_room=main)
+        staged = round(keys * itemsize * staging)
+        return KVCachePlan((updates + keys) * itemsize, keys=keys * itemsize, staging=staged, main_room=main)
     if not copies:
         limit = max(left, model_management.get_total_memory(device) * _SHARE)
         plan = _four_bits(updates * itemsize, int4_bytes(keys, itemsize), limit)
         return plan if not plan.in_main else _too_large(plan, limit)
-    staging = 2 / max(sum(1 for _ in hooks.blocks(latent)), 2)  # as a share of keys and values: those of two blocks
     plans = list[KVCachePlan]()
     for skipped in (0.0, *(share for share in _FEWER_BLOCKS if share > config.skip_first_blocks)):
         if skipped:
@@ -156,10 +156,9 @@ def _four_bits(
     updates, keys: bytes. staging: share of keys and values through which they are copied. The others are those of
     `KVCachePlan`.
     """
-    if updates + keys <= left:
-        return KVCachePlan(updates + keys, True, keys=keys, main_room=main, skipped=skipped)
     staged = round(keys * staging)
-    in_main = keys - round(min(max(left - updates - staged, 0.0), keys))
+    fits = updates + keys <= left
+    in_main = 0 if fits else keys - round(min(max(left - updates - staged, 0.0), keys))
     return KVCachePlan(updates + keys, True, None, keys, in_main, staged, main, skipped)
 
 
@@ -184,20 +183,30 @@ def main_room() -> float:
 def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
     """Return where the keys and values of a run lie that have no room on the card; None if all have."""
     copier = copier_of(device) if plan.main_room else None
-    return None if copier is None else HostMemory(copier, plan.keys, plan.keys - plan.in_main, plan.main_room)
+    if copier is None:
+        return None
+    card_room = plan.keys - plan.in_main if plan.in_main else float("inf")
+    return HostMemory(copier, plan.keys, card_room, plan.main_room, plan.bytes - plan.keys + plan.staging)
 
 
-def measure_room(cache: Cache, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:
-    """Have keys and values lie on the card only where memory is really free, now that the model is loaded. This changes
-    no bit of them. shape, conds: as ComfyUI estimates the memory of an evaluation."""
-    if cache.host is None:
+def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:
+    """Have keys and values lie on the card as far as memory is really free, now that the model is loaded.
+
+    ComfyUI may load a model block by block as it runs: its free memory is then that of weights that are still to come,
+    so keys and values take no more of it than was planned. shape, conds: as ComfyUI estimates the memory of an
+    evaluation.
+    """
+    try:
+        activations, _ = estimate_memory(model, shape, conds)
+    except Exception as error:  # see `memory_left`
+        warn(UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}"), "with a smaller KV cache")
         return
-    activations, _ = estimate_memory(model, shape, conds)
     least = model_management.minimum_inference_memory()
     activations = max(activations + model_management.extra_reserved_memory(), least)
     free = getattr(model, "get_free_memory", model_management.get_free_memory)(model.load_device)
-    others = cache.on_card - cache.host.card_room  # updates, and what copies take
-    cache.host.card_room = min(cache.host.card_room, max(0.0, free - activations - others))
+    room = max(0.0, free - activations - host.beside)
+    by_block = getattr(model, "is_dynamic", lambda: False)()
+    host.card_room = min(host.card_room, room) if by_block else room
 
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:

@@ -203,8 +203,9 @@ def _prepare_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
         return executor(*args, **kwargs)
     with reserved(given[0].model, sampling.run.cache.on_card):
         loaded = executor(*args, **kwargs)
-    with warned(), own_code():
-        measure_room(sampling.run.cache, *given)
+    if sampling.run.cache.host is not None:
+        with warned(), own_code():
+            measure_room(sampling.run.cache.host, *given)
     return loaded
 
 

@@ -145,4 +145,7 @@ def test_second_part_when_the_first_was_killed(machine: Path, tmp_path: Path) ->
 
 def test_third_part(machine: Path, tmp_path: Path) -> None:
     found = ended(visit(machine, "third", tmp_path), tmp_path)
-    assert found == {"sample", "attention", "forward", "break-even", "flux", "sdxl"}
+    assert found == {"sample", "attention", "forward", "break-even", "place", "flux", "sdxl"}
+    rows = [row for row in json.loads((tmp_path / "results.json").read_text())["rows"] if row["section"] == "place"]
+    assert {row["model"] for row in rows} == {"flux", "ltx_av"}
+    assert len(rows) == 14, "unmerged, and keys and values of two forms in three places"

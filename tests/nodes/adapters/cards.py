@@ -44,9 +44,9 @@ def a_card(share: float, quantized: bool, order: Any = "late", main: float = 1e1
     def planned(updates: int, keys: int, left: float, *args: Any) -> Any:
         return plan(updates, keys, updates + share * keys if share < 1 else 1e12, 0.0, *args[1:])
 
-    def measured(cache: Any, *_: Any) -> None:
-        if cache.host is not None and not quantized:
-            cache.host.card_room = share * cache.host.expected if share < 1 else 1e12
+    def measured(host: Any, *_: Any) -> None:
+        if not quantized:
+            host.card_room = share * host.expected if share < 1 else 1e12
 
     def made(*args: Any) -> Any:
         card.hosts.append(make(*args))

@@ -1,0 +1,97 @@
+"""Time a merged step with keys and values on the card, in main memory, and read ahead from there; and the copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import bench, variants
+from benchmarks.variants import Variant
+from scripts.comfy_pack import pack_module
+
+IN_ORDER, AHEAD = "in main memory, read in order", "in main memory, read ahead"
+_COPIED = 256 << 20  # bytes
+
+
+class _NoStream:
+    """A stream of a device that has none: everything is done at once."""
+
+    def record_event(self) -> None:
+        return None
+
+    def wait_event(self, event: Any) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class PlainCopier:
+    """Copies of a device without streams, for dry runs."""
+
+    def current(self, device: torch.device) -> _NoStream:
+        return _NoStream()
+
+    stream = current
+
+    def copy(self, stream: Any, target: Tensor, source: Tensor, pinned: bool) -> None:
+        target.copy_(source)
+
+    def pin(self, memory: Tensor) -> bool:
+        return False
+
+    def unpin(self, memory: Tensor) -> None:
+        return None
+
+
+def host_memory(device: torch.device, place: str) -> Any:
+    """Return a `HostMemory` with no room on the card. place: `IN_ORDER` or `AHEAD`."""
+    memory = pack_module("nodes.adapters.kv_memory")
+    host = memory.HostMemory(memory.copier_of(device) or PlainCopier(), 1, 0.0, 1e12)
+    if place == IN_ORDER:
+        host.after = lambda name="": []  # so that nothing is read before it is needed
+    return host
+
+
+def chosen(ratio: float, **settings: Any) -> list[Variant]:
+    """Return a merged step of `balanced` by form and place of its keys and values."""
+    full = variants.preset("balanced", ratio=ratio, **settings)
+    four_bits = replace(full, name=f"{full.name}, keys in four bits", packs=True)
+    return [
+        each if not place else replace(each, name=f"{each.name}, {place}", place=place)
+        for each in (full, four_bits)
+        for place in ("", IN_ORDER, AHEAD)
+    ]
+
+
+def copy_speeds(device: torch.device, dry: bool) -> str:
+    """Return what one copy of 256 MiB reaches down and up, and both at once, in GB/s."""
+    size = _COPIED >> 12 if dry else _COPIED
+    card = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    host = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+    copier: Any = pack_module("nodes.adapters.kv_memory").copier_of(device) or PlainCopier()
+    streams = [copier.stream(device) for _ in range(2)]
+    down, up = (0, host[0], card[0]), (1, card[1], host[1])
+    ways = {"down": [down], "up": [up], "both at once": [down, up]}
+
+    def copied(way: str) -> Any:
+        def run() -> Tensor:
+            now = copier.current(device)
+            ready, ends = now.record_event(), []
+            for number, target, source in ways[way]:
+                streams[number].wait_event(ready)
+                copier.copy(streams[number], target, source, True)
+                ends.append(streams[number].record_event())
+            for end in ends:
+                now.wait_event(end)
+            return card[1][:1]
+
+        return run
+
+    timings = bench.interleave({way: copied(way) for way in ways}, 1 if dry else 9, device, "copies", limit=10)
+    rates = (f"{way} {len(ways[way]) * size / timing.quantile(0.5) / 1e9:.1f}" for way, timing in timings.items())
+    return f"copies of {size >> 20} MiB, pinned, GB/s: {', '.join(rates)}"
