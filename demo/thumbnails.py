@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from benchmarks.readme import Gain, saved
 from scripts.comfyui import ROOT
 from toma_core import ToMAConfig
+from toma_core.config import KVCache
 from toma_core.schedule import Schedule
 
 FOLDER, IMAGES = ROOT / "workflows", ROOT / "docs" / "images"
@@ -143,7 +144,7 @@ def merged_steps(name: str) -> list[list[bool]]:
     """Return for each run of a workflow whether `balanced` merges each of its steps, as ToMA Report lists them."""
     thumbnail, nodes = THUMBNAILS[name], json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["nodes"]
     interval = 0 if thumbnail.gain == _SDXL else FULL_STEP_INTERVAL
-    config = ToMAConfig(full_step_interval=interval, kv_cache=interval > 0)
+    config = ToMAConfig(full_step_interval=interval, kv_cache=KVCache(interval > 0))
     listed = [node["widgets_values"][0] for node in nodes if node["type"] == "ManualSigmas"]
     runs = []
     for index, steps in enumerate(thumbnail.runs):
