@@ -6,6 +6,7 @@ order of the refresh, and writes the propagated ones back. Where a tensor lies c
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import RLock
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from .parked import Buffer, Copier, Lane, Layout, Parked
 from .quant4 import Int4Tensor
+
+_PAGE = 4096  # bytes
 
 
 @dataclass(eq=False)
@@ -73,10 +76,11 @@ class HostMemory:
         if self.in_main + size > self.main_room:
             return None
         try:
-            memory = torch.empty(size, dtype=torch.uint8)
+            memory = _pages(size)
         except RuntimeError:
             return None
-        buffer = Buffer(lane, layout, memory, self.copier.pin(memory))
+        # After a failure all would fail, and for each of them ComfyUI waits for the card.
+        buffer = Buffer(lane, layout, memory, self.pinned and self.copier.pin(memory))
         self.pinned &= buffer.pinned
         self._buffers.append(buffer)
         self.in_main += size
@@ -114,27 +118,32 @@ class HostMemory:
             self._lanes[device].free_staging()
 
     def _free_unused(self) -> None:
-        for lane in self._lanes.values():
+        for lane in self._lanes.values() if self._unused else ():
             lane.up.synchronize()
             lane.down.synchronize()
-        for buffer in self._unused:
-            self._free(buffer)
-        self._unused.clear()
+        while self._unused:
+            self._free(self._unused.pop())
 
     def _free(self, buffer: Buffer) -> None:
         self._buffers.remove(buffer)
-        self.in_main -= buffer.memory.nbytes
+        self.in_main -= buffer.nbytes
         if buffer.pinned:
             self.copier.unpin(buffer.memory)
 
     def clear(self) -> None:
-        """Wait for all copies, and release all buffers."""
-        with self.lock:
-            try:
-                for lane in self._lanes.values():
-                    lane.close()
-            finally:
-                for buffer in list(self._buffers):
-                    self._free(buffer)
-                for held in (self._lanes, self._on_card, self._unused, self._order):
-                    held.clear()
+        """Wait for all copies, and release all buffers: each of them also where another fails."""
+        with self.lock, ExitStack() as last_first:
+            for held in (self._lanes, self._on_card, self._unused, self._order):
+                last_first.callback(held.clear)
+            for buffer in self._buffers:
+                last_first.callback(self._free, buffer)
+            for lane in self._lanes.values():
+                last_first.callback(lane.close)
+
+
+def _pages(size: int) -> Tensor:
+    """Return main memory of this many bytes or more, (bytes,) uint8, that shares no page with any other: pages are
+    what is pinned, and none twice. Raises `RuntimeError`."""
+    memory = torch.empty(size + 2 * _PAGE, dtype=torch.uint8, device="cpu")
+    start = -memory.data_ptr() % _PAGE
+    return memory[start : start - -size // _PAGE * _PAGE]

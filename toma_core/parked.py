@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
@@ -111,14 +112,19 @@ class Buffer:
 
     lane: Lane
     layout: Layout
-    memory: Tensor  # (bytes,) uint8
+    memory: Tensor  # (bytes,) uint8, in pages of its own
     pinned: bool
     written: Any = None  # event of the last write
 
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return sum(self.layout.sizes)
+
     def parts(self) -> list[Tensor]:
         """Return the parts of the tensor, views."""
-        sizes, (_, shapes, dtypes) = self.layout.sizes, self.layout
-        chunks = zip(self.memory.split(sizes), shapes, dtypes, strict=True)
+        _, shapes, dtypes = self.layout
+        chunks = zip(self.memory[: self.nbytes].split(self.layout.sizes), shapes, dtypes, strict=True)
         return [chunk[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for chunk, shape, dtype in chunks]
 
 
@@ -155,7 +161,7 @@ class Parked:
     @property
     def nbytes(self) -> int:
         """Of the buffer."""
-        return self.buffer.memory.nbytes
+        return self.buffer.nbytes
 
     def fits(self, source: Tensor | Int4Tensor) -> bool:
         """Return whether a tensor can be written into the complete buffer."""
@@ -265,14 +271,10 @@ class Lane:
             self._finish(0)
 
     def close(self) -> None:
-        """Wait for all copies, and hold nothing."""
-        with self.lock:
-            try:
-                self.up.synchronize()
-                self.down.synchronize()
-            finally:
-                self.ahead.clear()
-                self.writing.clear()
+        """Wait for all copies, and hold nothing, also where a wait fails."""
+        with self.lock, ExitStack() as last_first:
+            for end in (self.ahead.clear, self.writing.clear, self.down.synchronize, self.up.synchronize):
+                last_first.callback(end)
 
 
 def _parts(t: Tensor | Int4Tensor) -> list[Tensor]:

@@ -1,0 +1,105 @@
+"""Keys and values in main memory where something fails: pins, waits, a card without room for another condition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loop import loop
+from tests.recorded_copies import Copies, Recorded
+from tests.toma_core.test_host_memory import NAMES, SIZE, host_of, keys_of, run, tensor
+from toma_core.cache import Cache
+
+
+def filled(cache: Cache) -> None:
+    for n, name in enumerate(NAMES):
+        cache.put(keys_of(name), tensor(n), kv=True)
+
+
+@loop("failing", ["unpin", "synchronize"])
+def test_every_buffer_is_released_where_one_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an error of CUDA, which every later call of it repeats."""
+    copies, cache = Copies(), Cache()
+    host = cache.host = host_of(copies)
+    filled(cache)
+    owner: Any = Copies if failing == "unpin" else Recorded
+    usual, failed = getattr(owner, failing), list[object]()
+
+    def once(self: Any, *args: Any) -> None:
+        usual(self, *args)
+        if not failed:
+            failed.append(self)
+            raise RuntimeError(failing)
+
+    monkeypatch.setattr(owner, failing, once)
+    with pytest.raises(RuntimeError, match=failing):
+        cache.clear()
+    copies.check()
+    assert (copies.pinned, copies.unfinished(), copies.staged) == (set(), 0, 0)
+    assert (host.in_main, host._buffers, host._lanes, cache.held) == (0, [], {}, 0)
+
+
+def test_an_unpin_that_fails_leaves_no_buffer_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, cache = Copies(), Cache()
+    host = cache.host = host_of(copies, main=2 * SIZE)
+    for name in NAMES[:2]:
+        cache.put(keys_of(name), tensor(0), kv=True)
+    cache.drop([*keys_of(NAMES[0]), *keys_of(NAMES[1])])
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Copies, "unpin", failing)
+        with pytest.raises(RuntimeError):
+            cache.put(keys_of("other"), tensor(0)[:, :4], kv=True)
+    assert all(buffer in host._buffers for buffer in host._unused)
+    assert host.in_main == sum(buffer.nbytes for buffer in host._buffers)
+
+
+def test_the_host_waits_for_nothing_where_main_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, waits, usual = Cache(), list[object](), Recorded.synchronize
+    cache.host = host_of(Copies(), main=2.5 * SIZE)
+    monkeypatch.setattr(Recorded, "synchronize", lambda self: (waits.append(self), usual(self))[1])
+    filled(cache)
+    filled(cache)
+    assert not waits
+
+
+def test_pinning_is_not_tried_again_after_it_has_failed() -> None:
+    """ComfyUI logs a warning and waits for the card at each failure."""
+    copies = Copies(pins=False)
+    cache = Cache(host=host_of(copies))
+    filled(cache)
+    assert copies.made == 1
+    assert cache.host is not None
+    assert not cache.host.pinned
+
+
+def test_no_two_buffers_share_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA pins pages, and refuses one that is pinned."""
+    pages, usual = set[int](), Copies.pin
+
+    def pin(self: Copies, memory: torch.Tensor) -> bool:
+        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        new = set(range(start // 4096, -(-end // 4096)))
+        shared = pages & new
+        pages.update(new)
+        return usual(self, memory) and not shared
+
+    monkeypatch.setattr(Copies, "pin", pin)
+    cache = Cache(host=host_of(Copies()))
+    assert all(map(torch.equal, run(cache, True), run(Cache(), True)))
+    assert cache.host is not None
+    assert cache.host.pinned
+
+
+def test_main_memory_is_meant_where_another_pack_sets_a_device() -> None:
+    cache, given = Cache(host=host_of(Copies())), tensor(0)
+    with torch.device("meta"):
+        cache.put(keys_of(NAMES[0]), given, kv=True)
+    found = cache.read(keys_of(NAMES[0]), given)
+    assert found is not None
+    assert torch.equal(found, given)
