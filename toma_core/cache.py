@@ -97,7 +97,8 @@ class Cache:
                 if entry and _alike(mine, part):
                     mine.copy_(part)
                 else:
-                    self._set(key, _Entry(part.clone(), 0, 1))
+                    own = part.clone()
+                    self._set(key, _Entry(own if host is None else host.place(own), 0, 1))
         self.peak_bytes = max(self.peak_bytes, self.held)
         if host is not None:
             host.note(str(keys[0][0]))

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.loop import loop
-from tests.recorded_copies import Copies, Recorded
+from tests.recorded_copies import Copies, Recorded, orders
 from tests.toma_core.test_host_memory import NAMES, SIZE, host_of, keys_of, run, tensor
 from toma_core.cache import Cache
+from toma_core.parked import Parked
 
 
 def filled(cache: Cache) -> None:
@@ -103,3 +104,24 @@ def test_main_memory_is_meant_where_another_pack_sets_a_device() -> None:
     found = cache.read(keys_of(NAMES[0]), given)
     assert found is not None
     assert torch.equal(found, given)
+
+
+@loop("order", orders(5))
+@loop("quantized", [False, True])
+def test_another_condition_beside_one_of_two_lies_in_main_memory_too(order: Any, quantized: bool) -> None:
+    """As where the positive prompt changes during a run: the negative one keeps its part of a shared buffer."""
+    copies, seen = Copies(order), list[list[torch.Tensor]]()
+    for host in (host_of(copies), None):
+        cache = Cache(host=host)
+        for n, name in enumerate(NAMES):
+            cache.put(keys_of(name), tensor(n), quantized, kv=True)
+        for n, name in enumerate(NAMES):
+            cache.put(keys_of(name, ("a", "c")), tensor(n + 50), quantized, kv=True)
+        if host is not None:
+            assert all(isinstance(entry.tensor, Parked) for entry in cache._entries.values())
+        found = [cache.read(keys_of(name, ("a", "c")), tensor(0)) for name in NAMES]
+        seen.append([each for each in found if each is not None])
+        cache.clear()
+        copies.check()
+    assert len(seen[0]) == len(NAMES)
+    assert all(map(torch.equal, *seen))
