@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
@@ -28,14 +27,11 @@ from .compile_ops import compiled
 from .conditions import area_size, crop
 from .evaluated import Area, Parts, evaluated_parts, most_held
 from .family import ModelHooks
+from .main_memory import main_room
 
 # The share of its memory that the KV cache may take in four bits on a device that shares its memory with the computer,
 # as a CPU does, or that this pack does not copy from.
 _SHARE = 0.55
-# The share of main memory that keys and values of a card may take, and what stays available beside them in any case:
-# ComfyUI keeps weights and text encoders there.
-_MAIN_SHARE = 0.35
-_MAIN_AVAILABLE = 4e9
 # Shares of the first blocks that are not merged where keys and values of all blocks have no room.
 _FEWER_BLOCKS = (0.15, 0.3, 0.5)
 # ComfyUI frees this much memory for each byte of weights that it loads, see `load_models_gpu`.
@@ -168,16 +164,15 @@ def _too_large(plan: KVCachePlan, limit: float) -> KVCachePlan:
 
 def copier_of(device: torch.device) -> Copier | None:
     """Return what copies between a device and main memory beside the computation; None for devices that this pack does
-    not know, and for a CPU, on which everything lies in main memory."""
-    if device.type != "cuda":  # ROCm is too
+    not know, and where main memory is the card's: of a CPU, and of a card that shares it with the computer."""
+    if device.type != "cuda" or _shares_memory(device):  # ROCm is "cuda" too
         return None
     return CudaCopier(model_management.pin_memory, model_management.unpin_memory)
 
 
-def main_room() -> float:
-    """Return how many bytes of main memory keys and values may take: a share of all, and never the last of it."""
-    memory = psutil.virtual_memory()
-    return float(max(0.0, min(memory.total * _MAIN_SHARE, memory.available - _MAIN_AVAILABLE)))
+def _shares_memory(device: torch.device) -> bool:
+    properties = torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
+    return bool(getattr(properties, "is_integrated", False))
 
 
 def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.nodes.adapters.cards import a_card, balanced, sampled
 from tests.recorded_copies import Copies
 
 memory = pack_module("nodes.adapters.kv_memory")
+main_memory = pack_module("nodes.adapters.main_memory")
 Reason = pack_module("toma_core.reasons").Reason
 
 
@@ -128,10 +130,47 @@ def test_the_report_says_where_they_lie(stats_of: Any) -> None:
 
 
 @loop(("total", "available", "room"), [(64e9, 60e9, 22.4e9), (32e9, 30e9, 11.2e9), (32e9, 9e9, 5e9), (16e9, 3e9, 0.0)])
-def test_main_memory_has_limits(total: float, available: float, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_memory_has_limits(
+    total: float, available: float, room: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     found = SimpleNamespace(total=total, available=available)
-    monkeypatch.setattr(memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
-    assert memory.main_room() == pytest.approx(room)
+    monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
+    monkeypatch.setattr(main_memory, "_CGROUPS", tmp_path)
+    assert main_memory.main_room() == pytest.approx(room)
+
+
+@loop(
+    ("limit", "used", "files", "room"),
+    [
+        (16e9, 4e9, 0, 5.6e9),
+        (16e9, 14e9, 4e9, 2e9),
+        (16e9, 15e9, 0, 0),
+        ("max", 15e9, 0, 89.6e9),
+        (9.2e18, 15e9, 0, 89.6e9),
+        (512e9, 15e9, 0, 89.6e9),
+    ],
+)
+@loop("version", [1, 2])
+def test_in_a_container_its_own_limit_counts(
+    limit: float | str,
+    used: float,
+    files: float,
+    room: float,
+    version: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """psutil tells of the computer that the container runs on."""
+    found = SimpleNamespace(total=256e9, available=200e9)
+    monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
+    monkeypatch.setattr(main_memory, "_CGROUPS", tmp_path)
+    folder = tmp_path if version == 2 else tmp_path / "memory"
+    folder.mkdir(exist_ok=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for name, number in zip(names, (limit, used), strict=True):
+        (folder / name).write_text(f"{number if limit == 'max' and number == limit else int(number)}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {int(files)}\n")
+    assert main_memory.main_room() == pytest.approx(room)
 
 
 @loop(("device", "copies"), [("cuda", True), ("cpu", False), ("mps", False), ("xpu", False)])
@@ -196,3 +235,12 @@ def test_pinning_that_fails_raises_nothing() -> None:
     assert parked.CudaCopier(failing, failing).pin(torch.zeros(1)) is False
     assert parked.CudaCopier(lambda _: False, failing).pin(torch.zeros(1)) is False
     assert parked.CudaCopier(lambda _: True, failing).pin(torch.zeros(1)) is True
+
+
+@loop("integrated", [False, True])
+def test_a_card_that_shares_main_memory_gains_nothing_there(integrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on DGX Spark, Jetson and Strix Halo."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = SimpleNamespace(is_integrated=int(integrated))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert (memory.copier_of(torch.device("cuda")) is None) is integrated

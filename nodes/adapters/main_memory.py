@@ -1,0 +1,43 @@
+"""How much of main memory keys and values may take: of the computer's, or of the container's that ComfyUI runs in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+# The share of main memory that keys and values of a card may take, and what stays available beside them in any case:
+# ComfyUI keeps weights and text encoders there.
+SHARE = 0.35
+AVAILABLE = 4e9
+# What a container on Linux sees of its limits: files of the limit and of what is used, by version of control groups.
+_CGROUPS = Path("/sys/fs/cgroup")
+_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+
+class _Memory(NamedTuple):
+    total: float
+    available: float
+
+
+def main_room() -> float:
+    """Return how many bytes of main memory keys and values may take: a share of all, and never the last of it."""
+    computer = psutil.virtual_memory()
+    rooms = _container(), _Memory(computer.total, computer.available)
+    return min(max(0.0, min(each.total * SHARE, each.available - AVAILABLE)) for each in rooms if each)
+
+
+def _container() -> _Memory | None:
+    """Return the memory of the container; None outside of one, or without a limit."""
+    for limit, used in _FILES:
+        try:
+            total, taken = (float((_CGROUPS / name).read_text()) for name in (limit, used))
+            lines = (_CGROUPS / limit).with_name("memory.stat").read_text().splitlines()
+        except (OSError, ValueError):  # there are no such files, or the limit is "max"
+            continue
+        stat = dict(line.split() for line in lines)
+        # Files in memory give way, as they do in what psutil calls available.
+        files = float(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        return _Memory(total, total - taken + files)
+    return None
