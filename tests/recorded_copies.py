@@ -96,7 +96,7 @@ class Copies:
     pins: bool = True
     deaf: tuple[str, str] | None = None
     pinned: set[int] = field(default_factory=set)  # addresses
-    streams: list[Recorded] = field(default_factory=list)
+    made_streams: list[Recorded] = field(default_factory=list)
     count: int = 0  # copies so far
     made: int = 0  # buffers so far
     staged: int = 0  # bytes of the device that copies hold now
@@ -110,9 +110,10 @@ class Copies:
     def current(self, device: torch.device) -> Recorded:
         return self.compute
 
-    def stream(self, device: torch.device) -> Recorded:
-        self.streams.append(Recorded(self, ("up", "down")[len(self.streams) % 2]))
-        return self.streams[-1]
+    def streams(self, device: torch.device) -> tuple[Recorded, Recorded]:
+        up, down = Recorded(self, "up"), Recorded(self, "down")
+        self.made_streams += up, down
+        return up, down
 
     def copy(self, stream: Recorded, target: Tensor, source: Tensor, pinned: bool) -> None:
         self.check()
@@ -136,7 +137,7 @@ class Copies:
         if not pinned or self.order == "early":
             stream.run()
         elif self.order != "late":
-            for each in self.streams:
+            for each in self.made_streams:
                 each.run(self.chance.randint(0, each.work))
 
     def _access(self, stream: Recorded, t: Tensor, writes: bool) -> None:
@@ -178,7 +179,7 @@ class Copies:
 
     def unfinished(self) -> int:
         """Return how many copies have not run."""
-        return sum(len(stream.queue) for stream in self.streams)
+        return sum(len(stream.queue) for stream in self.made_streams)
 
 
 def orders(seeds: int) -> list[Any]:

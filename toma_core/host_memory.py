@@ -88,8 +88,7 @@ class HostMemory:
 
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
-            up, down = self.copier.stream(device), self.copier.stream(device)
-            self._lanes[device] = Lane(self.copier, device, up, down, self.lock)
+            self._lanes[device] = Lane(self.copier, device, *self.copier.streams(device), self.lock)
         return self._lanes[device]
 
     def note(self, name: str) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
@@ -42,8 +43,8 @@ class Copier(Protocol):
         """Return the stream on which the model computes."""
         ...
 
-    def stream(self, device: torch.device) -> Stream:
-        """Return a new stream."""
+    def streams(self, device: torch.device) -> tuple[Stream, Stream]:
+        """Return the streams for copies up and down, on which nothing else runs."""
         ...
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor, pinned: bool) -> None:
@@ -69,8 +70,8 @@ class CudaCopier:
     def current(self, device: torch.device) -> Stream:
         return torch.cuda.current_stream(device)
 
-    def stream(self, device: torch.device) -> Stream:
-        return torch.cuda.Stream(device)
+    def streams(self, device: torch.device) -> tuple[Stream, Stream]:
+        return _cuda_streams(device)
 
     def copy(self, stream: Any, target: Tensor, source: Tensor, pinned: bool) -> None:
         with torch.cuda.stream(stream):
@@ -84,6 +85,12 @@ class CudaCopier:
 
     def unpin(self, memory: Tensor) -> None:
         self.unpin_memory(memory)
+
+
+@cache
+def _cuda_streams(device: torch.device) -> tuple[Stream, Stream]:
+    """Make the streams of all runs: of 32 PyTorch gives the first, with ComfyUI's copies of weights, to the 33rd."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class Layout(NamedTuple):

@@ -36,7 +36,8 @@ class PlainCopier:
     def current(self, device: torch.device) -> _NoStream:
         return _NoStream()
 
-    stream = current
+    def streams(self, device: torch.device) -> tuple[_NoStream, _NoStream]:
+        return _NoStream(), _NoStream()
 
     def copy(self, stream: Any, target: Tensor, source: Tensor, pinned: bool) -> None:
         target.copy_(source)
@@ -74,7 +75,7 @@ def copy_speeds(device: torch.device, dry: bool) -> str:
     card = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
     copier: Any = pack_module("nodes.adapters.kv_memory").copier_of(device) or PlainCopier()
-    streams = [copier.stream(device) for _ in range(2)]
+    streams = copier.streams(device)
     down, up = (0, host[0], card[0]), (1, card[1], host[1])
     ways = {"down": [down], "up": [up], "both at once": [down, up]}
 

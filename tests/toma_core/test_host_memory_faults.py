@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.loop import loop
 from tests.recorded_copies import Copies, Recorded, orders
 from tests.toma_core.test_host_memory import NAMES, SIZE, host_of, keys_of, run, tensor
+from toma_core import parked
 from toma_core.cache import Cache
 from toma_core.parked import Parked
 
@@ -104,6 +106,22 @@ def test_main_memory_is_meant_where_another_pack_sets_a_device() -> None:
     found = cache.read(keys_of(NAMES[0]), given)
     assert found is not None
     assert torch.equal(found, given)
+
+
+def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has 32 and gives them out in turn: every 16th run would copy on those of ComfyUI's weights."""
+    made = list[object]()
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            made.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(parked, "_cuda_streams", cache(parked._cuda_streams.__wrapped__))
+    copier = parked.CudaCopier(bool, bool)
+    found = {copier.streams(torch.device("cuda", card)) for _ in range(20) for card in (0, 1)}
+    assert len(made) == 4
+    assert len(found) == 2
 
 
 @loop("order", orders(5))
