@@ -6,8 +6,10 @@ order of the refresh, and writes the propagated ones back. Where a tensor lies c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import inf
 from threading import RLock
 
 import torch
@@ -28,6 +30,7 @@ class HostMemory:
     card_room: float  # bytes of them that a card has room for
     main_room: float  # bytes of them that main memory has room for
     beside: int = 0  # bytes that other caches and copies take on the card
+    left: Callable[[], float] = lambda: inf  # returns the bytes of main memory that are left at this moment
     in_main: int = 0  # bytes of all buffers
     peak: tuple[int, int] = (0, 0)  # bytes on the cards and in main memory when they were most
     pinned: bool = True  # False once a buffer could not be pinned
@@ -71,9 +74,9 @@ class HostMemory:
 
     def _new(self, layout: Layout, lane: Lane) -> Buffer | None:
         size = sum(layout.sizes)
-        if self.in_main + size > self.main_room:
+        if self._is_short(size):
             self._free_unused()
-        if self.in_main + size > self.main_room:
+        if self._is_short(size):
             return None
         try:
             memory = _pages(size)
@@ -85,6 +88,9 @@ class HostMemory:
         self._buffers.append(buffer)
         self.in_main += size
         return buffer
+
+    def _is_short(self, size: int) -> bool:
+        return self.in_main + size > self.main_room or size > self.left()
 
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:

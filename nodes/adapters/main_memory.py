@@ -11,6 +11,8 @@ import psutil
 # ComfyUI keeps weights and text encoders there.
 SHARE = 0.35
 AVAILABLE = 4e9
+# Bytes that nothing takes while a run goes on, in which ComfyUI pins more weights until about 2 GB are available.
+_LAST = 1e9
 # What a container on Linux sees of its limits: files of the limit and of what is used, by version of control groups.
 _CGROUPS = Path("/sys/fs/cgroup")
 _FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
@@ -23,9 +25,17 @@ class _Memory(NamedTuple):
 
 def main_room() -> float:
     """Return how many bytes of main memory keys and values may take: a share of all, and never the last of it."""
-    computer = psutil.virtual_memory()
-    rooms = _container(), _Memory(computer.total, computer.available)
-    return min(max(0.0, min(each.total * SHARE, each.available - AVAILABLE)) for each in rooms if each)
+    return min(max(0.0, min(each.total * SHARE, each.available - AVAILABLE)) for each in _memories())
+
+
+def main_left() -> float:
+    """Return how many bytes of main memory may be taken at this moment."""
+    return min(each.available for each in _memories()) - _LAST
+
+
+def _memories() -> list[_Memory]:
+    computer, container = psutil.virtual_memory(), _container()
+    return [_Memory(computer.total, computer.available), *([container] if container else [])]
 
 
 def _container() -> _Memory | None:

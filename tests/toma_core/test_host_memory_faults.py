@@ -71,6 +71,18 @@ def test_the_host_waits_for_nothing_where_main_memory_is_full(monkeypatch: pytes
     assert not waits
 
 
+def test_the_last_of_main_memory_is_not_taken() -> None:
+    """ComfyUI pins weights while the first step runs: less is left than when the run was planned."""
+    copies = Copies()
+    cache = Cache(host=host_of(copies))
+    assert cache.host is not None
+    cache.host.left = lambda: (2.5 - copies.made) * SIZE
+    filled(cache)
+    assert copies.made == 2
+    found = [cache.read(keys_of(name), tensor(0)) for name in NAMES]
+    assert all(each is not None and torch.equal(each, tensor(n)) for n, each in enumerate(found))
+
+
 def test_pinning_is_not_tried_again_after_it_has_failed() -> None:
     """ComfyUI logs a warning and waits for the card at each failure."""
     copies = Copies(pins=False)

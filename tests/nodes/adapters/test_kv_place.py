@@ -171,6 +171,8 @@ def test_in_a_container_its_own_limit_counts(
         (folder / name).write_text(f"{number if limit == 'max' and number == limit else int(number)}\n")
     (folder / "memory.stat").write_text(f"anon 1\ninactive_file {int(files)}\n")
     assert main_memory.main_room() == pytest.approx(room)
+    limited = 200e9 if limit == "max" else min(200e9, float(limit) - used + files)
+    assert main_memory.main_left() == pytest.approx(limited - 1e9)
 
 
 @loop(("device", "copies"), [("cuda", True), ("cpu", False), ("mps", False), ("xpu", False)])
