@@ -113,6 +113,10 @@ def test_a_run_skips_these_blocks_and_says_so(stats_of: Any) -> None:
     assert len(stats.merged_blocks) == 7
     assert other.peak[1] == pytest.approx(0.7 * card.peak[1])
     assert "the first 30 % of the blocks are not merged" in stats.text()
+    with a_card(0.0, quantized=True, main=0.75 * card.peak[1]) as unused:
+        sampled("z_image", merged, cfg=1.0, sampler="ipndm_v")
+    assert "% of the blocks are not merged" not in stats_of(merged).text(), "all steps are full"
+    assert not unused.hosts
 
 
 def test_the_report_says_where_they_lie(stats_of: Any) -> None:
