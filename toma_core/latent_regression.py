@@ -16,13 +16,18 @@ change at destinations; U: unmerging, where destinations keep their own value an
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .kernels.layout import room
-from .merge import MergePlan, add_unmerged, gather_destinations, unmerge, unmerge_residual
+from .merge import MergePlan, add_unmerged, gather_destinations, kernels_for, unmerge, unmerge_residual
 from .prediction import picture_tokens
+
+if TYPE_CHECKING:
+    from .kernels.triton import TritonKernels
 
 # Share of what latents do not explain of a destination's change that the tokens near it get. Part of it is noise for
 # them; a lower share would lose what they have in common (benchmarks/results/fidelity/trials.md).
@@ -37,8 +42,11 @@ _LEAST_DESTINATIONS = 2
 class Rotation:
     """Rotary positions of keys. A change is explained and shared before rotation: neighbours have other positions."""
 
-    tokens: Tensor  # (B or 1, N, 1, P, 2, 2), of all tokens; P pairs of adjacent numbers are a head
-    destinations: Tensor  # (B or 1, D, 1, P, 2, 2)
+    # (B or 1, N, 1, P, 2, 2), of all tokens, and (B or 1, D, 1, P, 2, 2): P pairs of adjacent numbers are a head. Any
+    # float dtype, contiguous for each token, as kernels read them.
+    tokens: Tensor
+    destinations: Tensor
+    dtype: torch.dtype  # of keys
 
     @classmethod
     def of(cls, tokens: Tensor, destinations: Tensor, like: Tensor) -> Rotation | None:
@@ -51,17 +59,25 @@ class Rotation:
         ]
         if len(parts) < 2 or like.shape[2] % (2 * parts[0].shape[3]):
             return None
-        return cls(*(part.to(like.dtype) for part in parts))
+        of_tokens, of_destinations = (part if part[0, 0].is_contiguous() else part.contiguous() for part in parts)
+        return cls(of_tokens, of_destinations, like.dtype)
+
+    @cached_property
+    def _in_dtype(self) -> tuple[Tensor, Tensor]:
+        """The rotations of all tokens and of destinations in the dtype of keys."""
+        return self.tokens.to(self.dtype), self.destinations.to(self.dtype)
 
     def undo(self, x: Tensor) -> Tensor:
         """Return (B, D, C) of destinations as they are before rotation."""
-        x, inverse = x.unflatten(2, (-1, self.destinations.shape[3], 1, 2)), self.destinations.mT
+        inverse = self._in_dtype[1].mT
+        x = x.unflatten(2, (-1, inverse.shape[3], 1, 2))
         return (inverse[..., 0] * x[..., 0]).addcmul_(inverse[..., 1], x[..., 1]).flatten(2)
 
     def add(self, cached: Tensor, x: Tensor) -> Tensor:
         """Return cached + rotated x, both (B, N, C)."""
-        pairs = -1, self.tokens.shape[3], 2
-        x, R = x.unflatten(2, pairs).unsqueeze(4), self.tokens
+        R = self._in_dtype[0]
+        pairs = -1, R.shape[3], 2
+        x = x.unflatten(2, pairs).unsqueeze(4)
         turned = torch.addcmul(cached.unflatten(2, pairs), R[..., 0], x[..., 0])
         return turned.addcmul_(R[..., 1], x[..., 1]).flatten(2)
 
@@ -79,6 +95,8 @@ class Regression:
 
         fresh: (B, D, C), what destinations have now. rotation: of keys.
         """
+        if kernels := kernels_for(self.plan, cached, fresh):
+            return self._by_kernels(kernels, cached, fresh, rotation)
         old = gather_destinations(cached, self.plan)
         change = fresh - old
         if rotation is None:
@@ -86,6 +104,13 @@ class Regression:
             return self._explain(shared, change)
         change = rotation.undo(change)
         return rotation.add(cached, self._explain(unmerge(change, self.plan), change))
+
+    def _by_kernels(self, kernels: TritonKernels, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> Tensor:
+        """See `propagate`: two launches around the product that makes the answer."""
+        R, R_destinations = (None, None) if rotation is None else (rotation.tokens, rotation.destinations)
+        change = kernels.change(fresh, cached, self.plan.destinations, R_destinations)
+        answer, layout = torch.bmm(self.fit, change), (self.plan.windows, self.plan.budget)
+        return kernels.propagate(change, cached, answer, self.spread, R, self.plan.unmerge_weights, *layout)
 
     def _explain(self, shared: Tensor, change: Tensor) -> Tensor:
         """Add to shared, of (B, N, C), what latents explain."""
@@ -137,8 +162,10 @@ def regress(features: Tensor, plan: MergePlan) -> Regression:
     fit = torch.cholesky_solve(f.mT.contiguous(), factor)
     plain = replace(plan, unmerge_weights=plan.unmerge_weights.float(), kernels=None)
     spread = add_unmerged(features, -f, plain)
-    dtype = plan.merge_weights.dtype
-    return Regression(plan, fit.to(dtype), spread.to(dtype))
+    # Kernels expect rows where `room` has them.
+    weights = plan.merge_weights
+    spread = spread.to(weights.dtype) if plan.kernels is None else room(weights, *spread.shape).copy_(spread)
+    return Regression(plan, fit.to(weights.dtype), spread)
 
 
 def with_rest_weight(plan: MergePlan) -> MergePlan:

@@ -204,12 +204,13 @@ class RunState:
         """Return the kernels that compute a plan. Those of all later steps are compiled and tried at the first."""
         config, dispatch = self.config, self.dispatch
         weighs = config.weight_interval % config.selection_interval != 0
-        choice = dispatch.choose(x, windows, budget, features, weighs)
+        choice = dispatch.choose(x, windows, budget, features, weighs, self.kv_cache)
         key = (windows.grid, even, x.shape[2], features.shape[2], x.dtype, x.device)
         if choice.kernels is not None and dispatch.given is None and key not in self._tried:
             self._tried.add(key)
             for kind in self.schedule.kinds:
-                dispatch.choose(x, *self._laid_out(features, windows.grid, kind, even), features, weighs)
+                layout = self._laid_out(features, windows.grid, kind, even)
+                dispatch.choose(x, *layout, features, weighs, self.kv_cache)
         return choice
 
     def _reweighed(self, x: Tensor, plan: MergePlan, features: Tensor) -> MergePlan:

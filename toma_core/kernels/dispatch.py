@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..latent_regression import Rotation, regress
 from ..merge import MergePlan, merge, unmerge_residual
 from ..quant4 import Int4Tensor, group_of, quantize
 from ..reasons import Message, MessageId
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAPABILITY = (8, 0)  # the lowest that Triton supports
+# Of the regression at first use: features of a latent of 4 channels, pairs of most heads.
+_FEATURES, _PAIRS = 33, 64
 
 
 class NoTriton(MessageId):
@@ -64,16 +68,25 @@ class Dispatch:
     _choices: dict[Hashable, Choice] = field(default_factory=dict)
 
     def choose(
-        self, x: Tensor, windows: Windows, budget: Budget, features: Tensor | None = None, weighs: bool = False
+        self,
+        x: Tensor,
+        windows: Windows,
+        budget: Budget,
+        features: Tensor | None = None,
+        weighs: bool = False,
+        propagates: bool = False,
     ) -> Choice:
         """Return the choice for tokens x of (B, N, C).
 
         features: (B, N, C'), what destinations are selected by; x if None. weighs: weights are also computed without a
-        selection.
+        selection. propagates: cached keys, values and updates are propagated.
         """
         features = (x if features is None else features).detach()
-        key = (x.device, x.dtype, weighs, *(variant(t.shape[2], windows, budget) for t in (x, features)))
-        return self._choice(key, x, windows.slots, lambda k: _merges(k, x.detach(), features, windows, budget, weighs))
+        kinds = (variant(t.shape[2], windows, budget) for t in (x, features))
+        args = x.detach(), features, windows, budget, weighs, propagates
+        return self._choice(
+            (x.device, x.dtype, weighs, propagates, *kinds), x, windows.slots, lambda kernels: _merges(kernels, *args)
+        )
 
     def quantize(self, x: Tensor) -> Int4Tensor | Tensor:
         """Return (B, N, C) in four bits a number, see `quant4.quantize`."""
@@ -144,7 +157,13 @@ def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernel
 
 
 def _merges(
-    kernels: TritonKernels, x: Tensor, features: Tensor, windows: Windows, budget: Budget, weighs: bool
+    kernels: TritonKernels,
+    x: Tensor,
+    features: Tensor,
+    windows: Windows,
+    budget: Budget,
+    weighs: bool,
+    propagates: bool,
 ) -> bool:
     """Return whether kernels compute what PyTorch does; called with each of them that the run will need."""
     used = budget.valid if budget.valid is not None else x.new_ones(len(windows.counts), budget.slots, dtype=torch.bool)
@@ -161,7 +180,23 @@ def _merges(
         ours = merge(x, fast)
         pairs.append((ours, theirs))
         pairs.append((unmerge_residual(2 * ours, ours, x, fast), unmerge_residual(2 * theirs, theirs, x, plan)))
+    if propagates:
+        pairs += _propagated(2 * theirs, x, fast)
     return all(_close(*pair) for pair in pairs)
+
+
+def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Tensor, Tensor]]:
+    """Return what kernels and what PyTorch propagates of cached, (B, N, C), without a rotation and with one. fresh:
+    (B, D, C). One number of features stands for all: kernels take it at run time."""
+    batch, N, C = cached.shape
+    features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES).expand(batch, -1, -1)
+    fast = regress(features, plan)
+    plain, rotations = replace(fast, plan=replace(fast.plan, kernels=None)), list[Rotation | None]([None])
+    if P := gcd(C // 2, _PAIRS) if C % 2 == 0 else 0:
+        angles = torch.arange(N * P, device=cached.device).view(1, N, 1, P).float()
+        R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
+        rotations.append(Rotation.of(R, R[0, plan.destinations], cached))
+    return [(fast.propagate(cached, fresh, R), plain.propagate(cached, fresh, R)) for R in (*rotations, rotations[-1])]
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:

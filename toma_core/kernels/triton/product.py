@@ -1,10 +1,14 @@
 """Merge and unmerge in one launch each (paper, section 4.2).
 
-Both are one small matrix product per window. Layout changes (tokens to windows, slots to destinations) are done by the
-addresses that a program reads and writes, without passes for gathering. Every destination and token is written once.
+Both are one small matrix product per window. Where changes are regressed on latents, unmerging adds the product of all
+tokens' features and answers, and rotates the sum, before it adds what is cached (`latent_regression`).
+Layout changes (tokens to windows, slots to destinations) are done by the addresses that a program reads and writes,
+without passes for gathering. Every destination and token is written once.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -12,7 +16,10 @@ from torch import Tensor
 
 from ...windows import Budget, Windows
 from ..layout import cdiv
-from .launch import Launch, blocks, budget_stride, require, upcast, weight_strides
+from .change import pairs, rotated, rotation_strides
+from .launch import Launch, blocks, budget_stride, require, turns, upcast, weight_strides
+
+_BLOCK_F = 32  # of 33 or 129 features, the last has a step to itself
 
 
 @triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "D"))
@@ -62,13 +69,15 @@ def _merge_kernel(
     )
 
 
-@triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "N"))
+@triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "N", "F", "steps_f", "P"))
 def _unmerge_kernel(
-    out, y, weights, expand, reduced, x, source, valid,
+    out, y, weights, expand, reduced, x, spread, answer, R, source, valid,
     stride_yb, stride_yn, stride_yc, stride_rb, stride_rn, stride_rc, stride_xb, stride_xn, stride_xc,
     stride_wb, stride_ww, stride_ws, stride_u, windows, slots, K, C, N,
-    RESIDUAL: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    stride_gb, stride_gn, stride_tb, stride_tn, F, steps_f, P,
+    RESIDUAL: tl.constexpr, REGRESSED: tl.constexpr, ROTATED: tl.constexpr,
+    HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     window = program % windows
@@ -104,8 +113,26 @@ def _unmerge_kernel(
     if HAS_VALID:
         mine = mine & (tl.load(valid + window * slots + s, mask=mine, other=0) != 0)
     token = tl.load(source + window * slots + s, mask=mine, other=0).to(tl.int64)
+    if REGRESSED:
+        spread += image * stride_gb
+        answer += image * F * C
+        for step in range(0, steps_f):
+            f = step * BLOCK_F + tl.arange(0, BLOCK_F)
+            # Padded like rows of weights.
+            mask = mine[:, None] & (f < stride_gn)[None, :]
+            G = tl.load(spread + token[:, None] * stride_gn + f[None, :], mask=mask, other=0.0).to(y.dtype.element_ty)
+            G = tl.where((f < F)[None, :], G, 0.0)
+            mask = (f < F)[:, None] & (c < C)[None, :]
+            rows = tl.load(answer + f[:, None] * C + c[None, :], mask=mask, other=0.0)
+            if UPCAST:
+                G = G.to(tl.float32)
+                rows = rows.to(tl.float32)
+            total = tl.dot(G, rows, total, input_precision="ieee")
+    if ROTATED:
+        pair = (tl.program_id(1) % tiles_c) * (BLOCK_C // 2) + tl.arange(0, BLOCK_C // 2)
+        total = rotated(total, R + image * stride_tb + token[:, None] * stride_tn, mine[:, None], pair, P, False)
     mask = mine[:, None] & (c < C)[None, :]
-    if RESIDUAL:
+    if RESIDUAL or REGRESSED:
         x += image * stride_xb
         total += tl.load(x + token[:, None] * stride_xn + c[None, :] * stride_xc, mask=mask, other=0.0).to(tl.float32)
     out += image * N * C
@@ -137,13 +164,52 @@ def unmerge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budge
     y, *residual = tokens
     for t, length in zip(tokens, (budget.total, budget.total, windows.tokens), strict=False):
         require(t, length, y)
-    (_, count, slots, K), (batch, _, C) = weights.shape, y.shape
-    strides = [n for t in tokens for n in t.stride()] + [0, 0, 0] * (3 - len(tokens))
-    strides += *weight_strides(weights, batch), budget_stride(budget.expand, 1)
-    block_s, block_k, block_c, warps = blocks(y, slots, K)
+    strides = tuple(n for t in tokens for n in t.stride()) + (0, 0, 0) * (3 - len(tokens))
+    missing = (None,) * (3 if residual else 5)
+    return _unmerging(y, strides, weights, windows, budget, missing, residual=bool(residual))
+
+
+def propagate(
+    tokens: tuple[Tensor, ...], spread: Tensor, R: Tensor | None, weights: Tensor, windows: Windows, budget: Budget
+) -> Launch:
+    """Prepare x + R (A^T y + spread answer) for tokens (y, x, answer): (B, N, C), with one rounding.
+
+    y: (B, D, C); x: (B, N, C); answer: (B, F, C), contiguous; spread: (B or 1, N, F), rows contiguous; weights: as for
+    `unmerge`. R: of all tokens, see `rotation_strides`. Called with y, weights, `expand` of the budget, None, x,
+    spread, answer and R.
+    """
+    (y, x, answer), F = tokens, spread.shape[2]
+    for t, length in zip(tokens, (budget.total, windows.tokens, F), strict=True):
+        require(t, length, x)
+    require(spread, windows.tokens)
+    if not answer.is_contiguous():
+        raise ValueError(f"answers with strides {answer.stride()} are not contiguous")
+    by_image, _, by_token = weight_strides(spread[:, None], len(x))
+    regressed = (by_image, by_token, *rotation_strides(R, len(x), *x.shape[1:]), F, turns(cdiv(F, _BLOCK_F)), pairs(R))
+    strides = (*y.stride(), 0, 0, 0, *x.stride())
+    return _unmerging(y, strides, weights, windows, budget, (), regressed, rotates=R is not None)
+
+
+def _unmerging(
+    like: Tensor,
+    strides: tuple[int, ...],
+    weights: Tensor,
+    windows: Windows,
+    budget: Budget,
+    missing: tuple[None, ...],
+    regressed: tuple[Any, ...] = (),
+    *,
+    residual: bool = False,
+    rotates: bool = False,
+) -> Launch:
+    """Prepare unmerging to tokens of `like`'s B, C and dtype. strides: of y, reduced and x. missing: for the tensors
+    that a call does not give. regressed: strides of spread and R, then F, its steps, and P."""
+    (_, count, slots, K), (batch, _, C) = weights.shape, like.shape
+    block_s, block_k, block_c, warps = blocks(like, slots, K)
     grid = (batch * count, cdiv(slots, block_s) * cdiv(C, block_c))
-    flags = (bool(residual), windows.valid is not None, budget.expand is not None, upcast(y.dtype))
-    missing = () if residual else (None, None)
-    sizes = (count, slots, K, C, windows.tokens, *flags, cdiv(K, block_k), block_k, block_s, block_c)
-    fixed = (*missing, windows.source, windows.valid, *strides, *sizes)
-    return Launch(_unmerge_kernel, grid, y, windows.tokens, fixed, num_warps=warps, num_stages=2)
+    strides += *weight_strides(weights, batch), budget_stride(budget.expand, 1)
+    sizes = (count, slots, K, C, windows.tokens, *(regressed or (0, 0, 0, 0, 0, turns(0), 1)))
+    flags = (residual, bool(regressed), rotates, windows.valid is not None, budget.expand is not None)
+    steps = (upcast(like.dtype), cdiv(K, block_k), block_k, block_s, block_c, _BLOCK_F)
+    fixed = (*missing, windows.source, windows.valid, *strides, *sizes, *flags, *steps)
+    return Launch(_unmerge_kernel, grid, like, windows.tokens, fixed, num_warps=warps, num_stages=2)

@@ -17,14 +17,16 @@ import toma_core.kernels.dispatch as trial
 from benchmarks import offline
 from tests.toma_core.plans import plan_for
 from toma_core import Evaluation, Facts, RunState, Schedule, Settings, decide, reduce, restore
-from toma_core.kernels.triton import product, select
+from toma_core.kernels.triton import change, product, select
+from toma_core.latent_regression import LatentChange, Rotation
+from toma_core.propagation import Cached
 
 # Nothing computes anything: dest_slots are the first slots, and every trial goes well.
 empty = torch.empty
 torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()
 trial._obstacle = lambda *args: ""
 trial._close = lambda *args: True
-KERNELS = (select._select_kernel, product._merge_kernel, product._unmerge_kernel)
+KERNELS = (select._select_kernel, change._change_kernel, product._merge_kernel, product._unmerge_kernel)
 
 def binaries():
     return sum(len(caches[0]) for kernel in KERNELS for caches in kernel.device_caches.values())
@@ -32,19 +34,28 @@ def binaries():
 def run(preset, grids, steps=12, **settings):
     config = Settings(preset, settings).resolved()
     schedule = Schedule(config, tuple(float(steps - step) for step in range(steps)))
-    state, counts = RunState(schedule), []
+    state, counts, propagated = RunState(schedule), [], False
     for sigma in schedule.sigmas:
         decision, first = decide(state, Facts(sigma, conditions={"c": None, "u": None})), grids[0]
         shown = (torch.zeros(1, 16, *first[:2]),) * 2 if config.uses_prediction else ()
-        where = Evaluation(state, decision, (None, None), ("c", "u"), pictures=shown)
+        latent = torch.ones(2, 4, *grids[0][:2])
+        moved = LatentChange(latent, 0 * latent)
+        where = Evaluation(state, decision, (None, None), ("c", "u"), pictures=shown, change=moved)
         for height, width, channels in grids:
             x = torch.zeros(2, height * width, channels, dtype=torch.bfloat16)
             plan, detail = plan_for(x, (height, width), "a", where), where.cached("a", x)
             reduced = reduce(x, plan, detail)
             y = restore(reduced + 0, reduced, x, plan, detail)
             assert y.shape == x.shape
+            if state.kv_cache and isinstance(detail, Cached):
+                assert detail.change.regression(plan) is not None
+                R = torch.zeros(1, plan.tokens, 1, 64, 2, 2)
+                keys = Rotation.of(R, R[:, : reduced.shape[1]], reduced)
+                detail.propagate(detail.propagate(reduced, plan)[:, : reduced.shape[1]], plan, keys)
+                propagated = True
         if plan is not None:
             counts.append(binaries())
+    assert propagated == state.kv_cache
     return counts
 
 with offline.stubbed(), torch.inference_mode():
@@ -65,6 +76,7 @@ def test_no_kernel_is_made_after_the_first_plan(tmp_path: Path) -> None:
     counts = json.loads(printed(PROGRAM, tmp_path))
     for name, steps in counts.items():
         assert len(set(steps)) == 1, (name, steps)
-    # Search, merge and restore, each for full windows and for ragged ones, at every size.
+    # Search, merge and restore, each for full windows and for ragged ones, at every size; with a KV cache, the change
+    # and what is propagated, each with rotations and without.
     assert counts["sdxl"][0] == counts["sdxl 832x1216"][0] == 6
     assert counts["flux"][0] == counts["flux 832x1216"][0]

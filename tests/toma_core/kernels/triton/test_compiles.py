@@ -17,11 +17,12 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from toma_core.kernels.triton import quant4, product, select
+from toma_core.kernels.triton import change, product, quant4, select
 
 TYPES = {"source": "*i64", "dest_slots": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1",
-            "sharpness": "fp32", "tie": "fp32", "least": "fp32", "codes": "*u8", "wider": "fp32", "lowest": "fp32"}
-TOKENS = ("low", "step", "x", "y", "reduced", "M", "back", "weights", "out")
+            "destinations": "*i64", "R": "*fp32", "codes": "*u8",
+            "sharpness": "fp32", "tie": "fp32", "least": "fp32", "wider": "fp32", "lowest": "fp32"}
+TOKENS = ("low", "step", "x", "y", "reduced", "M", "back", "weights", "spread", "answer", "fresh", "cached", "out")
 
 def compiled(kernel, dtype, capability, constants, warps, stages):
     signature, constant = {}, {}
@@ -46,8 +47,12 @@ def every(dtype, capability):
     inner, channels = (32, 32) if dtype == "fp32" else (64, 128)
     blocks = {"STEPS": 4, "BLOCK_K": 64, "BLOCK_S": inner, "BLOCK_C": channels}
     yield compiled(product._merge_kernel, dtype, capability, {**shared, **blocks}, 8, 2)
-    blocks = {"STEPS": 4, "BLOCK_K": inner, "BLOCK_S": 64, "BLOCK_C": channels, "RESIDUAL": True}
-    yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks}, 8, 2)
+    blocks = {"STEPS": 4, "BLOCK_K": inner, "BLOCK_S": 64, "BLOCK_C": channels, "BLOCK_F": product._BLOCK_F}
+    for residual, rotated in ((True, False), (False, False), (False, True)):
+        kind = {"RESIDUAL": residual, "REGRESSED": not residual, "ROTATED": rotated}
+        yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks, **kind}, 8, 2)
+    blocks = {"ROTATED": True, "BLOCK_D": change._BLOCK_D, "BLOCK_C": 128}
+    yield compiled(change._change_kernel, dtype, capability, blocks, 4, 3)
     blocks = {"BITS": 4, "HALF": 32, "ROWS": quant4._ROWS}
     for kernel in (quant4._quantize_kernel, quant4._dequantize_kernel):
         yield compiled(kernel, dtype, capability, blocks, 4, 3)
@@ -59,7 +64,7 @@ print(json.dumps(list(every(sys.argv[1], int(sys.argv[2])))))
 @pytest.mark.parametrize(("capability", "dtype"), [(80, "fp32"), (86, "bf16"), (90, "fp16")])
 def test_compiles(capability: int, dtype: str, tmp_path: Path) -> None:
     built = json.loads(printed(PROGRAM, tmp_path, dtype, str(capability)))
-    assert len(built) == 6
+    assert len(built) == 9
     for kernel in built:
         assert kernel["binary"] > 0
         assert kernel["shared"] <= SHARED, kernel

@@ -214,6 +214,26 @@ class TestFirstUse:
         said = [record.getMessage() for record in caplog.records if "making its GPU kernels" in record.getMessage()]
         assert len(said) == 1
 
+    @pytest.mark.parametrize(
+        "case",
+        [Case(8, 8, 4, 0.5, 32), Case(9, 7, 4, 0.5, 33, torch.float16), Case(16, 16, 8, 0.5, 128, torch.bfloat16)],
+    )
+    @pytest.mark.parametrize("wrong", [False, True])
+    def test_propagation_is_tried_where_there_is_a_kv_cache(
+        self, case: Case, wrong: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made, propagate = [], type(kernels).propagate
+
+        def propagated(self: Any, *args: Any) -> torch.Tensor:
+            made.append(args[4] is not None)
+            return (1.1 if wrong else 1) * propagate(self, *args)
+
+        monkeypatch.setattr(type(kernels), "propagate", propagated)
+        for _ in range(2):
+            assert (Dispatch().choose(case.tokens(), *case.layout(), propagates=True).kernels is None) == wrong
+        assert made == ([False, True, True] if case.channels % 2 == 0 else [False, False])
+        assert Dispatch().choose(case.tokens(), *case.layout()).kernels is not None
+
     def test_works(self, kernels: Any) -> None:
         where = evaluation()
         assert isinstance(plan_of(CASE.tokens(), where).kernels, type(kernels))
