@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import inf
 from threading import RLock
 
 import torch
@@ -30,7 +29,7 @@ class HostMemory:
     card_room: float  # bytes of them that a card has room for
     main_room: float  # bytes of them that main memory has room for
     beside: int = 0  # bytes that other caches and copies take on the card
-    left: Callable[[], float] = lambda: inf  # returns the bytes of main memory that are left at this moment
+    may_take: Callable[[int], bool] = lambda _: True  # whether main memory has so many bytes left at this moment
     in_main: int = 0  # bytes of all buffers
     peak: tuple[int, int] = (0, 0)  # bytes on the cards and in main memory when they were most
     pinned: bool = True  # False once a buffer could not be pinned
@@ -90,7 +89,7 @@ class HostMemory:
         return buffer
 
     def _is_short(self, size: int) -> bool:
-        return self.in_main + size > self.main_room or size > self.left()
+        return self.in_main + size > self.main_room or not self.may_take(size)
 
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:

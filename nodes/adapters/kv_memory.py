@@ -27,7 +27,7 @@ from .compile_ops import compiled
 from .conditions import area_size, crop
 from .evaluated import Area, Parts, evaluated_parts, most_held
 from .family import ModelHooks
-from .main_memory import main_left, main_room
+from .main_memory import main_room, may_take
 
 # The share of its memory that the KV cache may take in four bits on a device that shares its memory with the computer,
 # as a CPU does, or that this pack does not copy from.
@@ -181,7 +181,7 @@ def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
     if copier is None:
         return None
     card_room = plan.keys - plan.in_main if plan.in_main else float("inf")
-    return HostMemory(copier, plan.keys, card_room, plan.main_room, plan.bytes - plan.keys + plan.staging, main_left)
+    return HostMemory(copier, plan.keys, card_room, plan.main_room, plan.bytes - plan.keys + plan.staging, may_take)
 
 
 def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from comfy import model_management
 
-# The share of main memory that keys and values of a card may take, and what stays available beside them in any case:
-# ComfyUI keeps weights and text encoders there.
+from .compat import optional_api
+
+# The share of main memory that keys and values of a card may take: ComfyUI keeps weights and text encoders there.
 SHARE = 0.35
-AVAILABLE = 4e9
-# Bytes that nothing takes while a run goes on, in which ComfyUI pins more weights until about 2 GB are available.
+# Bytes that nothing takes. ComfyUI pins weights until about 2 GB are available.
 _LAST = 1e9
 # What a container on Linux sees of its limits: files of the limit and of what is used, by version of control groups.
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -24,13 +25,17 @@ class _Memory(NamedTuple):
 
 
 def main_room() -> float:
-    """Return how many bytes of main memory keys and values may take: a share of all, and never the last of it."""
-    return min(max(0.0, min(each.total * SHARE, each.available - AVAILABLE)) for each in _memories())
+    """Return how many bytes of main memory keys and values may take: a share of all, whatever is free now, for a seed
+    must give the same picture in every run."""
+    return min(each.total for each in _memories()) * SHARE
 
 
-def main_left() -> float:
-    """Return how many bytes of main memory may be taken at this moment."""
-    return min(each.available for each in _memories()) - _LAST
+def may_take(size: int) -> bool:
+    """Return whether so many bytes of main memory may be taken at this moment. Weights that ComfyUI has pinned for
+    models that do not run make way."""
+    with optional_api("ensure_pin_budget"):
+        getattr(model_management, "ensure_pin_budget", bool)(size)
+    return min(each.available for each in _memories()) - _LAST >= size
 
 
 def _memories() -> list[_Memory]:

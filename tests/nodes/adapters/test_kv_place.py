@@ -133,22 +133,37 @@ def test_the_report_says_where_they_lie(stats_of: Any) -> None:
     assert "keys and values" not in stats_of(merged).text()
 
 
-@loop(("total", "available", "room"), [(64e9, 60e9, 22.4e9), (32e9, 30e9, 11.2e9), (32e9, 9e9, 5e9), (16e9, 3e9, 0.0)])
+@loop(
+    ("total", "available", "room"),
+    [(64e9, 60e9, 22.4e9), (32e9, 30e9, 11.2e9), (32e9, 9e9, 11.2e9), (16e9, 3e9, 5.6e9)],
+)
 def test_main_memory_has_limits(
     total: float, available: float, room: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """What a run stores follows from all of it, not from what is free."""
     found = SimpleNamespace(total=total, available=available)
     monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
     monkeypatch.setattr(main_memory, "_CGROUPS", tmp_path)
     assert main_memory.main_room() == pytest.approx(room)
+    assert main_memory.may_take(int(available - 1.1e9))
+    assert not main_memory.may_take(int(available - 0.9e9))
+
+
+def test_pinned_weights_of_other_models_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    import comfy.model_management as management
+
+    asked = list[int]()
+    monkeypatch.setattr(management, "ensure_pin_budget", asked.append, raising=False)
+    assert main_memory.may_take(1000)
+    assert asked == [1000]
 
 
 @loop(
     ("limit", "used", "files", "room"),
     [
         (16e9, 4e9, 0, 5.6e9),
-        (16e9, 14e9, 4e9, 2e9),
-        (16e9, 15e9, 0, 0),
+        (16e9, 14e9, 4e9, 5.6e9),
+        (16e9, 15e9, 0, 5.6e9),
         ("max", 15e9, 0, 89.6e9),
         (9.2e18, 15e9, 0, 89.6e9),
         (512e9, 15e9, 0, 89.6e9),
@@ -176,7 +191,8 @@ def test_in_a_container_its_own_limit_counts(
     (folder / "memory.stat").write_text(f"anon 1\ninactive_file {int(files)}\n")
     assert main_memory.main_room() == pytest.approx(room)
     limited = 200e9 if limit == "max" else min(200e9, float(limit) - used + files)
-    assert main_memory.main_left() == pytest.approx(limited - 1e9)
+    assert main_memory.may_take(int(limited - 1.1e9))
+    assert not main_memory.may_take(int(limited - 0.9e9))
 
 
 @loop(("device", "copies"), [("cuda", True), ("cpu", False), ("mps", False), ("xpu", False)])
