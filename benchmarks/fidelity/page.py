@@ -32,8 +32,8 @@ HEAD = re.compile(rf"\| ({'|'.join(MODELS)}), (\d+) steps \| error \|")
 # Advice for N steps: "| DiT | setting | error | ...", a row "| 4 steps | balanced | ...". The end of its name
 # identifies a setting; columns that are not in FORMATS do not change.
 ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| error \|")
-# Gain of a calibration: "| model, steps | `quality` | calibrated | ...", a row "| DiT, 8 | ...".
-GAINS = re.compile(r"\| model, steps \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \| `(\w+)` \| calibrated \|")
+# Gain of a calibration: "| Deep UNet | `balanced` | calibrated | ...", a row "| 4 steps | ...".
+GAINS = re.compile(r"\| Deep UNet \| `(\w+)` \| calibrated \|")
 # Samplers: "| sampler | few-step DiT, 4 steps | ...", a row "| `er_sde` | ...".
 SAMPLERS = re.compile(r"\| sampler \| .*, \d+ steps \|")
 # A column's name -> the key of its rows, see `samplers.RUNS`.
@@ -116,7 +116,7 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
             lines[start + 2 : end] = [_sampler(each, [sampled[column] for column in columns]) for each in shown]
         elif gains:
             found: dict[str, dict[str, Any]] = json.loads((folder / CALIBRATIONS).read_text())
-            lines[start + 2 : end] = [_gain(model, gains.groups(), found) for model in shown]
+            lines[start + 2 : end] = [_gain(steps, found[f"deep {steps} {gains[1]}"]) for steps in shown]
         else:
             rows, columns = _rows(folder, str(name)), _cells(head)[1:]
             shown.sort(key=lambda setting: rows[setting]["error"])
@@ -129,17 +129,10 @@ def _rows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def _gain(shown: str, presets: tuple[str, ...], found: dict[str, dict[str, Any]]) -> str:
-    """Return a row of a model and its steps, with each preset and its calibration; "=" if the calibration equals the
-    preset."""
-    name, steps = shown.split(", ")
-    cells = []
-    for preset in presets:
-        begin, end = f"{MODELS[name][0]} {steps} steps ", f" {preset}"
-        (row,) = (row for key, row in found.items() if key.startswith(begin) and key.endswith(end))
-        same = row["keeps preset"] or row["calibrated"] == row["preset"]
-        cells += [f"{row['preset']:.3f}", "=" if same else f"{row['calibrated']:.3f}"]
-    return f"| {shown} | " + " | ".join(cells) + " |"
+def _gain(steps: str, row: dict[str, Any]) -> str:
+    """Return a row of a number of steps: error and work with the preset, the calibration and the single setting."""
+    ways = [f"{row[way]:.3f} for {row[f'{way} cost']:.2f}" for way in ("preset", "calibrated", "single")]
+    return f"| {' | '.join((steps, *ways, format(row['pictures'], '.1f')))} |"
 
 
 def _sampler(shown: str, columns: list[dict[str, Any]]) -> str:

@@ -58,13 +58,13 @@ def test_what_a_calibration_gains_is_what_was_found(tmp_path: Path) -> None:
     text = GAINED.read_text(encoding="utf-8")
     assert sum(map(bool, map(GAINS.match, text.splitlines()))) == 1
     assert renewed(text) == text, "write it again with `python -m benchmarks.fidelity.page`"
-    row = {"preset": 0.25, "calibrated": 0.125, "keeps preset": False}
-    rows = {"dit 8 steps cfg 2 fast": row, "dit 8 steps cfg 2 quality": {**row, "keeps preset": True}}
-    rows |= {"dit 8 steps cfg 2 balanced": {**row, "preset": 0.5}, "dit 18 steps cfg 2 fast": {**row, "preset": 0.75}}
+    row = {"preset": 0.25, "calibrated": 0.125, "single": 0.5, "pictures": 4.56}
+    row |= {"preset cost": 0.731, "calibrated cost": 0.729, "single cost": 0.741}
+    rows = {"deep 8 steps balanced": row, "deep 18 steps balanced": {}, "deep 8 steps fast": {}}
     (tmp_path / "calibrated.json").write_text(json.dumps(rows))
-    head = "| model, steps | `quality` | calibrated | `balanced` | calibrated | `fast` | calibrated |"
-    table = f"{head}\n|---|---|---|---|---|---|---|\n| DiT, 8 | 9 | | | | | |"
-    assert renewed(table, tmp_path).endswith("| DiT, 8 | 0.250 | = | 0.500 | 0.125 | 0.250 | 0.125 |")
+    table = "| Deep UNet | `balanced` | calibrated | single | pictures |\n|---|---|---|---|---|\n| 8 steps | 9 | | | |"
+    shown = "| 8 steps | 0.250 for 0.73 | 0.125 for 0.73 | 0.500 for 0.74 | 4.6 |"
+    assert renewed(table, tmp_path).endswith(shown)
 
 
 def test_wrong_figures_and_a_wrong_order_are_mended() -> None:

@@ -22,39 +22,17 @@ def test_a_run_and_a_repeated_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "calibrated.json"
-    asked = ["--model", "deep", "--steps", "4", "--target", "balanced", "--images", "1", "--out", str(out)]
+    asked = ["--steps", "4", "--images", "1", "--out", str(out)]
     calibrated.main(asked)
     (row,) = json.loads(out.read_text()).values()
     assert 0 < row["calibrated"] < row["preset"], "on a trained model, and scenes that were not measured"
     assert row["calibrated cost"] <= row["preset cost"] + 0.01
     assert row["calibrated cost"] < 1
-    assert "| deep 4 steps cfg 2 balanced |" in capsys.readouterr().out
+    assert 4 < row["pictures"] < 7, "as the help page says, with the runs that it makes"
+    assert "| deep 4 steps balanced |" in capsys.readouterr().out
     monkeypatch.setattr(calibrated, "pack_module", lambda name: pytest.fail("measured again"))
     calibrated.main(asked)
-    assert "| deep 4 steps cfg 2 balanced |" in capsys.readouterr().out
-
-
-def test_no_single_setting_has_less_error() -> None:
-    """benchmarks/results/fidelity/calibrated.md claims it. A violation is found: here a calibration's error is
-    doubled."""
-    folder = FOLDER.parents[1] / "benchmarks" / "results" / "fidelity"
-    rows = json.loads((folder / "calibrated.json").read_text())
-    assert calibrated.beyond(rows, folder) == {}
-    far = {**rows["deep 8 steps cfg 2 fast"], "keeps preset": False}
-    worse = {**rows, "deep 8 steps cfg 2 fast": {**far, "calibrated": 2 * far["preset"]}}
-    assert list(calibrated.beyond(worse, folder)) == ["deep 8 steps cfg 2 fast"]
-
-
-def test_clips(tmp_path: Path) -> None:
-    """Run the command with the trained Wan."""
-    out = tmp_path / "calibrated.json"
-    calibrated.main(
-        ["--model", "wan", "--steps", "4", "20", "--target", "balanced", "--images", "1", "--out", str(out)]
-    )
-    ((name, row),) = json.loads(out.read_text()).items()
-    assert name == "wan 4 steps cfg 1 balanced"
-    assert row["calibrated"] <= row["preset"]
-    assert row["calibrated cost"] <= row["preset cost"] + 0.01
+    assert "| deep 4 steps balanced |" in capsys.readouterr().out
 
 
 def test_a_broken_stack_is_found() -> None:
