@@ -222,6 +222,20 @@ class Fused:
         self._launched("unmerge", (restored,), out, reduced, x, weights, *layout)
         return restored
 
+    def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
+        made = fresh.new_empty(fresh.shape)
+        # Of what is cached, the destinations.
+        self._launched("change", (made,), fresh, made, destinations, R)
+        return made
+
+    def propagate(
+        self, change: Tensor, cached: Tensor, answer: Tensor, spread: Tensor, R: Tensor | None, weights: Tensor,
+        windows: Any, budget: Any,
+    ) -> Tensor:  # fmt: skip
+        propagated, layout = cached.new_empty(cached.shape), (windows.source, windows.valid, budget.expand)
+        self._launched("propagate", (propagated,), change, cached, answer, spread, R, weights, *layout)
+        return propagated
+
 
 def _weights(x: Tensor, dest_slots: Tensor, windows: Any) -> tuple[Tensor, Tensor]:
     batch, count, K = dest_slots.shape
@@ -236,6 +250,7 @@ def count(
     kernels: bool = False,
     plan: bool = False,
     step: int = 0,
+    regression: bool = False,
     blocks: tuple[int, ...] | None = None,
     modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Cost:
@@ -243,6 +258,7 @@ def count(
 
     kernels: count ToMA's fused Triton kernels, see `Fused`, instead of plain PyTorch.
     plan: whether the evaluation also makes its plans; otherwise they exist. step: its index in a run of `STEPS`.
+    regression: whether changes are regressed on the latent.
     modules: from the name of a kind of module to the part under which its work is counted.
     """
     patched = variant.patch(on_meta(shape.model, blocks))
@@ -279,8 +295,9 @@ def count(
         evaluation = None
         if run is not None:
             decision = run.schedule.decide(run.schedule.sigmas[step])
+            change = pack_module("toma_core.latent_regression").LatentChange(x, x) if regression else None
             # As after a step with a prediction.
-            evaluation = pack_module("toma_core").Evaluation(run, decision, pictures=pictures)
+            evaluation = pack_module("toma_core").Evaluation(run, decision, pictures=pictures, change=change)
         chosen = () if evaluation is None else find(model).select(x, evaluation, options, None, references)
         with torch.no_grad(), hooks.installed(chosen):
             model(latents, t, context=context, **given, transformer_options=dict(options))

@@ -56,7 +56,7 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     """Return the calls for a plan, and for a merged block or stack with a plan. kernels: None for plain PyTorch."""
     config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
     layout, state = pack_module("toma_core.windows"), pack_module("toma_core.run")
-    propagation = pack_module("toma_core.propagation")
+    propagation, regressing = pack_module("toma_core.propagation"), pack_module("toma_core.latent_regression")
     windows = layout.make_windows(*_GRID, config.WindowShape.TILE, _WINDOW)
     toma = config.ToMAConfig(window_size=_WINDOW)
     schedule = pack_module("toma_core.schedule").Schedule(toma)
@@ -75,10 +75,21 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     y = torch.randn(1, made.num_destinations, _CHANNELS, generator=torch.Generator().manual_seed(1))
     assert made.strips is None
     _ = made.destinations
+    # Features of any latent, and rotations of heads of two numbers.
+    regression = regressing.regress(torch.cat([x[..., :4], torch.ones_like(x[..., :1])], 2), made)
+    change = regressing.LatentChange(x, x, {id(made): (made, regression)})
+    R = torch.eye(2).expand(1, windows.tokens, 1, 1, 2, 2).contiguous()
+    rotation = regressing.Rotation.of(R, R[:, : made.num_destinations], y)
+    known, unknown = (
+        propagation.Cached(pack_module("toma_core.cache").Cache(), ("keys",), x, change=c) for c in (change, None)
+    )
     return {
         "merge": lambda: core.merge(x, made),
         "restore": lambda: core.unmerge_residual(y, y, x, made),
         "reuse": lambda: propagation.unmerge_residual_cached(y, y, x, x, made),
+        "propagate": lambda: unknown.propagate(y, made),
+        "propagate, regressed": lambda: known.propagate(y, made),
+        "propagate keys, regressed": lambda: known.propagate(y, made, rotation),
         "plan": plan,
     }
 

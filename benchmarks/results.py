@@ -59,8 +59,10 @@ class Results:
 
 
 def _checked(rows: Sequence[Row]) -> str:
-    """Count the passed checks of kernels, and list the failed ones."""
+    """Count the passed checks of kernels, and list the failed ones and the counted launches."""
     if not rows:
         return ""
     wrong = [f"- {row.model}, {row.variant}: {row.gate}" for row in rows if row.gate]
-    return "\n".join([f"Kernels against fp64: {len(rows) - len(wrong)} of {len(rows)} checks are right.", *wrong])
+    counts = dict.fromkeys(f"- {row.variant}: {row.note}" for row in rows if " launches" in row.note)
+    right = f"Kernels against fp64: {len(rows) - len(wrong)} of {len(rows)} checks are right."
+    return "\n".join([right, *wrong, *counts])

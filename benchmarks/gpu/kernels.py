@@ -1,4 +1,5 @@
-"""Check every kernel against fp64 on this device, on poisoned memory, and for bit-identical repetition.
+"""Check every kernel against fp64 on this device, on poisoned memory, and for bit-identical repetition; count the
+launches of what is propagated.
 
 One row of the section `kernels` for each check; `gate` holds the failure. In Triton's interpreter, on a CPU, only tiny
 cases run.
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from benchmarks import micro
 from benchmarks.bench import Row
+from benchmarks.cost import Meter
 from benchmarks.results import KERNELS
 from scripts.comfy_pack import pack_module
 
@@ -24,6 +27,8 @@ _B, _H, _F = torch.bfloat16, torch.float16, torch.float32
 _EPS = {_B: 4e-3, _H: 6e-4, _F: 2e-6}
 # Free bytes that tensors of more than 2^31 elements need.
 _LARGE = 30e9
+# Features of a token of Flux's latent and its change, and 1; pairs of a head.
+_FEATURES, _PAIRS = 129, 64
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,43 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
         yield _judged(
             case, "four bits", _off(kernels.dequantize(packed), x64), 1.05 * _off(theirs.dequantize(), x64) + eps
         )
+
+    yield from propagations(case, x, (windows, budget, *plans[0]), kernels)
+
+
+def propagations(case: Case, cached: Tensor, plan: tuple[Any, ...], kernels: Any) -> Iterator[Row]:
+    """Check what is propagated of cached values and keys, (B, N, C), with a regression on random features; count its
+    launches, with the regression and without."""
+    core, module = pack_module("toma_core.merge"), pack_module("toma_core.latent_regression")
+    device, (_, N, C) = cached.device, cached.shape
+    features = replace(case, channels=_FEATURES, dtype=_F).noise(N, device, 3)
+    features[..., -1] = 1
+    fresh = case.noise(plan[1].total, device, 1)
+    angles = torch.rand(1, N, 1, gcd(C // 2, _PAIRS), device=device) * 6
+    R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
+    with mock.patch.object(torch, "empty", _poisoned):
+        ours = module.regress(features, core.MergePlan(*plan, kernels))
+        rotation = module.Rotation.of(R, R[0, ours.plan.destinations], cached)
+        results = [[ours.propagate(cached, fresh, each) for _ in range(2)] for each in (None, rotation)]
+    exact = ours.plan.changed(lambda name, t: t if name == "dest_slots" else t.double())
+    theirs = module.Regression(replace(exact, kernels=None), ours.fit.double(), ours.spread.double())
+    without = launches(
+        lambda: core.unmerge_residual(fresh, core.gather_destinations(cached, ours.plan), cached, ours.plan)
+    )
+    turns = (None, replace(rotation, dtype=torch.float64))
+    for what, (first, again), each in zip(("propagate values", "propagate keys"), results, turns, strict=True):
+        reference = theirs.propagate(cached.double(), fresh.double(), each)
+        row = _judged(case, what, _off(first, reference), 2 * _EPS[case.dtype], torch.equal(first, again))
+        count = launches(lambda each=each: ours.propagate(cached, fresh, each))  # type: ignore[misc]
+        yield replace(row, note=f"{count} launches, {without} without the regression")
+
+
+def launches(call: Callable[[], object]) -> int:
+    """Return the launches of a call: operations of PyTorch, and kernels, which do not run."""
+    launch = pack_module("toma_core.kernels.triton.launch").Launch
+    with mock.patch.object(launch, "_launch") as launched, Meter() as meter:
+        call()
+    return meter.cost.launches + launched.call_count
 
 
 def large(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:

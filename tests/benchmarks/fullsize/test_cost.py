@@ -98,6 +98,26 @@ def test_launches_that_a_preset_adds(shape: Shape, step: int, kernels: bool, mos
     assert merged.flops < 0.66 * base.flops or step == 0
 
 
+@pytest.mark.parametrize(("kernels", "most"), [(True, 3), (False, 9)])
+def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> None:
+    """Each tensor that is propagated takes one launch more with kernels. A block has two, keys and values, and a chain
+    one. Features, fit and spread, made once for a call, are 43."""
+    settings = variants.preset("balanced", ratio=0.5, min_tokens=4)
+    plain, regressed = (
+        cost.count(FLUX, settings, kernels=kernels, step=1, regression=regression) for regression in (False, True)
+    )
+    blocks = 19 + 38
+    assert 0 < regressed.launches - plain.launches < most * blocks
+    if kernels:
+        tensors = regressed.operations["toma.propagate"]
+        assert tensors == 2 * blocks + 2
+        assert (
+            tensors == regressed.operations["toma.change"] == regressed.operations["bmm"] - plain.operations["bmm"] - 2
+        )
+        assert regressed.launches - plain.launches - tensors == 43
+    assert 0 < regressed.flops / plain.flops - 1 < 0.005
+
+
 def two(name: str, double: int, single: int, width: int) -> dict[str, tuple[str, list[tuple[int, int, int]]]]:
     """Blocks of a model that has Flux's, at 1024."""
     return {

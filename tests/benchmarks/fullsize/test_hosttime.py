@@ -26,7 +26,8 @@ def test_it_runs(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "hosttime.json").read_text())
     assert list(result["rows"]) == ["Triton", "PyTorch"]
     for rows in result["rows"].values():
-        assert list(rows) == ["merge", "restore", "reuse", "plan"]
+        propagations = ["propagate", "propagate, regressed", "propagate keys, regressed"]
+        assert list(rows) == ["merge", "restore", "reuse", *propagations, "plan"]
         assert all(0.5 < adds < 5000 for adds in rows.values())
     assert f"| merge | {result['rows']['Triton']['merge']:.1f} |" in done.stdout
 

@@ -119,7 +119,9 @@ def test_first_part(machine: Path, tmp_path: Path) -> None:
     checks = re.search(r"Kernels against fp64: (\d+) of (\d+) checks are right\.", page)
     assert checks
     assert checks[1] == checks[2]
-    assert int(checks[2]) >= 15
+    assert int(checks[2]) >= 19
+    for what in ("values", "keys"):
+        assert f"- propagate {what}: 3 launches, 2 without the regression" in page
     assert "passed" in page
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert {row["batch"] for row in rows if row["section"] == "host"} == {1, 2}
