@@ -45,13 +45,13 @@ class TritonKernels:
 
     def merge(self, x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `merge.merge`: (B, N, C) -> (B, D, C)."""
-        key = ("merge", windows, _shared(budget), *_kinds(x, weights))
+        key = ("merge", windows, _shared(budget), *_kind(x), *_kind(weights))
         launch = self._launches.get(key) or self._prepare(key, product.merge, (x,), weights, windows, budget)
         return launch(x, weights, budget.valid, budget.expand)
 
     def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `merge.unmerge`: (B, D, C) -> (B, N, C)."""
-        key = ("unmerge", windows, _shared(budget), *_kinds(y, weights))
+        key = ("unmerge", windows, _shared(budget), *_kind(y), *_kind(weights))
         launch = self._launches.get(key) or self._prepare(key, product.unmerge, (y,), weights, windows, budget)
         return launch(y, weights, budget.expand)
 
@@ -59,14 +59,14 @@ class TritonKernels:
         self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Windows, budget: Budget
     ) -> Tensor:
         """See `merge.unmerge_residual`: (B, D, C), (B, D, C), (B, N, C) -> (B, N, C)."""
-        key = ("residual", windows, _shared(budget), *_kinds(out, reduced, x, weights))
+        key = ("residual", windows, _shared(budget), *_kind(out), *_kind(reduced), *_kind(x), *_kind(weights))
         tokens = out, reduced, x
         launch = self._launches.get(key) or self._prepare(key, product.unmerge, tokens, weights, windows, budget)
         return launch(out, weights, budget.expand, reduced, x)
 
     def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
         """Return fresh - cached at destinations, before the rotation R if given: (B, D, C), (B, N, C) -> (B, D, C)."""
-        key = ("change", *_kinds(fresh, cached, destinations, R))
+        key = ("change", *_kind(fresh), *_kind(cached), *_kind(destinations), R is None or _kind(R))
         launch = self._launches.get(key) or self._prepare(key, change.change, fresh, cached, destinations, R)
         return launch(fresh, cached, destinations, R)
 
@@ -83,10 +83,10 @@ class TritonKernels:
     ) -> Tensor:
         """Return cached + R (A^T change + spread answer), without R if it is None: (B, D, C), (B, N, C), (B, F, C),
         (B or 1, N, F) -> (B, N, C)."""
-        key = ("propagate", windows, _shared(budget), *_kinds(change, cached, answer, spread, R, weights))
-        tokens = change, cached, answer
+        tokens, others = (*_kind(change), *_kind(cached), *_kind(answer)), (*_kind(spread), *_kind(weights))
+        key = ("propagate", windows, _shared(budget), *tokens, *others, R is None or _kind(R))
         launch = self._launches.get(key) or self._prepare(
-            key, product.propagate, tokens, spread, R, weights, windows, budget
+            key, product.propagate, (change, cached, answer), spread, R, weights, windows, budget
         )
         return launch(change, weights, budget.expand, None, cached, spread, answer, R)
 
@@ -101,6 +101,6 @@ def _shared(budget: Budget) -> Hashable:
     return (budget.slots, budget.total) if budget.valid is not None and budget.valid.ndim == 3 else budget
 
 
-def _kinds(*tensors: Tensor | None) -> tuple[Hashable, ...]:
+def _kind(t: Tensor) -> tuple[Hashable, ...]:
     """Return all that a launch depends on."""
-    return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors)
+    return t.shape, t.stride(), t.dtype, t.get_device()
