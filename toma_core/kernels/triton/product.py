@@ -212,4 +212,6 @@ def _unmerging(
     flags = (residual, bool(regressed), rotates, windows.valid is not None, budget.expand is not None)
     steps = (upcast(like.dtype), cdiv(K, block_k), block_k, block_s, block_c, _BLOCK_F)
     fixed = (*missing, windows.source, windows.valid, *strides, *sizes, *flags, *steps)
+    # Rotations take as many registers as the sums.
+    warps = 8 if rotates else warps
     return Launch(_unmerge_kernel, grid, like, windows.tokens, fixed, num_warps=warps, num_stages=2)
