@@ -29,7 +29,7 @@ class HostMemory:
     card_room: float  # bytes of them that a card has room for
     main_room: float  # bytes of them that main memory has room for
     beside: int = 0  # bytes that other caches and copies take on the card
-    may_take: Callable[[int], bool] = lambda _: True  # whether main memory has so many bytes left at this moment
+    may_take: Callable[[int], bool] = lambda _: True  # whether a number of bytes of main memory is left at this moment
     in_main: int = 0  # bytes of all buffers
     peak: tuple[int, int] = (0, 0)  # bytes on the cards and in main memory when they were most
     pinned: bool = True  # False once a buffer could not be pinned

@@ -31,8 +31,8 @@ def main_room() -> float:
 
 
 def may_take(size: int) -> bool:
-    """Return whether so many bytes of main memory may be taken at this moment. Weights that ComfyUI has pinned for
-    models that do not run make way."""
+    """Return whether that number of bytes of main memory may be taken at this moment. Weights that ComfyUI has pinned
+    for models that do not run make way."""
     with optional_api("ensure_pin_budget"):
         getattr(model_management, "ensure_pin_budget", bool)(size)
     return min(each.available for each in _memories()) - _LAST >= size

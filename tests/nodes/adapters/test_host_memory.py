@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -87,9 +88,10 @@ def test_a_wait_that_is_missing_is_seen_in_a_run(deaf: Any, model_of: Any) -> No
         card.copies.check()
 
 
-def failing(block: Any, at: int, error: BaseException) -> Any:
+@contextmanager
+def failing(block: Any, at: int, error: BaseException) -> Iterator[None]:
     """Have a block raise once, in its Nth call."""
-    calls, forward, patch = list[int](), type(block).forward, pytest.MonkeyPatch()
+    calls, forward = list[int](), type(block).forward
 
     def failed(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = forward(self, *args, **kwargs)
@@ -99,8 +101,9 @@ def failing(block: Any, at: int, error: BaseException) -> Any:
                 raise error
         return out
 
-    patch.setattr(type(block), "forward", failed)
-    return patch.context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(block), "forward", failed)
+        yield
 
 
 @loop("at", [1, 2, 3])
@@ -109,9 +112,8 @@ def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of
     model = model_of("z_image")
     merged, block, found = balanced(model), model.model.diffusion_model.layers[1], []
     for share in (1.0, 0.0):
-        with a_card(share, True, at) as card, failing(block, at, torch.OutOfMemoryError()) as patch:
+        with a_card(share, True, at) as card, failing(block, at, torch.OutOfMemoryError()):
             found.append(sampled("z_image", merged))
-            patch.undo()
         card.ended()
         assert stats_of(merged).cache_disabled
     assert all(map(torch.equal, *found))
@@ -125,10 +127,9 @@ def test_a_run_that_ends_early_leaves_nothing(at: int, error: str, model_of: Any
     model = model_of("z_image")
     merged, block = balanced(model), model.model.diffusion_model.layers[1]
     raised = InterruptProcessingException() if error == "an interrupt" else ValueError("of another node")
-    with a_card(0.0, at % 2 == 0, at) as card, failing(block, at, raised) as patch:
+    with a_card(0.0, at % 2 == 0, at) as card, failing(block, at, raised):
         with pytest.raises(type(raised)):
             sampled("z_image", merged)
-        patch.undo()
         assert card.copies.count
         # What the error itself holds on to is no longer read or written.
         raised.__traceback__ = None
