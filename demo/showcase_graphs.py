@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from scripts.comfyui import ROOT
-from toma_core.config import ToMAConfig
+from toma_core.config import ToMAConfig, setting_spec
 from toma_core.cost_model import FEWEST
 
 from .compact import load_weights
@@ -92,6 +92,8 @@ def widget_values(ratio: float = RATIO, **chosen: Any) -> dict[str, Any]:
     """Return the values of every widget of ToMA Advanced: the balanced preset, and these fields of `ToMAConfig`."""
     values: dict[str, Any] = {"preset": "balanced", "ratio": ratio, "profile": ""}
     for item in fields(ToMAConfig):
+        if setting_spec(item.name).internal:
+            continue
         left_alone = "preset" if isinstance(item.default, (bool, Enum)) else -1
         values.setdefault(item.name, left_alone)
     switches = {name: "on" if value else "off" for name, value in chosen.items() if isinstance(value, bool)}

@@ -144,7 +144,6 @@ class ToMAAdvanced(io.ComfyNode):
         end_percent: float | None = None,
         full_step_interval: int | None = None,
         selection_interval: int | None = None,
-        weight_interval: int | None = None,
         window_size: int | None = None,
         sharpness: float | None = None,
     ) -> bool | str:
@@ -155,7 +154,6 @@ class ToMAAdvanced(io.ComfyNode):
             "end_percent": end_percent,
             "full_step_interval": full_step_interval,
             "selection_interval": selection_interval,
-            "weight_interval": weight_interval,
             "window_size": window_size,
             "sharpness": sharpness,
         }

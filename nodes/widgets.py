@@ -70,7 +70,8 @@ def overridden(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields() -> list[str]:
-    return [field.name for field in fields(ToMAConfig) if field.name != "ratio"]
+    names = [field.name for field in fields(ToMAConfig) if field.name != "ratio"]
+    return [name for name in names if not setting_spec(name).internal]
 
 
 def _override(name: str) -> Any:

@@ -148,6 +148,8 @@ def test_the_table_of_settings_is_the_codes() -> None:
     kinds = [pack_module(f"nodes.adapters.{name}").PRESETS for name in ("families.unet", "family")]
     rows = []
     for item in fields(config.ToMAConfig):
+        if config.setting_spec(item.name).internal:
+            continue
         row = [reasons.label(item.name)]
         for own in kinds:
             values = [getattr(presets.Settings(name).resolved(own), item.name) for name in presets.PRESETS]

@@ -134,12 +134,16 @@ class ToMAConfig:
         (1, 1000, 1),
     )
     weight_interval: int = option(
-        5, "Compute new merge weights every N steps; 5 in the paper. Cheaper than a selection.", (1, 1000, 1)
+        5,
+        "Compute new merge weights every N steps; 5 in the paper. Cheaper than a selection.",
+        (1, 1000, 1),
+        internal=True,
     )
     window_shape: WindowShape = option(
         WindowShape.TILE,
         "Shape of the local windows in which tokens are selected and merged. 'tile': squares, the best choice. "
         "'stripe': bands over the full width. 'global': the whole image at once, very slow on large images.",
+        internal=True,
     )
     window_size: int = option(
         8,

@@ -33,18 +33,21 @@ class ConfigError(MessageError):
 
 @dataclass(frozen=True)
 class SettingSpec:
-    """Default and help text of a setting; range (both ends allowed) and step of a number."""
+    """Default and help text of a setting; range (both ends allowed) and step of a number. internal: presets and
+    comparisons set it, no node does."""
 
     default: Any
     tooltip: str
     minimum: float = 0.0
     maximum: float = 0.0
     step: float = 0.0
+    internal: bool = field(default=False, kw_only=True)
 
 
-def option(default: Any, tooltip: str, bounds: tuple[float, ...] = ()) -> Any:
-    """Return a dataclass field with this default. bounds: minimum, maximum and step of a number."""
-    return field(default=default, metadata={"spec": SettingSpec(default, tooltip, *bounds)})
+def option(default: Any, tooltip: str, bounds: tuple[float, ...] = (), *, internal: bool = False) -> Any:
+    """Return a dataclass field with this default. bounds: minimum, maximum and step of a number. internal: no node has
+    it."""
+    return field(default=default, metadata={"spec": SettingSpec(default, tooltip, *bounds, internal=internal)})
 
 
 def checked(name: str, value: Any, spec: SettingSpec) -> Any:

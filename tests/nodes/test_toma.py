@@ -74,7 +74,7 @@ def test_advanced_hands_every_widget_over(unet: Any) -> None:
     other = {
         "ratio": 0.3, "min_tokens": 20, "granularity": "module", "skip_first_blocks": 0.25, "skip_last_blocks": 2,
         "merge_references": True, "start_percent": 0.1, "end_percent": 0.8, "full_step_interval": 4,
-        "selection_interval": 4, "weight_interval": 2, "window_shape": "stripe", "window_size": 4, "sharpness": 50.0,
+        "selection_interval": 4, "window_size": 4, "sharpness": 50.0,
         "similarity_from": "prediction", "kv_cache": "on the card only",
     }  # fmt: skip
     usual = defaults(nodes.ToMAAdvanced)
@@ -158,7 +158,7 @@ def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
 
 
 # Numbers of ToMA Advanced whose least value is above 0: ComfyUI knows only that -1, the preset's, is allowed.
-WITH_A_LEAST_VALUE = ("full_step_interval", "selection_interval", "weight_interval", "window_size", "sharpness")
+WITH_A_LEAST_VALUE = ("full_step_interval", "selection_interval", "window_size", "sharpness")
 
 
 def test_a_number_out_of_range_is_refused_before_the_prompt_runs() -> None:
@@ -169,7 +169,7 @@ def test_a_number_out_of_range_is_refused_before_the_prompt_runs() -> None:
     assert node.validate_inputs(end_percent=0.2) is True, "a start that comes over a link is not known yet"
     assert node.validate_inputs(**dict.fromkeys(WITH_A_LEAST_VALUE, -1)) is True, "all are the preset's"
     assert "full step interval is 1" in node.validate_inputs(full_step_interval=1)
-    least = {"selection_interval": 0, "weight_interval": 0, "window_size": 1, "sharpness": 0.5}
+    least = {"selection_interval": 0, "window_size": 1, "sharpness": 0.5}
     for name, value in least.items():
         assert f"{name.replace('_', ' ')} is {value}. Allowed" in node.validate_inputs(**{name: value})
 
@@ -177,7 +177,9 @@ def test_a_number_out_of_range_is_refused_before_the_prompt_runs() -> None:
 def test_every_number_that_the_widgets_range_does_not_check_is_validated() -> None:
     node = pack_module("nodes.toma").ToMAAdvanced
     specs = {item.name: item.metadata["spec"] for item in fields(pack_module("toma_core.config").ToMAConfig)}
-    unchecked = {name for name, spec in specs.items() if spec.minimum > 0} | {"full_step_interval"}
+    unchecked = {name for name, spec in specs.items() if spec.minimum > 0 and not spec.internal} | {
+        "full_step_interval"
+    }
     assert unchecked == {*WITH_A_LEAST_VALUE}
     found = inspect.signature(node.validate_inputs).parameters.keys()
     assert found == {"start_percent", "end_percent"} | unchecked

@@ -19,7 +19,7 @@ STEPS = 3
 # Small models have small grids and few blocks: merge all of them, at every step.
 EVERYTHING = {
     "min_tokens": 4, "skip_first_blocks": 0, "skip_last_blocks": 0, "full_step_interval": 0,
-    "selection_interval": 10, "weight_interval": 5, "similarity_from": "tokens", "kv_cache": False,
+    "selection_interval": 10, "similarity_from": "tokens", "kv_cache": False,
 }  # fmt: skip
 # None: without ToMA.
 CASES: dict[str, dict[str, Any] | None] = {

@@ -151,9 +151,9 @@ def test_graphs_differ_only_by_the_merge() -> None:
 def test_widget_values_say_what_was_chosen(pack: ModuleType) -> None:
     advanced = pack_module("nodes.toma").ToMAAdvanced.define_schema()
     usual = {item.id: item.default for item in advanced.inputs[1:]}
-    values = widget_values(ratio=0.25, window_shape="stripe", skip_first_blocks=1, kv_cache=False)
+    values = widget_values(ratio=0.25, granularity="block", skip_first_blocks=1, kv_cache=False)
     assert json.loads(json.dumps(values)) == values
-    assert values == {**usual, "ratio": 0.25, "window_shape": "stripe", "skip_first_blocks": 1, "kv_cache": "off"}
+    assert values == {**usual, "ratio": 0.25, "granularity": "block", "skip_first_blocks": 1, "kv_cache": "off"}
 
 
 def test_samples_with_the_best_settings_of_the_trained_models() -> None:
