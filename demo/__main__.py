@@ -12,6 +12,7 @@ from types import FrameType
 from scripts.comfy_client import ServerError
 
 from .showcase import EVERYWHERE, OUTPUT, DemoError, Settings, compare, serve
+from .showcase_graphs import KINDS
 
 
 def main() -> int:
@@ -26,6 +27,7 @@ def main() -> int:
         help="with --serve: answer other machines too, at this address (default all of this machine's)",
     )
     parser.add_argument("--port", type=_port, help="with --serve: port of the page (default 8199, or a free one)")
+    parser.add_argument("--flux", action="store_true", help="compare the tiny Flux too, which is too small to gain")
     parser.add_argument("--sizes", type=_size, nargs="+", metavar="PIXELS", help="sides of the square pictures")
     parser.add_argument("--steps", type=_steps, help="sampling steps (default 8 of the UNet, 12 of Flux)")
     parser.add_argument("--repeats", type=_count, default=Settings.repeats, help="pairs per case (default %(default)s)")
@@ -42,7 +44,8 @@ def main() -> int:
             serve(port=arguments.port, listen=arguments.listen)
         else:
             sizes = tuple(arguments.sizes or Settings.sizes)
-            compare(Settings(sizes, arguments.steps, arguments.repeats, arguments.batch), arguments.output)
+            kinds = KINDS if arguments.flux else Settings.kinds
+            compare(Settings(sizes, arguments.steps, arguments.repeats, arguments.batch, kinds), arguments.output)
     except (DemoError, ServerError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

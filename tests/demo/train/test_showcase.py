@@ -191,7 +191,7 @@ def test_workflows_of_the_page_fit_the_weights(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    settings = showcase.Settings(sizes=(64,), steps=3, repeats=1, batch=1)
+    settings = showcase.Settings(sizes=(64,), steps=3, repeats=1, batch=1, kinds=KINDS)
     cases = showcase.compare(settings, tmp_path)
     out, err = capfd.readouterr()
     assert [measured.kind for measured in cases] == [UNET, DIT]
