@@ -68,7 +68,7 @@ class HostMemory:
         if buffer is None:
             return None
         parked = Parked(buffer)
-        lane.write(parked, t)
+        lane.store(parked, t)
         return parked
 
     def _new(self, layout: Layout, lane: Lane) -> Buffer | None:

@@ -181,7 +181,7 @@ class Parked:
 
     def copy_(self, source: Tensor | Int4Tensor) -> None:
         """Write a tensor of the device down, which must not change afterwards."""
-        self.buffer.lane.write(self, source)
+        self.buffer.lane.store(self, source)
 
     def take(self) -> Tensor | Int4Tensor:
         """Return the tensor on the device, read ahead or now. Raises `torch.OutOfMemoryError`."""
@@ -207,7 +207,7 @@ class Lane:
     ahead: dict[Parked, _Read] = field(default_factory=dict)
     writing: deque[tuple[Tensor | Int4Tensor, Any]] = field(default_factory=deque)  # sources, and events of their ends
 
-    def write(self, parked: Parked, source: Tensor | Int4Tensor) -> None:
+    def store(self, parked: Parked, source: Tensor | Int4Tensor) -> None:
         """Write a tensor down."""
         with self.lock:
             buffer = parked.buffer
