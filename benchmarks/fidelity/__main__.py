@@ -1,10 +1,10 @@
 """Measure pictures of the tiny trained models with and without merging.
 
-    python -m benchmarks.fidelity [--model dit deep] [--tier 1] [--only "selector:" "preset:"]
+    python -m benchmarks.fidelity [--model dit deep] [--only "selector:" "preset:"]
 
 All settings share scenes and noise. Rows that are already in the result folder are not computed again, so a run can be
-stopped and resumed, and several processes may share the work. All files except those named `-time` are deterministic:
-cost is the remaining share of matrix-multiplication FLOPs, counted by PyTorch.
+stopped and resumed, and several processes may share the work. Results are deterministic: cost is the remaining share of
+matrix-multiplication FLOPs, counted by PyTorch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,11 @@ from .start import PICTURES, command, start
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = command(__doc__)
     parser.add_argument("--model", nargs="*", choices=PICTURES, default=["dit", "deep"])
-    parser.add_argument(
-        "--tier", type=int, default=3, help="how much: 1 to decide, 2 all rivals, 3 every choice, 4 all"
-    )
-    parser.add_argument("--only", nargs="*", default=[], help="these settings, or whose name starts so, any tier")
+    parser.add_argument("--only", nargs="*", default=[""], help="these settings, or whose name starts so")
     parser.add_argument("--images", type=int, default=22, help="pictures in a set (default 22)")
     parser.add_argument("--seeds", type=int, default=3, help="sets; spread is the deviation of their means (default 3)")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--size", type=int, help="picture side in pixels (default: as the model was trained)")
-    parser.add_argument("--cfg", type=float, help="default: 1 for the model taught few steps, else 2")
     parser.add_argument("--batch", type=int, default=11)
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="bf16 is twice as fast on a new CPU")
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity"))
     parser.add_argument("--list", action="store_true", help="print the names of the settings and stop")
@@ -56,18 +50,14 @@ def _measure(kind: str, args: argparse.Namespace) -> None:
     from .store import Store, fingerprint
 
     own = defaults(kind, args.steps)
-    table = settings(kind, args.steps, own["scheduler"])
-    begins = tuple(name for name in args.only if name not in table)
-    named = [n for n in table if n in args.only or n.startswith(begins)]
-    wanted = named if args.only else [n for n, s in table.items() if s.tier <= args.tier]
-    wanted.sort(key=lambda name: table[name].tier)
+    table = settings(kind)
+    wanted = [name for name in table if name.startswith(tuple(args.only))]
     if args.list:
-        print("\n".join(f"{kind} tier {table[name].tier}  {name}" for name in wanted))
+        print("\n".join(f"{kind}  {name}" for name in wanted))
         return
     weights = fingerprint([args.weights / f"{name}.safetensors" for name in (kind, "checker")])
-    names = ("images", "seeds", "steps", "size", "cfg", "dtype", "batch")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    conditions = Conditions(model=kind, weights=weights, **{**{n: own[n] for n in ("size", "cfg")}, **given})
+    given = {name: getattr(args, name) for name in ("images", "seeds", "steps", "batch")}
+    conditions = Conditions(model=kind, weights=weights, size=own["size"], cfg=own["cfg"], dtype="bf16", **given)
     store = Store(conditions, args.out, cache_dir())
     missing = [name for name in ("unmerged", *wanted) if name not in store.read()["rows"]]
     begin = time.monotonic()
@@ -79,23 +69,17 @@ def _measure(kind: str, args: argparse.Namespace) -> None:
         print(f"{kind}: {len(missing)} to measure; {_minutes(time.monotonic() - begin)} to start", file=sys.stderr)
         begin = time.monotonic()
     for number, name in enumerate(missing, 1):
-        row, ratio, pictures = judge.row(table.get(name))
-        store.add(name, row, ratio, **({"rounding": round(judge.rounding(), 5)} if name == "unmerged" else {}))
+        row, pictures = judge.row(table.get(name))
+        store.add(name, row, **({"rounding": round(judge.rounding(), 5)} if name == "unmerged" else {}))
         store.keep_pictures(name, pictures)
-        report.write(store.file, store.read(), COLUMNS, store.times())
         spent = time.monotonic() - begin
         left = spent / number * (len(missing) - number)
         print(
             f"{time.strftime('%H:%M:%S')} {kind} {number}/{len(missing)} {name}: error {row['error']:.4f}, "
-            f"cost {row['cost']:.2f}, time {ratio:.2f}, {spent / number:.0f} s a setting, {_minutes(left)} left",
+            f"cost {row['cost']:.2f}, {spent / number:.0f} s a setting, {_minutes(left)} left",
             file=sys.stderr,
             flush=True,
         )
-    shown = ["unmerged", *(name for name, setting in table.items() if setting.image)]
-    strips = {name: strip for name in shown if (strip := store.pictures(name)) is not None}
-    if strips:
-        report.sheet(strips).save(store.file.with_name(f"{store.file.stem}-sheet.jpg"), quality=88)
-    report.write(store.file, store.read(), COLUMNS, store.times())
     print(report.table(store.read(), COLUMNS))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,20 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from .metrics import measure
 from .settings import Setting
 
-COLUMNS = (
-    "error",
-    "spread",
-    "psnr",
-    "ssim",
-    "detail",
-    "seams",
-    "frechet",
-    "frechet_run",
-    "attributes",
-    "held",
-    "cost",
-)
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COLUMNS = ("error", "spread", "ssim", "detail", "seams", "frechet", "attributes", "cost")
 # Number of pictures shown for each setting, and their columns.
 SHOWN = 8
 
@@ -69,11 +54,10 @@ def load(kind: str, path: Path, dtype: str) -> Any:
 
 @dataclass
 class Drawn:
-    """Pictures of one setting. latents: one tensor a set; flops, seconds: per picture."""
+    """Pictures of one setting. latents: one tensor a set; flops: per picture."""
 
     latents: list[Tensor]
     flops: float
-    seconds: float
 
 
 class Judge:
@@ -105,24 +89,10 @@ class Judge:
         return generate(model, scenes, seeds, steps=steps, batch=self.conditions.batch, **self.options)
 
     def _drawn(self, model: Any, steps: int) -> Drawn:
-        # Counting takes time, so the first set is counted and the others are timed.
-        images, seconds = self.conditions.images, []
-        with counting() as counter:
-            begin = time.process_time()
+        with counting() as counter:  # takes time, so that only the first set is counted
             latents = [self._generate(model, steps, 0)]
-            counted = time.process_time() - begin
-        for group in range(1, len(self.seeds)):
-            begin = time.process_time()
-            latents.append(self._generate(model, steps, group))
-            seconds.append(time.process_time() - begin)
-        return Drawn(latents, counter.get_total_flops() / images, statistics.mean(seconds or [counted]) / images)
-
-    def seconds_a_step(self, steps: int = 1) -> float:
-        """Measure the unmerged model's CPU seconds for one step of a picture, as the reference of times."""
-        count = min(self.conditions.batch, self.conditions.images)
-        begin = time.process_time()
-        self._generate(self.model, steps, 0, count)
-        return (time.process_time() - begin) / steps / count
+        latents += [self._generate(model, steps, group) for group in range(1, len(self.seeds))]
+        return Drawn(latents, counter.get_total_flops() / self.conditions.images)
 
     def rounding(self, count: int = 4) -> float:
         """Return the error of the unmerged pictures against those in fp32, below which differences are noise."""
@@ -132,20 +102,15 @@ class Judge:
         latent = self._generate(exact, self.conditions.steps, 0, count)
         return float(relative_error(self.plain.latents[0][:count], latent).mean())
 
-    def row(self, setting: Setting | None) -> tuple[dict[str, Any], float, Tensor]:
-        """Measure every column for one setting (None: the unmerged model), its time relative to the unmerged model's,
-        which is measured before and after, and the first pictures."""
+    def row(self, setting: Setting | None) -> tuple[dict[str, Any], Tensor]:
+        """Measure every column for one setting (None: the unmerged model), and return it with the first pictures."""
         from demo.checker import accuracy, frechet_distance
         from demo.latents import decode
         from demo.models import token_pixels
 
-        drawn, ratio, held = self.plain, 1.0, 0.0
+        drawn = self.plain
         if setting is not None:
-            model = setting.patch(self.model)
-            before = self.seconds_a_step()
-            drawn = self._drawn(model, max(1, round(self.conditions.steps * setting.steps)))
-            reference = statistics.mean((before, self.seconds_a_step())) * self.conditions.steps
-            ratio, held = drawn.seconds / reference, self._held(model)
+            drawn = self._drawn(setting.patch(self.model), max(1, round(self.conditions.steps * setting.steps)))
         window, token = 8 if setting is None else setting.window, token_pixels(self.model)
         groups, errors = [], []
         for latent, plain in zip(drawn.latents, self.plain.latents, strict=True):
@@ -156,33 +121,21 @@ class Judge:
         means = torch.tensor([g["error"] for g in groups])
         row["spread"] = float(means.std()) if len(groups) > 1 else 0.0
         pictures = self._for_checker(drawn.latents)
-        features = self.checker.features(pictures)
-        for name, others in self.features.items():
-            row[name] = frechet_distance(features, others)
+        row["frechet"] = frechet_distance(self.checker.features(pictures), self.features)
         row["attributes"] = accuracy(self.checker, pictures, [scene for group in self.scenes for scene in group])["all"]
-        row["held"] = held
         row["cost"] = drawn.flops / self.plain.flops
         row = {name: float(f"{value:.6g}") for name, value in row.items()}
         row["errors"] = errors
-        return row, ratio, decode(drawn.latents[0][:SHOWN])
+        return row, decode(drawn.latents[0][:SHOWN])
 
     @cached_property
-    def features(self) -> dict[str, Tensor]:
-        """Return the checker's features of the scenes as drawn by code, and of the unmerged pictures."""
+    def features(self) -> Tensor:
+        """Return the checker's features of the scenes as drawn by code."""
         from demo.checker import for_checker
         from demo.scenes import render_batch
 
         real = for_checker(render_batch([scene for group in self.scenes for scene in group], self.conditions.size))
-        unmerged = self._for_checker(self.plain.latents)
-        return {"frechet": self.checker.features(real), "frechet_run": self.checker.features(unmerged)}
-
-    def _held(self, model: Any) -> float:
-        """Return the MB of the residual cache for a picture in the model's last run."""
-        from scripts.comfy_pack import pack_module
-
-        stats = pack_module("nodes.adapters.attachment").last_stats(model)
-        last = self.conditions.images % self.conditions.batch or self.conditions.batch
-        return stats.cache_bytes / 1e6 / last if stats else 0.0
+        return self.checker.features(real)
 
     def _for_checker(self, latents: list[Tensor]) -> Tensor:
         """Resize pictures to the checker's size, in -1..1."""

@@ -18,12 +18,6 @@ def relative_error(latent: Tensor, reference: Tensor) -> Tensor:
     return difference / reference.flatten(1).norm(dim=1)
 
 
-def psnr(image: Tensor, reference: Tensor) -> Tensor:
-    """Compute the peak signal-to-noise ratio in dB of pictures in -1..1. (n, 3, H, W) -> (n,)."""
-    error = (image.clamp(-1, 1) - reference.clamp(-1, 1)).square().flatten(1).mean(1)
-    return 10 * torch.log10(4 / error.clamp_min(1e-10))
-
-
 def ssim(image: Tensor, reference: Tensor) -> Tensor:
     """Compute the structural similarity (scikit-image, Gaussian weights as in the original paper). (n, 3, H, W) ->
     (n,)."""
@@ -69,7 +63,6 @@ def measure(
     tokens; token: in pixels."""
     return {
         "error": relative_error(latent, twin_latent),
-        "psnr": psnr(image, twin_image),
         "ssim": ssim(image, twin_image),
         "detail": high_frequency_energy(image) / high_frequency_energy(twin_image),
         "seams": seam_energy(image, window, token) / seam_energy(twin_image, window, token),

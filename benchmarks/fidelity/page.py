@@ -191,7 +191,7 @@ def main() -> None:
         page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     for name, results in PLOTS.items():
         stored = json.loads((RESULTS / f"{results}.json").read_text())
-        report.plot(IMAGES / name, stored["conditions"], stored["rows"], "cost", report.COST_LABEL)
+        report.plot(IMAGES / name, stored["conditions"], stored["rows"])
     for name in SHEETS:
         picture = sheet(name)
         if picture is None:

@@ -1,8 +1,7 @@
-"""Write the rows of a measurement as a table, a CSV, Pareto plots and a contact sheet."""
+"""Show the rows of a measurement as a table, a Pareto plot and a contact sheet."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,19 @@ from PIL import Image, ImageDraw, ImageFont
 Rows = dict[str, dict[str, Any]]
 Point = tuple[float, float]
 
-COST_LABEL = "share of the matrix multiplications left"
-
 LEGEND = (
-    "error: of the latent from the unmerged one, relative; spread: deviation of its means over the seed sets; psnr, "
-    "ssim: of the picture against the unmerged one; detail: high-frequency energy, seams: steps at window borders over "
-    "those elsewhere, both relative to the unmerged pictures; frechet: distance to drawn scenes, frechet_run: to the "
-    "unmerged pictures, on the checker's features; attributes: share that the checker reads back as asked for; held: "
-    "MB of detail kept for a picture; cost: share of the matrix multiplications left, counted. * on the Pareto front "
-    "of error and cost."
+    "error: of the latent from the unmerged one, relative; spread: deviation of its means over the seed sets; ssim: of "
+    "the picture against the unmerged one; detail: high-frequency energy, seams: steps at window borders over those "
+    "elsewhere, both relative to the unmerged pictures; frechet: distance to drawn scenes on the checker's features; "
+    "attributes: share that the checker reads back as asked for; cost: share of the matrix multiplications left, "
+    "counted. * on the Pareto front of error and cost."
 )
 
 
-def pareto(rows: Rows, x: str = "cost") -> list[str]:
-    """Return the settings that no other setting beats in both error and `x`, cheapest first."""
+def pareto(rows: Rows) -> list[str]:
+    """Return the settings that no other setting beats in both error and cost, cheapest first."""
     best, front = float("inf"), []
-    for name in sorted(rows, key=lambda n: (rows[n][x], rows[n]["error"])):
+    for name in sorted(rows, key=lambda n: (rows[n]["cost"], rows[n]["error"])):
         if rows[name]["error"] < best:
             best = rows[name]["error"]
             front.append(name)
@@ -49,29 +45,8 @@ def table(stored: dict[str, Any], columns: tuple[str, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(file: Path, stored: dict[str, Any], columns: tuple[str, ...], times: dict[str, float]) -> None:
-    """Write FILE's .md, .csv and .png beside it, and with times FILE-time.csv and .png."""
-    rows: Rows = stored["rows"]
-    file.with_suffix(".md").write_text(table(stored, columns))
-    _csv(file.with_suffix(".csv"), columns, rows)
-    plot(file.with_suffix(".png"), stored["conditions"], rows, "cost", COST_LABEL)
-    timed = {name: {**row, "time": times[name]} for name, row in rows.items() if name in times}
-    if timed:
-        beside = file.with_name(f"{file.stem}-time")
-        _csv(beside.with_suffix(".csv"), ("time", "cost", "error"), timed)
-        label = "CPU time of the tiny model, unmerged = 1"
-        plot(beside.with_suffix(".png"), stored["conditions"], timed, "time", label)
-
-
-def _csv(path: Path, columns: tuple[str, ...], rows: Rows) -> None:
-    with path.open("w", newline="") as out:
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["setting", *columns])
-        writer.writerows([name, *(f"{row[column]:.6g}" for column in columns)] for name, row in rows.items())
-
-
-def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str) -> None:
-    """Plot the error over `x`, with the Pareto front; its settings are named in the margin."""
+def plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:
+    """Plot the error over the cost, with the Pareto front; its settings are named in the margin."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,19 +58,19 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows, x: str, label: str)
         groups.setdefault(name.split(":")[0], []).append(name)
     colours = plt.get_cmap("tab20")
     for index, (group, names) in enumerate(groups.items()):
-        values = [rows[n][x] for n in names], [rows[n]["error"] for n in names]
+        values = [rows[n]["cost"] for n in names], [rows[n]["error"] for n in names]
         marker = "*" if group == "rival" else "os^Dv<>Ph"[index % 9]
         size = 110 if group in ("rival", "preset") else 36
         axes.scatter(*values, label=group, marker=marker, s=size, color=colours(index % 20), edgecolors="k", lw=0.3)
-    front = pareto(rows, x)
-    axes.plot([rows[n][x] for n in front], [rows[n]["error"] for n in front], color="black", lw=0.8, zorder=0)
+    front = pareto(rows)
+    axes.plot([rows[n]["cost"] for n in front], [rows[n]["error"] for n in front], color="black", lw=0.8, zorder=0)
     # Numbers at the points and names beside the plot: names at the points would overlap.
     named = dict.fromkeys([*front, *(n for n in rows if n.startswith(("rival", "preset")))])
-    for at, numbers in _apart([(rows[n][x], rows[n]["error"]) for n in named], axes.transData.transform):
+    for at, numbers in _apart([(rows[n]["cost"], rows[n]["error"]) for n in named], axes.transData.transform):
         axes.annotate("\n".join(map(str, reversed(numbers))), at, fontsize=7, xytext=(4, 4), textcoords="offset points")
     listing = "\n".join(f"{i} {name}{' *' if name in front else ''}" for i, name in enumerate(named, 1))
     axes.text(1.01, 1.0, listing + "\n\n* on the front", transform=axes.transAxes, fontsize=7, va="top")
-    axes.set_xlabel(label)
+    axes.set_xlabel("share of the matrix multiplications left")
     axes.set_ylabel("error of the latent, relative L2")
     pictures = conditions["images"] * conditions["seeds"]
     axes.set_title(f"{conditions['model']}, {conditions['steps']} steps, {conditions['size']} px, {pictures} pictures")

@@ -1,4 +1,4 @@
-"""Files of a measurement: rows, written at once so that a stopped run can resume, and cached latents and pictures."""
+"""The file of a measurement: rows, written at once so that a stopped run can resume; cached latents and pictures."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from torch import Tensor
 
 from .judge import Conditions, Drawn
 
-Rows = dict[str, dict[str, Any]]
-
 
 def fingerprint(paths: list[Path]) -> str:
     """Return a short digest of some files."""
@@ -31,9 +29,9 @@ def fingerprint(paths: list[Path]) -> str:
 
 
 class Store:
-    """The result files of one model under one set of conditions, and a local folder for cached data.
+    """The result file of one model under one set of conditions, and a local folder for cached data.
 
-    Several processes may add rows to the same files. Times are kept apart, because they differ from run to run.
+    Several processes may add rows to the same file.
     """
 
     def __init__(self, conditions: Conditions, results: Path, cache: Path) -> None:
@@ -41,34 +39,26 @@ class Store:
         c = conditions
         self.name = f"{c.model}-{c.steps}steps-{c.size}px-{c.images}x{c.seeds}"
         results.mkdir(parents=True, exist_ok=True)
-        self.file, self.times_file = results / f"{self.name}.json", results / f"{self.name}-time.json"
+        self.file = results / f"{self.name}.json"
         digest = hashlib.sha256(json.dumps(asdict(conditions), sort_keys=True).encode()).hexdigest()[:12]
         self.folder = cache / "fidelity" / f"{self.name}-{digest}"
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def read(self) -> dict[str, Any]:
         """Return the rows and other data stored under these conditions; empty rows if there are none."""
-        return self._read(self.file)
-
-    def times(self) -> dict[str, float]:
-        """Return the CPU time of each setting relative to the unmerged model's."""
-        return dict(self._read(self.times_file)["rows"])
-
-    def _read(self, file: Path) -> dict[str, Any]:
-        stored = json.loads(file.read_text()) if file.exists() else {}
+        stored = json.loads(self.file.read_text()) if self.file.exists() else {}
         if stored.get("conditions") != asdict(self.conditions):
             return {"conditions": asdict(self.conditions), "rows": {}}
         return dict(stored)
 
-    def add(self, name: str, row: dict[str, Any], time: float, **more: Any) -> None:
-        """Add one row, and its time."""
+    def add(self, name: str, row: dict[str, Any], **more: Any) -> None:
+        """Add one row."""
         with self._locked():
-            for file, value, rest in ((self.file, row, more), (self.times_file, round(time, 4), {})):
-                stored = {**self._read(file), **rest}
-                stored["rows"][name] = value
-                partial = file.with_suffix(".partial")
-                partial.write_text(json.dumps(stored, indent=1) + "\n")
-                partial.replace(file)
+            stored = {**self.read(), **more}
+            stored["rows"][name] = row
+            partial = self.file.with_suffix(".partial")
+            partial.write_text(json.dumps(stored, indent=1) + "\n")
+            partial.replace(self.file)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -80,7 +70,7 @@ class Store:
         """Store the unmerged latents for the next session."""
         tensors = {f"set{i}": latent.contiguous() for i, latent in enumerate(drawn.latents)}
         partial = self.folder / "unmerged.partial"
-        save_file(tensors, partial, {"flops": str(drawn.flops), "seconds": str(drawn.seconds)})
+        save_file(tensors, partial, {"flops": str(drawn.flops)})
         partial.replace(self.folder / "unmerged.safetensors")
 
     def unmerged(self) -> Drawn | None:
@@ -94,7 +84,7 @@ class Store:
             about = handle.metadata()
         tensors = load_file(file)
         latents = [tensors[f"set{i}"] for i in range(len(tensors))]
-        return Drawn(latents, float(about["flops"]), float(about["seconds"]))
+        return Drawn(latents, float(about["flops"]))
 
     def keep_pictures(self, name: str, pictures: Tensor) -> None:
         """Store a strip of pictures, (n, 3, H, W) in -1..1."""

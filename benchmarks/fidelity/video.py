@@ -66,8 +66,6 @@ def settings() -> dict[str, Setting]:
     found |= {f"preset: {n}, without keys": preset(n, kv_cache=False) for n in ("quality", "balanced")}
     found |= {f"every step: {r:g}": Setting(every(ratio=r)) for r in (0.25, 0.5, 0.75)}
     found["every step: 0.5, prediction"] = Setting(every(**PREDICTED))
-    found["every step: 0.5, windows over frames"] = Setting(experiments.over_frames(every()))
-    found["every step: 0.5, prediction, windows over frames"] = Setting(experiments.over_frames(every(**PREDICTED)))
     found["rival: EasyCache 0.2"] = Setting(variants.step_cache("EasyCache", 0.2).patch)
     found |= {f"rival: {share:g} of the steps": Setting(lambda model: model, share) for share in (0.75, 0.5)}
     return found
