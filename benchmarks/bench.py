@@ -1,10 +1,8 @@
-"""Shared parts of all benchmarks: conditions, interleaved timing, gates, and tables, CSV, JSON and plots of the
-rows."""
+"""Shared parts of all benchmarks: conditions, interleaved timing, gates, and tables and JSON of the rows."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import platform
@@ -12,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -258,10 +256,9 @@ def write(
     text: str = "",
     shown: Sequence[Row] | None = None,
     notes: Sequence[str] = (),
-    last: bool = True,
 ) -> None:
-    """Write PATH.json and PATH.md, and at the end also PATH.csv and PATH.png. text: further text of the page. shown:
-    rows of the page's table and of the plot, all if None. notes: sentences stored with the rows."""
+    """Write PATH.json and PATH.md. text: further text of the page. shown: rows of the page's table, all if None. notes:
+    sentences stored with the rows."""
     shown = rows if shown is None else shown
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"conditions": conditions, "rows": [asdict(row) for row in rows], "notes": list(notes)}
@@ -271,15 +268,6 @@ def write(
     shown_conditions = ", ".join(f"{key}: {value}" for key, value in conditions.items())
     page = "\n\n".join(each for each in (shown_conditions, text, table(shown) if shown else "") if each)
     path.with_suffix(".md").write_text(page.rstrip() + "\n", encoding="utf-8")
-    if not last:
-        return
-    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as out:
-        names = [f.name for f in fields(Row) if f.name != "profile"]
-        writer = csv.DictWriter(out, [*conditions, *names], lineterminator="\n", extrasaction="ignore")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({**conditions, **asdict(row), "shares": json.dumps(row.shares)})
-    plot(path.with_suffix(".png"), conditions, shown)
 
 
 def command_line(about: str | None, name: str, repeats: int) -> argparse.ArgumentParser:
@@ -287,7 +275,7 @@ def command_line(about: str | None, name: str, repeats: int) -> argparse.Argumen
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--out", type=Path, help=f"write FOLDER/{name}.json, .csv, .md and .png")
+    parser.add_argument("--out", type=Path, help=f"write FOLDER/{name}.json and .md")
     return parser
 
 
@@ -298,50 +286,3 @@ def finish(rows: Sequence[Row], conditions: dict[str, Any], path: Path | None) -
         write(path, conditions, rows)
     if found := red(rows):
         raise SystemExit("\n".join(["speed-ups were refused:", *found]))
-
-
-def size(text: str) -> tuple[int, int]:
-    """Parse width and height in pixels from 832x1216 or 1024."""
-    width, _, height = text.partition("x")
-    return int(width), int(height or width)
-
-
-def plot(path: Path, conditions: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Plot one panel for each group of rows with a common baseline: speed-ups as bars, FLOP ceilings as ticks."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.speedup is not None and row.variant != "unpatched":
-            groups.setdefault(f"{row.section}: {row.model} {row.size}, batch {row.batch}", []).append(row)
-    if not groups:
-        return
-    try:
-        import matplotlib
-    except ImportError:
-        say("no plot: matplotlib is not installed")
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    heights = [len(group) + 1.5 for group in groups.values()]
-    figure, panels = plt.subplots(
-        len(groups), 1, figsize=(9, 0.28 * sum(heights) + 0.8), height_ratios=heights, squeeze=False,
-        sharex=True, constrained_layout=True,
-    )  # fmt: skip
-    for axes, (title, group) in zip(panels[:, 0], groups.items(), strict=True):
-        positions = range(len(group))
-        speeds = [row.speedup or 0.0 for row in group]
-        colours = ["#2a6f97" if "ToMA" in row.variant else "#b0b0b0" for row in group]
-        axes.barh(positions, speeds, color=colours)
-        for position, row in zip(positions, group, strict=True):
-            if row.speedup_low is not None and row.speedup_high is not None:
-                axes.plot([row.speedup_low, row.speedup_high], [position, position], color="black", lw=1)
-            if row.ceiling:
-                axes.plot([row.ceiling] * 2, [position - 0.4, position + 0.4], color="#d1495b", lw=1.5)
-        axes.axvline(1.0, color="black", lw=0.6)
-        axes.set_yticks(positions, [row.variant for row in group], fontsize=7)
-        axes.set_title(title, fontsize=8, loc="left")
-        axes.invert_yaxis()
-    panels[-1, 0].set_xlabel("times as fast as unpatched (line: p20 to p80; red: ceiling by FLOPs)", fontsize=8)
-    figure.suptitle(f"{conditions['device']}, {conditions.get('dtype', '')}, torch {conditions['torch']}", fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

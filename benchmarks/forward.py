@@ -1,14 +1,10 @@
 """Time one model evaluation of full-width models, unpatched, with ToMA, with its rivals, and with both.
 
-    python -m benchmarks.forward [--model sdxl flux] [--size 1024x1024 832x1216] [--batch 1 2] [--ratio 0.25 0.5]
-                                 [--granularity stack block] [--rivals] [--repeats 5] [--out FOLDER]
-
 Every variant goes through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
 median of the turns' ratios. Turns reuse the plans of a warm-up turn; the cost of making all plans is timed separately
 as a share of an evaluation, and the presets pay it every few steps. If merged blocks attend to all tokens, an untimed
 full step comes first. Weights are random: the error only shows that the merged model computes nearly the same function.
-Needs about 7 GB of memory for SDXL and 1 to 6 GB for transformers, whose depth is cut to two or three blocks or to
---blocks. A speed-up is refused if the output is broken, nothing was merged, or the unpatched model changed.
+A speed-up is refused if the output is broken, nothing was merged, or the unpatched model changed.
 """
 
 from __future__ import annotations
@@ -21,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench, cost, fullsize, stand_ins, variants
+from benchmarks import bench, cost, variants
 from benchmarks.bench import Row
-from benchmarks.full_model import SPECS
 from benchmarks.fullsize import Shape
 from benchmarks.gpu import place
-from benchmarks.parts import Profile, profile
+from benchmarks.parts import profile
 from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
 
@@ -241,71 +236,3 @@ def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output:
 
 def _empty(section: str, shape: Shape, variant: Variant, why: str) -> Row:
     return Row(section, shape.model, shape.size, shape.batch, variant.name, gate=why)
-
-
-def profiled(patcher: Any, shape: Shape, variant: Variant, device: torch.device) -> Profile:
-    """Profile one evaluation that reuses its plans."""
-    inputs, runner = shape.inputs(device), Runner(variant, patcher)
-    runner(inputs)
-    return profile(lambda: runner(inputs))
-
-
-def main() -> None:
-    """Parse, measure, print, write."""
-    parser = bench.command_line(__doc__, "forward", repeats=5)
-    parser.add_argument("--model", nargs="*", choices=list(SPECS), default=["sdxl", "flux"])
-    parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
-    parser.add_argument("--batch", nargs="*", type=int, default=[1])
-    parser.add_argument("--frames", type=int, default=1, help="of a video's latent")
-    parser.add_argument("--ratio", nargs="*", type=float, default=[0.5])
-    parser.add_argument("--granularity", nargs="*", choices=GRANULARITIES, default=GRANULARITIES)
-    parser.add_argument("--rivals", action="store_true", help="what users would take instead, and ToMA on top of it")
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile, alone and with ToMA in both orders: takes minutes"
-    )
-    parser.add_argument(
-        "--attention",
-        default="comfyui",
-        choices=["comfyui", "pytorch"],
-        help="what ComfyUI chooses on this device (on a CPU: sub-quadratic), or PyTorch's, which is faster on a CPU",
-    )
-    parser.add_argument(
-        "--blocks", type=int, nargs="*", help="of each kind of a transformer, see benchmarks/full_model.py"
-    )
-    parser.add_argument("--skip-first-blocks", type=float, default=0, help="see the setting of this name")
-    parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
-    parser.add_argument("--profile", action="store_true", help="say which operations take the time of the last variant")
-    args = parser.parse_args()
-
-    stand_ins.prepare(own_attention=args.attention == "comfyui")
-    device, dtype = bench.device_here(), getattr(torch, args.dtype)
-    conditions = bench.conditions(dtype=args.dtype, repeats=args.repeats)
-    bench.say(", ".join(f"{key}: {value}" for key, value in conditions.items()))
-    skipped = {"skip_first_blocks": args.skip_first_blocks}
-    if args.tiny:
-        skipped = dict(variants.TINY)
-    rows: list[Row] = []
-    for name in args.model:
-        bench.say(f"{name}: building")
-        blocks = tuple(args.blocks) if args.blocks else SPECS[name].few
-        patcher = fullsize.patcher(name, dtype, device, blocks=blocks, tiny=args.tiny)
-        chosen = toma_variants(args.ratio, args.granularity, skipped)
-        best = chosen[-1]
-        if args.rivals and name == "sdxl":
-            rivals = variants.unet_rivals(args.ratio[-1])
-            chosen += [*rivals, *(variants.stacked(rival, best) for rival in rivals[1:])]
-        if args.compile:
-            compiler = variants.compiled()
-            chosen += [compiler, variants.stacked(best, compiler), variants.stacked(compiler, best)]
-        for width, height in args.size:
-            for batch in args.batch:
-                shape = Shape(name, height, width, batch, args.tiny, frames=args.frames)
-                rows += measure(patcher, shape, chosen, args.repeats, device, check_kernels=True, blocks=blocks)
-                if args.profile:
-                    bench.say(profiled(patcher, shape, chosen[-1], device).top)
-        del patcher
-    bench.finish(rows, conditions, args.out and args.out / "forward")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Time the four operations of the method alone: selection, weights, merge, unmerge.
 
-    python -m benchmarks.micro [--shape 64x64x640 32x32x1280] [--ratio 0.5] [--batch 1] [--repeats 20] [--out FOLDER]
-
 For every shape: plain PyTorch, the Triton kernels where they run, and the search window by window (the naive loop).
 Calls cycle through more copies of their operands than any cache holds. On a GPU they are replayed from a CUDA graph,
 which measures GPU time only; `host` rows time the call as a model makes it. The limit is the least time of the device
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench, stand_ins
+from benchmarks import bench
 from benchmarks.bench import Row, Timing
 from benchmarks.selectors import facility_location
 from scripts.comfy_pack import pack_module
@@ -316,33 +314,3 @@ def kernels_here(device: torch.device) -> Any | None:
     except Exception as error:
         bench.say(f"no Triton kernels: {type(error).__name__}: {error}")
         return None
-
-
-def main() -> None:
-    """Parse, measure, print, write."""
-    parser = bench.command_line(__doc__, "micro", repeats=20)
-    parser.add_argument("--shape", nargs="*", type=Grid.parse, default=GRIDS, help="ROWSxCOLUMNSxCHANNELS")
-    parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument("--batch", type=int, default=1)
-    args = parser.parse_args()
-    stand_ins.prepare()
-    device, dtype = bench.device_here(), getattr(torch, args.dtype)
-    limits = Limits.measured(dtype, device)
-    conditions = bench.conditions(
-        dtype=args.dtype, TFLOPs=round(limits.flops / 1e12, 3), GBps=round(limits.bandwidth / 1e9, 1)
-    )
-    rows = [
-        row
-        for grid in args.shape
-        for row in measure(grid, args.ratio, args.batch, dtype, device, limits, args.repeats, kernels_here(device))
-    ]
-    print(", ".join(f"{key}: {value}" for key, value in conditions.items()))
-    print(table(rows))
-    if args.out:
-        bench.write(args.out / "micro", conditions, rows, table(rows), shown=[])
-    if found := bench.red(rows):
-        raise SystemExit("\n".join(["speed-ups were refused:", *found]))
-
-
-if __name__ == "__main__":
-    main()

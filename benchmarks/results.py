@@ -41,15 +41,14 @@ class Results:
         self.notes.append(text)
         self.save()
 
-    def save(self, head: str = "", last: bool = False) -> None:
-        """Write results.json, results.md and profile.txt, at the end also .csv and .png. head: the beginning of the
-        page."""
+    def save(self, head: str = "") -> None:
+        """Write results.json, results.md and profile.txt. head: the beginning of the page."""
         alone = [row for row in self.rows if row.section.startswith("micro")]
         checks = [row for row in self.rows if row.section == KERNELS]
         shown = [row for row in self.rows if row not in alone and row not in checks]
         parts = [head, _checked(checks), micro.table(alone) if alone else "", "\n".join(f"- {n}" for n in self.notes)]
         page = "\n\n".join(part for part in parts if part)
-        bench.write(self.folder / NAME, self.conditions, self.rows, page, shown=shown, notes=self.notes, last=last)
+        bench.write(self.folder / NAME, self.conditions, self.rows, page, shown=shown, notes=self.notes)
         if profiles := [f"{row.section}, {row.model} {row.size}\n{row.profile}\n" for row in self.rows if row.profile]:
             (self.folder / "profile.txt").write_text("\n".join(profiles), encoding="utf-8")
 

@@ -1,8 +1,5 @@
 """Time complete sampling runs through ComfyUI's sampler: unpatched, with ToMA, with step caches, and stacked.
 
-    python -m benchmarks.sample [--model sdxl flux] [--size 1024x1024] [--steps 4 8 20 50] [--cfg 7] [--batch 1]
-                                [--every-step] [--repeats 3] [--out FOLDER]
-
 A run goes from the noise to the last latent and includes the cost of plans. Weights are random, so the number of steps
 that a step cache skips is not that of a trained model; its time is real. A speed-up is refused if the output is broken
 or nothing was merged.
@@ -18,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench, fullsize, stand_ins, variants
+from benchmarks import bench, variants
 from benchmarks.bench import Row
-from benchmarks.full_model import SPECS
 from benchmarks.fullsize import Shape
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
@@ -127,39 +123,3 @@ def _evaluations(run: Any, network: Any) -> int:
 def profiled(model: Any, shape: Shape, steps: int, cfg: float) -> Profile:
     """Profile one run."""
     return profile(lambda: sample(model, shape, steps, cfg))
-
-
-def main() -> None:
-    """Parse, measure, print, write."""
-    parser = bench.command_line(__doc__, "sample", repeats=3)
-    parser.add_argument("--model", nargs="*", choices=list(SPECS), default=["sdxl", "flux"])
-    parser.add_argument("--size", nargs="*", type=bench.size, default=[(1024, 1024)], help="WIDTHxHEIGHT in pixels")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--steps", nargs="*", type=int, default=[4, 8, 20, 50])
-    parser.add_argument("--cfg", type=float, default=7.0, help="of SDXL; transformers run without")
-    parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument(
-        "--blocks", type=int, nargs="*", help="of each kind of a transformer, see benchmarks/full_model.py"
-    )
-    parser.add_argument("--tiny", action="store_true", help="small models in fp32, to see that it runs")
-    args = parser.parse_args()
-
-    stand_ins.prepare()
-    device, dtype = bench.device_here(), getattr(torch, args.dtype)
-    conditions = bench.conditions(dtype=args.dtype, repeats=args.repeats, blocks=args.blocks or "all")
-    more = variants.TINY if args.tiny else {}
-    rows: list[Row] = []
-    for name in args.model:
-        bench.say(f"{name}: building")
-        patcher = fullsize.patcher(name, dtype, device, tiny=args.tiny, blocks=args.blocks and tuple(args.blocks))
-        for width, height in args.size:
-            shape = Shape(name, height, width, args.batch, args.tiny)
-            for steps in args.steps:
-                cfg = args.cfg if name == "sdxl" else 1.0
-                rows += measure(patcher, shape, steps, cfg, usual_variants(args.ratio, **more), args.repeats, device)
-        del patcher
-    bench.finish(rows, conditions, args.out and args.out / "sample")
-
-
-if __name__ == "__main__":
-    main()

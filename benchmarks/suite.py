@@ -11,7 +11,7 @@ every result. --dry-run runs all sections with tiny models in a minute, on any m
 `benchmarks/gpu/visit.sh` runs the suite on a lent machine without network.
 
 Besides PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow and
-the packages of `make gpu-kit`; optional are matplotlib for plots and pytest for tests.
+the packages of `make gpu-kit`; optional is pytest for tests.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def main() -> None:
     options = ["--dtype", args.dtype, *["--gpu"] * gpu, *["--dry-run"] * args.dry_run]
     deadline = args.until or begin + 60 * (args.minutes or (12 if gpu else 15))
     results = go_through(chosen, results, deadline, options, args.dry_run)
-    results.save(goals(results) if gpu else "", last=True)
+    results.save(goals(results) if gpu else "")
     print((results.folder / f"{NAME}.md").read_text(encoding="utf-8"))
     print(f"{time.time() - begin:.0f} s, files in {results.folder}")
     if found := results.wrong():

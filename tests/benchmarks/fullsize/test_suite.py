@@ -83,13 +83,6 @@ def test_a_timed_step_runs_the_network_once_on_merged_tokens(model: str) -> None
         handle.remove()
 
 
-def test_evaluations_by_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--model sdxl --tiny --size 64 --granularity stack --repeats 1 --attention pytorch --skip-first-blocks 0"
-    monkeypatch.setattr(sys, "argv", ["forward", *options.split()])
-    forward.main()
-    assert "| ToMA stack, ratio 0.5 | 16 -> 8, 4 -> 2 |" in capsys.readouterr().out
-
-
 def test_gates_see_what_is_wrong(unet: Any) -> None:
     """Gates catch too few tokens to merge, a rival that must not change the output but does, and a large error."""
     shape = Shape("sdxl", 64, 64, 1, tiny=True)
@@ -255,7 +248,7 @@ def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     files = {path.name for path in tmp_path.iterdir()}
-    assert files == {"results.csv", "results.json", "results.md", "results.png"}
+    assert files == {"results.json", "results.md"}
     stored = json.loads((tmp_path / "results.json").read_text())
     assert {row["section"] for row in stored["rows"]} == {"attention", "break-even"}
     by_attention = {(row["model"], row["variant"]) for row in stored["rows"] if row["section"] == "attention"}
