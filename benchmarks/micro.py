@@ -1,11 +1,10 @@
 """Time the four operations of the method alone: selection, weights, merge, unmerge.
 
-For every shape: plain PyTorch, the Triton kernels where they run, and the search window by window (the naive loop).
-Calls cycle through more copies of their operands than any cache holds. On a GPU they are replayed from a CUDA graph,
-which measures GPU time only; `host` rows time the call as a model makes it. The limit is the least time of the device
-to read and write the operands once and to multiply, at the speeds of a large copy and matrix product measured at the
-start. A speed-up is refused if results differ from fp32 PyTorch, or if selected destinations are worse than those of
-the search in fp64.
+For every shape: plain PyTorch, and the Triton kernels where they run. Calls cycle through more copies of their operands
+than any cache holds. On a GPU they are replayed from a CUDA graph, which measures GPU time only; `host` rows time the
+call as a model makes it. The limit is the least time of the device to read and write the operands once and to multiply,
+at the speeds of a large copy and matrix product measured at the start. A speed-up is refused if results differ from
+fp32 PyTorch, or if selected destinations are worse than those of the search in fp64.
 """
 
 from __future__ import annotations
@@ -85,18 +84,6 @@ class Limits:
     def seconds(self, flops: float, moved: float) -> float:
         """Return the least time for a number of FLOPs and bytes."""
         return max(flops / self.flops, moved / self.bandwidth)
-
-
-def _window_by_window(x: Tensor, windows: Any, budget: Any) -> Tensor:
-    """Select in a Python loop over images and windows."""
-    selection = pack_module("toma_core.selection")
-    similarity = selection.cosine_similarity(windows.split(x))
-    picks = [
-        selection.greedy_facility_location(image[w : w + 1, :n, :n], None, count)
-        for image in similarity
-        for w, (n, count) in enumerate(zip(windows.counts, budget.counts, strict=True))
-    ]
-    return torch.cat([p.flatten() for p in picks])
 
 
 @dataclass(frozen=True)
@@ -189,7 +176,6 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     made = [
         Job("selection", "PyTorch", lambda o: selection.select(
             selection.cosine_similarity(windows.split(o.x)), windows, budget), gram + greedy, tokens, judged),
-        Job("selection", "window by window", lambda o: _window_by_window(o.x, windows, budget), gram + greedy, tokens),
         Job("weights", "PyTorch", lambda o: weigh(o).merge_weights, gram, tokens + 2 * weights, exact.merge_weights),
         Job("merge", "PyTorch", lambda o: core.merge(o.x, o.plan), product, tokens + reduced + weights, merged),
         Job("unmerge", "PyTorch", lambda o: core.unmerge_residual(o.out, o.reduced, o.x, o.plan), product, unmerging,
@@ -254,7 +240,7 @@ def measure(
         for number, job in enumerate(todo):
             call = _in_turn(job.call, copies)
             cases[f"{number} host"] = lambda call=call: (call(), stub)[1]  # type: ignore[misc]
-            if device.type == "cuda" and job.name != "window by window":
+            if device.type == "cuda":
                 try:
                     cases[f"{number} replayed"] = _replayed(call, device)
                 except RuntimeError as error:

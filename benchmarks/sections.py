@@ -119,7 +119,7 @@ class Section:
     run: Run
     needs: float  # seconds that must be left, otherwise the section is skipped
     limit: float = float("inf")  # seconds after which it is stopped, start and warm-up included
-    visit: str = ""  # the part of a visit to a lent GPU that it belongs to
+    visit: str = ""  # the part of `gpu/visit.sh` that it belongs to
     extra: bool = False  # whether it only begins if later sections that are not extra have all their time left
 
 

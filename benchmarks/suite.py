@@ -8,7 +8,7 @@ and SDXL 2048; with more --minutes further sizes and every attention; torch.comp
 met or missed. On a CPU (`make bench`, 15 minutes): a subset that fits there. Each section is a separate process with a
 time limit, so that a failing, hanging or device-breaking section does not affect the others; files are written after
 every result. --dry-run runs all sections with tiny models in a minute, on any machine, and reports no speed.
-`benchmarks/gpu/visit.sh` runs the suite on a lent machine without network.
+`benchmarks/gpu/visit.sh` runs the suite on a machine without network.
 
 Besides PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow and
 the packages of `make gpu-kit`; optional is pytest for tests.
@@ -103,7 +103,9 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="the sections for a GPU, whatever the machine has")
     parser.add_argument("--minutes", type=float, help="time limit (12 for a GPU, 15 for a CPU)")
     parser.add_argument("--only", nargs="*", default=[], help="sections whose name starts with one of these")
-    parser.add_argument("--visit", choices=[FIRST, SECOND, THIRD], help="the sections of this part of a visit")
+    parser.add_argument(
+        "--visit", choices=[FIRST, SECOND, THIRD], help="the sections of this part of `benchmarks/gpu/visit.sh`"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--dry-run", action="store_true", help="the same way with tiny models, to see that it runs")
     parser.add_argument("--out", type=Path, help="folder for the files (benchmarks/results/DEVICE)")

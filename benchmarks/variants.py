@@ -182,10 +182,10 @@ def _todo_flux(model: Any, rows: int, columns: int) -> Any:
     return model
 
 
-def hypertile(tile: int = 256, depth: int = 1, swap: int = 2) -> Variant:
-    """Apply ComfyUI's own HyperTile node. swap: number of tilings that it draws from."""
-    patch = core_node("nodes_hypertile", "HyperTile", tile, swap, depth, False)
-    return Variant(f"HyperTile {tile}, depth {depth}", patch, "tiles queries, not keys and values")
+def hypertile() -> Variant:
+    """Apply ComfyUI's own HyperTile node: tiles of 256 at two resolutions, drawn from two tilings."""
+    patch = core_node("nodes_hypertile", "HyperTile", 256, 2, 1, False)
+    return Variant("HyperTile 256, depth 1", patch, "tiles queries, not keys and values")
 
 
 def step_cache(name: str, threshold: float = 0.2) -> Variant:
@@ -195,10 +195,10 @@ def step_cache(name: str, threshold: float = 0.2) -> Variant:
     return Variant(name, patch, "how many steps it skips depends on the weights")
 
 
-def block_cache(threshold: float, first: int = 1, last: int = 0) -> Variant:
-    """Apply First Block Cache, and with more full blocks cache-dit's DBCache, to Flux: if the residual of the first
-    double blocks is close to that of the last full evaluation, the following blocks reuse their cached residuals; the
-    last single blocks always run. threshold: relative mean change of that residual."""
+def block_cache(threshold: float, last: int = 0) -> Variant:
+    """Apply First Block Cache to Flux: if the residual of the first double block is close to that of the last full
+    evaluation, the following blocks reuse their cached residuals; the last single blocks always run. threshold:
+    relative mean change of that residual."""
 
     def patch(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP
@@ -211,19 +211,16 @@ def block_cache(threshold: float, first: int = 1, last: int = 0) -> Variant:
             return executor(*args, **kwargs)
 
         def double(index: int, args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-            if index >= first:
+            if index:
                 return args if held["skips"] else extra["original_block"](args)
-            if index == 0:
-                held["given"] = args["img"].clone()  # blocks write into it
+            given = args["img"].clone()  # blocks write into it
             out: dict[str, Any] = extra["original_block"](args)
-            if index == first - 1:
-                change = out["img"] - held.pop("given")
-                before = held.get("change")
-                held["skips"] = (
-                    before is not None and float((change - before).abs().mean() / before.abs().mean()) < threshold
-                )
-                if not held["skips"]:
-                    held["change"], held["middle"] = change, torch.cat((out["txt"], out["img"]), 1)
+            change, before = out["img"] - given, held.get("change")
+            held["skips"] = (
+                before is not None and float((change - before).abs().mean() / before.abs().mean()) < threshold
+            )
+            if not held["skips"]:
+                held["change"], held["middle"] = change, torch.cat((out["txt"], out["img"]), 1)
             return out
 
         def single(index: int, args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -243,8 +240,7 @@ def block_cache(threshold: float, first: int = 1, last: int = 0) -> Variant:
             model.set_model_patch_replace(partial(single, index), "dit", "single_block", index)
         return model
 
-    name = f"{first} first blocks, {last} last" if (first, last) != (1, 0) else "first block"
-    return Variant(f"block cache {threshold:g}, {name}", patch)
+    return Variant(f"block cache {threshold:g}", patch)
 
 
 def half_the_evaluations(model: Any) -> Any:

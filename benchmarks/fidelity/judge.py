@@ -112,11 +112,10 @@ class Judge:
         if setting is not None:
             drawn = self._drawn(setting.patch(self.model), max(1, round(self.conditions.steps * setting.steps)))
         window, token = 8 if setting is None else setting.window, token_pixels(self.model)
-        groups, errors = [], []
+        groups = []
         for latent, plain in zip(drawn.latents, self.plain.latents, strict=True):
             figures = measure(decode(latent), latent, decode(plain), plain, window, token)
             groups.append({name: float(value.mean()) for name, value in figures.items()})
-            errors += [round(float(d), 5) for d in figures["error"]]
         row: dict[str, Any] = {name: sum(g[name] for g in groups) / len(groups) for name in groups[0]}
         means = torch.tensor([g["error"] for g in groups])
         row["spread"] = float(means.std()) if len(groups) > 1 else 0.0
@@ -125,7 +124,6 @@ class Judge:
         row["attributes"] = accuracy(self.checker, pictures, [scene for group in self.scenes for scene in group])["all"]
         row["cost"] = drawn.flops / self.plain.flops
         row = {name: float(f"{value:.6g}") for name, value in row.items()}
-        row["errors"] = errors
         return row, decode(drawn.latents[0][:SHOWN])
 
     @cached_property

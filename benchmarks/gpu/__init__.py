@@ -1,2 +1,2 @@
-"""Measurements that need a GPU: properties of the card, kernels against fp64, and the script of a visit to a lent
-machine."""
+"""Measurements that need a GPU: properties of the card, kernels against fp64, and the script for a machine without
+network."""
