@@ -3,10 +3,10 @@
     python -m benchmarks.compiled [--model sdxl flux] [--repeats 15] [--backend inductor] [--out FOLDER]
 
 SDXL and Flux have their full depth, but are narrow and run on small pictures: an evaluation takes as long as the host
-needs to launch it, which is the time that compiling saves where a GPU waits for its host. `benchmarks.forward
---compile` has models of full width; on a CPU, where Inductor's products in bf16 are slower than PyTorch's own, they
-show nothing. PyTorch's attention (ComfyUI's own for CPUs breaks graphs), fp32, wall clock. The first run of a compiled
-variant takes a minute.
+needs to launch it, which is the time that compiling saves where a GPU waits for its host. The suite's section `compile`
+has models of full width; on a CPU, where Inductor's products in bf16 are slower than PyTorch's own, they show nothing.
+PyTorch's attention (ComfyUI's own for CPUs breaks graphs), fp32, wall clock. The first run of a compiled variant takes
+a minute.
 """
 
 from __future__ import annotations
