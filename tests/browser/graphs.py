@@ -18,7 +18,7 @@ TO_DO = {
 STEPS = 4
 EARLIER = "{} (from an earlier run)"
 # Indices of widgets of ToMA Advanced.
-FIRST, START, WINDOW_SIZE = 7, 9, 13
+FIRST, START, WINDOW_SIZE = 7, 9, 11
 # Records the first line of every text that one of this pack's nodes shows.
 WATCH = """id => {
     const element = window.statusOf(id)
@@ -51,7 +51,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
     """Return the workflow loader -> ToMA Advanced -> KSampler -> decode and report, or with the benchmark instead of
     sampling."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
-    advanced = ["balanced", ratio, 1, 0, ends_at, 16, "preset", -1, "preset", -1, 10, 5, "preset", -1, -1]
+    advanced = ["balanced", ratio, 1, 0, ends_at, 16, "preset", -1, "preset", -1, 10, -1, -1]
     advanced += ["preset", "preset", ""]
     sampled = last == "ToMAReport"
     nodes = [

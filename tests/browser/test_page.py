@@ -95,7 +95,7 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     page.evaluate("() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_reset').callback()")
     values = page.evaluate("() => app.graph.getNodeById(4).serialize().widgets_values")
     assert values[:2] == ["balanced", 0.5], "these stay"
-    assert set(values[2:17]) == {-1, "preset"}
+    assert set(values[2:15]) == {-1, "preset"}
     assert field(page, "window_size") == "preset (8)"
 
 
@@ -124,7 +124,7 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
         inside(page, node_id)
     saved = page.evaluate("() => app.graph.serialize()")
     values = {n["id"]: n.get("widgets_values") for n in saved["nodes"]}
-    assert len(values[4]) == 18
+    assert len(values[4]) == 16
     assert not values[7]
     assert "toma_status" not in json.dumps(page.evaluate("() => app.graphToPrompt().then(p => p.output)"))
 
