@@ -34,7 +34,9 @@ def may_take(size: int) -> bool:
     """Return whether that number of bytes of main memory may be taken at this moment. Weights that ComfyUI has pinned
     for models that do not run make way."""
     with optional_api("ensure_pin_budget"):
-        getattr(model_management, "ensure_pin_budget", bool)(size)
+        make_way = getattr(model_management, "ensure_pin_budget", None)  # not before 0.26
+        if make_way is not None:
+            make_way(size)
     return min(each.available for each in _memories()) - _LAST >= size
 
 

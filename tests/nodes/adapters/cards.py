@@ -38,7 +38,7 @@ class Card:
 def a_card(share: float, quantized: bool, order: Any = "late", main: float = 1e12, **options: Any) -> Iterator[Card]:
     """Have the CPU be a card with room for this share of keys and values, 1 for all of them. main: bytes of main
     memory."""
-    memory, patch = pack_module("nodes.adapters.kv_memory"), pytest.MonkeyPatch()
+    memory = pack_module("nodes.adapters.kv_memory")
     card, plan, make = Card(Copies(order, **options)), memory._four_bits, memory.HostMemory
 
     def planned(updates: int, keys: int, left: float, *args: Any) -> Any:
@@ -52,7 +52,7 @@ def a_card(share: float, quantized: bool, order: Any = "late", main: float = 1e1
         card.hosts.append(make(*args))
         return card.hosts[-1]
 
-    with patch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(memory, "copier_of", lambda device: card.copies)
         patched.setattr(memory, "main_room", lambda: main)
         patched.setattr(memory, "memory_left", lambda *_: 0.0 if quantized else 1e12)

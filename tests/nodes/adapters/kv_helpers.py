@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +17,22 @@ KEYS: dict[str, Any] = {
     "kv_cache": True, "similarity_from": "prediction", "sharpness": 1000.0,
     "selection_interval": 1, "weight_interval": 1, "full_step_interval": 10,
 }  # fmt: skip
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseException) -> list[int]:
+    """Have a block raise once, in its Nth call of these. Return a list that grows with each call."""
+    calls, forward = list[int](), type(block).forward
+
+    def failed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        if self is block:
+            calls.append(1)
+            if len(calls) == at:
+                raise error
+        return out
+
+    monkeypatch.setattr(type(block), "forward", failed)
+    return calls
 
 
 # Changes between evaluations of one latent, for `evaluated`.

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from benchmarks import models
 from tests.loop import loop
 from tests.nodes.adapters.cards import a_card, balanced, compared, sampled
 from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH
-from tests.nodes.adapters.kv_helpers import several_calls
+from tests.nodes.adapters.kv_helpers import failing, several_calls
 from tests.recorded_copies import RaceError
 
 KINDS = tuple(kind for kind in LAYOUTS if kind != "ernie")
@@ -77,6 +76,21 @@ def test_with_several_conditions(split: bool, model_of: Any, monkeypatch: pytest
     compared("wan", merged, True, 3, positive=both)
 
 
+@loop("order", ["late", 3])
+def test_a_run_within_a_run(order: Any, model_of: Any) -> None:
+    """Of another model, at each step: each run has its own buffers."""
+    outer, inner, found = balanced(model_of("z_image")), balanced(models.z_image(seed=1)), list[Any]()
+    with a_card(1.0, False):
+        wanted = [sampled("z_image", each) for each in (outer, inner)]
+    with a_card(0.0, False, order) as card:
+        again = sampled("z_image", outer, callback=lambda *_: found.append(sampled("z_image", inner)))
+    card.ended()
+    assert len(card.hosts) == 6
+    assert all(map(torch.equal, again, wanted[0]))
+    assert len(found) == 5
+    assert all(torch.equal(*pair) for each in found for pair in zip(each, wanted[1], strict=True))
+
+
 @loop("deaf", [None, ("up", "compute"), ("compute", "up"), ("compute", "down"), ("down", "compute")])
 def test_a_wait_that_is_missing_is_seen_in_a_run(deaf: Any, model_of: Any) -> None:
     """The recording sees what it has to see."""
@@ -88,31 +102,14 @@ def test_a_wait_that_is_missing_is_seen_in_a_run(deaf: Any, model_of: Any) -> No
         card.copies.check()
 
 
-@contextmanager
-def failing(block: Any, at: int, error: BaseException) -> Iterator[None]:
-    """Have a block raise once, in its Nth call."""
-    calls, forward = list[int](), type(block).forward
-
-    def failed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = forward(self, *args, **kwargs)
-        if self is block:
-            calls.append(1)
-            if len(calls) == at:
-                raise error
-        return out
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(block), "forward", failed)
-        yield
-
-
 @loop("at", [1, 2, 3])
 def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of: Any) -> None:
     """In the refresh and in merged steps: the picture is that of a run in which memory runs out on the card."""
     model = model_of("z_image")
     merged, block, found = balanced(model), model.model.diffusion_model.layers[1], []
     for share in (1.0, 0.0):
-        with a_card(share, True, at) as card, failing(block, at, torch.OutOfMemoryError()):
+        with a_card(share, True, at) as card, pytest.MonkeyPatch.context() as patch:
+            failing(patch, block, at, torch.OutOfMemoryError())
             found.append(sampled("z_image", merged))
         card.ended()
         assert stats_of(merged).cache_disabled
@@ -127,7 +124,8 @@ def test_a_run_that_ends_early_leaves_nothing(at: int, error: str, model_of: Any
     model = model_of("z_image")
     merged, block = balanced(model), model.model.diffusion_model.layers[1]
     raised = InterruptProcessingException() if error == "an interrupt" else ValueError("of another node")
-    with a_card(0.0, at % 2 == 0, at) as card, failing(block, at, raised):
+    with a_card(0.0, at % 2 == 0, at) as card, pytest.MonkeyPatch.context() as patch:
+        failing(patch, block, at, raised)
         with pytest.raises(type(raised)):
             sampled("z_image", merged)
         assert card.copies.count

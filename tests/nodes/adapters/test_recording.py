@@ -13,7 +13,7 @@ import torch
 from benchmarks import models
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
-from tests.nodes.adapters.kv_helpers import preset
+from tests.nodes.adapters.kv_helpers import failing, preset
 from tests.nodes.adapters.recording import RECORDED, Recording, blocks_of, recorded
 
 SIZE = {"h3": (12, 16, 5), "ltx_av": (6, 8, 5), "qwen_image21": (12, 16, 1)}
@@ -32,22 +32,6 @@ def sampled(kind: str, model: Any, **options: Any) -> list[torch.Tensor]:
 
 def with_preset(model: Any, name: str = "balanced", **settings: Any) -> Any:
     return pack_module("nodes.adapters.patch_model").apply_toma(model, preset(name, **settings))
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseException) -> list[int]:
-    """Have a block raise once, in its Nth call of these. Return a list that grows with each call."""
-    calls, forward = list[int](), type(block).forward
-
-    def failed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = forward(self, *args, **kwargs)
-        if self is block:
-            calls.append(1)
-            if len(calls) == at:
-                raise error
-        return out
-
-    monkeypatch.setattr(type(block), "forward", failed)
-    return calls
 
 
 @pytest.mark.compat
