@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks import bench, forward, variants
 from benchmarks.bench import Row
-from benchmarks.fullsize import Shape
 from benchmarks.variants import Variant
+from testbed.fullsize import Shape
 
 # Labels of names that need one.
 NOTES = {"sage3": "takes more than 1024 tokens, merged ones too: the rest is PyTorch's"}

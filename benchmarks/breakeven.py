@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench, stand_ins
+from benchmarks import bench
 from benchmarks.bench import Row, Timing
 from scripts.comfy_pack import pack_module
+from testbed import stand_ins
 
 # Width and depth of a stack at each resolution of SDXL.
 STACKS = ((640, 2), (1280, 10))

@@ -11,9 +11,10 @@ a minute.
 
 from __future__ import annotations
 
-from benchmarks import bench, forward, models, stand_ins, variants
+from benchmarks import bench, forward, variants
 from benchmarks.bench import Row
-from benchmarks.fullsize import Shape
+from testbed import models, stand_ins
+from testbed.fullsize import Shape
 
 SIDE = 256
 # Transformer blocks of SDXL at each resolution and in the middle; Flux's double and single blocks.

@@ -2,7 +2,7 @@
 
 Models are built on PyTorch's meta device, whose tensors have shapes but no values, so a complete Flux at 4096 x 4096
 pixels is counted in a second. Attention counts as one fused operation, as on a GPU. `python -m benchmarks.cost NAME`
-prints the launches of the blocks of a small model in `benchmarks.models`, for `toma_core.cost_model`.
+prints the launches of the blocks of a small model in `testbed.models`, for `toma_core.cost_model`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks import fullsize
-from benchmarks.fullsize import Shape
 from benchmarks.parts import marked
 from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
+from testbed import fullsize
+from testbed.fullsize import Shape
 
 META = torch.device("meta")
 # Steps of the run whose evaluations are counted.
@@ -330,8 +330,8 @@ def main() -> None:
     """Print the launches of one block of each kind, in bf16."""
     import sys
 
-    from benchmarks import models
     from scripts.comfy_pack import load_pack, use_comfyui
+    from testbed import models
 
     use_comfyui()
     load_pack()

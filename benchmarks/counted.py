@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks import cost, variants
 from benchmarks.cost import Cost
-from benchmarks.full_model import EDITORS, TITLES
-from benchmarks.fullsize import Shape
 from scripts.comfy_pack import pack_module
+from testbed.full_model import EDITORS, TITLES
+from testbed.fullsize import Shape
 
 RATIOS = (0.25, 0.5, 0.75)
 RUNS = (4, 8, 20, 50)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from benchmarks import bench, cost, variants
 from benchmarks.bench import Row
-from benchmarks.fullsize import Shape
 from benchmarks.gpu import place
 from benchmarks.parts import profile
 from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
+from testbed.fullsize import Shape
 
 # With random weights, an output with a larger error than this is broken.
 FARTHEST = 0.5

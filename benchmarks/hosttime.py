@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench, offline, stand_ins
+from benchmarks import bench
 from scripts.comfy_pack import pack_module
+from testbed import offline, stand_ins
 
 RESULTS = "hosttime"
 # Tokens of a picture: full windows, more in a row than plain PyTorch joins to one.

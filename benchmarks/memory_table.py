@@ -19,12 +19,13 @@ from unittest import mock
 
 import torch
 
-from benchmarks import bench, stand_ins
+from benchmarks import bench
 from benchmarks.counted import markdown
-from benchmarks.fullsize import Shape, patcher
 from benchmarks.performance import filled
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from testbed import stand_ins
+from testbed.fullsize import Shape, patcher
 
 PAGE = ROOT / "docs" / "settings.md"
 TABLE, ADVICE = "memory", "advice"

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks import bench
 from benchmarks.bench import Row, Timing
-from benchmarks.selectors import facility_location
 from scripts.comfy_pack import pack_module
+from testbed.selectors import facility_location
 
 SCALE = 300.0
 # Calls in one CUDA graph: enough to make its launch negligible.

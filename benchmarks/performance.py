@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import bench, cost, stand_ins
+from benchmarks import bench, cost
 from benchmarks.counted import (
     RUNS,
     by_preset,
@@ -33,10 +33,11 @@ from benchmarks.counted import (
     templates,
     videos,
 )
-from benchmarks.full_model import TITLES
-from benchmarks.fullsize import Shape
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from testbed import stand_ins
+from testbed.full_model import TITLES
+from testbed.fullsize import Shape
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, COUNTS = ROOT / "docs" / "performance.md", RESULTS / "counts.md"

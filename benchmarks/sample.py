@@ -17,10 +17,10 @@ from torch import Tensor
 
 from benchmarks import bench, variants
 from benchmarks.bench import Row
-from benchmarks.fullsize import Shape
 from benchmarks.parts import Profile, profile
 from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
+from testbed.fullsize import Shape
 
 
 @torch.inference_mode()  # as ComfyUI runs prompts

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import attentions, breakeven, forward, fullsize, micro, sample, variants
-from benchmarks.full_model import SPECS
-from benchmarks.fullsize import Shape
+from benchmarks import attentions, breakeven, forward, micro, sample, variants
 from benchmarks.gpu import kernels, place
 from benchmarks.results import Results
 from benchmarks.variants import Variant
 from scripts.comfyui import ROOT
+from testbed import fullsize
+from testbed.full_model import SPECS
+from testbed.fullsize import Shape
 
 RATIO = 0.5
 DRY = 16  # a dry run divides the sides of pictures by this

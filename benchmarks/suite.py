@@ -29,12 +29,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bench, stand_ins
+from benchmarks import bench
 from benchmarks.goals import GOALS
 from benchmarks.gpu.facts import facts
 from benchmarks.results import NAME, Results
 from benchmarks.sections import CPU, FIRST, GPU, SECOND, THIRD, Section, Suite
 from scripts.comfyui import ROOT
+from testbed import stand_ins
 
 # A dry run may be on a slow and busy machine.
 _DRY = 4

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import stand_ins
-from benchmarks.selectors import selected_by
 from scripts.comfy_pack import pack_module
+from testbed import stand_ins
+from testbed.selectors import selected_by
 
 Patch = Callable[[Any], Any]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.selectors import selected_by
 from scripts.comfy_pack import pack_module
+from testbed.selectors import selected_by
 
 from .kit import PRESET, Kit
 from .row import Expected, Graph, NotFor, Refused, Row
@@ -176,7 +176,7 @@ class Trial:
 
 
 def attach(model: Any, *, selector: str = "", **settings: Any) -> Any:
-    """Apply ToMA to a model, by default on every grid and in every block. selector: the rule of `benchmarks.selectors`
+    """Apply ToMA to a model, by default on every grid and in every block. selector: the rule of `testbed.selectors`
     that selects destinations."""
     core, chosen = pack_module("toma_core"), {**EVERYTHING, **settings}
     made = core.Settings(PRESET, chosen) if PRESET else core.ToMAConfig(**chosen)

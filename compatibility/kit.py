@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks import models
+from testbed import models
 
 # The preset to run under. Without one every step is merged, which is harder.
 PRESET = os.environ.get("TOMA_PRESET", "")
@@ -135,7 +135,7 @@ def filled(module: Any, seed: int = 0) -> Any:
 
 
 class Kit:
-    """One model family: `sdxl`, or one of `benchmarks.models.TRANSFORMERS`."""
+    """One model family: `sdxl`, or one of `testbed.models.TRANSFORMERS`."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -15,7 +15,7 @@ from pathlib import Path
 from scripts.comfyui import ROOT
 
 PACK = ("toma_core", "nodes")
-IN_PLACE = ("scripts", "demo", "benchmarks", "compatibility")
+IN_PLACE = ("scripts", "demo", "benchmarks", "compatibility", "testbed")
 LINK = "toma_pack"
 
 

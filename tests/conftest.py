@@ -14,10 +14,10 @@ from types import ModuleType
 import hypothesis
 import pytest
 
-from benchmarks.stand_ins import use_newer_models
 from scripts import archive
 from scripts.comfy_pack import load_pack, use_comfyui
 from scripts.comfy_server import ComfyServer
+from testbed.stand_ins import use_newer_models
 from tests import loop, progress
 
 TESTS = Path(__file__).parent

@@ -10,7 +10,7 @@ NODES = ("QwenImage21Cache", "TextEncodeQwenImage21")
 # ComfyUI runs it before it loads any pack.
 FIRST = """import sys
 sys.path.append({root!r})
-from benchmarks.stand_ins import use_newer_models
+from testbed.stand_ins import use_newer_models
 use_newer_models()
 """
 

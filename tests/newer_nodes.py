@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks import models
+from testbed import models
 
 
 def random(*shape):

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import models
 from scripts.api_check import compare
 from scripts.api_check.__main__ import main
 from scripts.api_check.compare import Kind
@@ -22,6 +21,7 @@ from scripts.api_check.source import Source
 from scripts.api_check.uses import VARIABLES, StandIn, Uses, uses_in
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import DEFAULT_RELEASE, RELEASES, ROOT, ComfyUI
+from testbed import models
 from tests.loop import loop
 
 WRITE = "make api-check ARGS='--write FOLDER', with a folder of each release that cannot be downloaded, writes it again"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
+from testbed import models
 
 pytestmark = pytest.mark.compat
 

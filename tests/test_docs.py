@@ -217,7 +217,7 @@ def test_no_page_says_times_less_work() -> None:
 def test_pages_that_code_names_exist() -> None:
     sources = [
         p
-        for folder in ("toma_core", "nodes", "benchmarks", "compatibility", "demo", "tests")
+        for folder in ("toma_core", "nodes", "benchmarks", "compatibility", "demo", "testbed", "tests")
         for p in (ROOT / folder).rglob("*.py")
     ]
     for path in sources:
@@ -226,7 +226,7 @@ def test_pages_that_code_names_exist() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    folders = "tests|benchmarks|toma_core|nodes|scripts|demo|compatibility|web"
+    folders = "tests|benchmarks|toma_core|nodes|scripts|demo|compatibility|testbed|web"
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for name in re.findall(rf"(?<=[`=\"])((?:{folders})/[\w/.-]+)(?=[`\" ])", text):

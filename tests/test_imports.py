@@ -1,8 +1,8 @@
 """The import contract, read from the syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
 
 Inside the pack every import of its own code is relative, because ComfyUI names the pack by its path; toma_core never
-imports ComfyUI; shipped code imports none of scripts, demo, benchmarks, compatibility and tests; no modules import each
-other in a circle.
+imports ComfyUI; shipped code imports none of scripts, demo, benchmarks, compatibility, testbed and tests; testbed
+imports neither benchmarks nor tests; no modules import each other in a circle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.loop import loop
 
 ROOT = Path(__file__).parent.parent
-OURS = {"toma_core", "nodes", "scripts", "demo", "benchmarks", "compatibility", "tests"}
+OURS = {"toma_core", "nodes", "scripts", "demo", "benchmarks", "compatibility", "testbed", "tests"}
 STDLIB = set(sys.stdlib_module_names)
 
 
@@ -52,6 +52,7 @@ ROOMS = (
     Room("scripts/comfy_client.py", ("scripts",), frozenset(), frozenset({"aiohttp"}), absolute=True),
     Room("scripts/archive.py", ("scripts",), frozenset({"filelock"}), absolute=True),
     Room("scripts", ("scripts",), frozenset(), absolute=True),
+    Room("testbed", ("testbed", "scripts"), None, absolute=True),
 )
 
 
@@ -101,7 +102,7 @@ def violations(file: str, source: str) -> list[str]:
 
 
 def files() -> list[str]:
-    folders = ("toma_core", "nodes", "scripts")
+    folders = ("toma_core", "nodes", "scripts", "testbed")
     found = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
     return ["__init__.py", *sorted(found)]
 
@@ -133,6 +134,8 @@ def test_contract(file: str) -> None:
         ("__init__.py", "from comfy_api.latest import ComfyExtension"),
         ("scripts/run.py", "import requests"),
         ("scripts/run.py", "from toma_core import config"),
+        ("testbed/models/images.py", "from benchmarks import cost"),
+        ("testbed/fullsize.py", "def f():\n    from tests import loop"),
     ],
 )
 def test_contract_catches(file: str, source: str) -> None:

@@ -282,7 +282,7 @@ class TestMake:
     def test_lint_passes_in_a_folder_called_as_clones_are(self, tmp_path: Path) -> None:
         """The name of the checkout's folder is part of the modules' names, and `ComfyUI-ToMA` is no good one."""
         clone = tmp_path / "ComfyUI-ToMA"
-        folders = ("benchmarks", "compatibility", "demo", "nodes", "scripts", "toma_core", "tests")
+        folders = ("benchmarks", "compatibility", "demo", "nodes", "scripts", "testbed", "toma_core", "tests")
         for path in (comfyui.ROOT / name for name in folders):
             shutil.copytree(path, clone / path.name, ignore=lambda folder, names: _no_python(Path(folder), names))
         for name in ("__init__.py", "pyproject.toml"):

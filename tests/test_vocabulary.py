@@ -17,7 +17,19 @@ MAX_LINES = 350
 
 # Words that are mistakes in docstrings, comments and pages: persons that do not exist, and calques.
 MISTAKES = re.compile(r"\b(so many|so-manieth|nobody|somebody|whoever|anew|left whole)\b", re.IGNORECASE)
-FOLDERS = ["toma_core", "nodes", "web", "demo", "benchmarks", "compatibility", "scripts", "tests", "docs", ".github"]
+FOLDERS = [
+    "toma_core",
+    "nodes",
+    "web",
+    "demo",
+    "benchmarks",
+    "compatibility",
+    "scripts",
+    "testbed",
+    "tests",
+    "docs",
+    ".github",
+]
 WRITTEN = sorted(
     path
     for pattern in ("*.py", "*.js", "*.sh", "*.md", "*.yml")

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from scripts.comfy_pack import pack_module
+from testbed.selectors import replaced
 
 Patch = Callable[[Any], Any]
-
-
-@contextmanager
-def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def during(patch: Patch, owner: Callable[[], Any], values: Callable[[Any], dict[str, Any]]) -> Patch:

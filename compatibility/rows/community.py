@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks import models
+from testbed import models
 
 from ..judge import attach, close
 from ..kit import SIDE, AbsentError, Kit, community, filled, found, node, patcher, random

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import attentions, bench, fullsize, variants
-from benchmarks.fullsize import Shape
+from benchmarks import attentions, bench, variants
+from testbed import fullsize
+from testbed.fullsize import Shape
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models, stand_ins, variants
+from benchmarks import variants
 from scripts.comfy_pack import pack_module
+from testbed import models, stand_ins
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def config_of(model: Any) -> Any:
 
 
 def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> None:
-    from benchmarks import models
+    from testbed import models
 
     model = models.unet()
     config = config_of(variants.toma("a", ratio=0.25).patch(model))
@@ -62,7 +63,7 @@ def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> No
 
 
 def test_rows_skip_the_blocks_of_the_released_method(pack: ModuleType) -> None:
-    from benchmarks import models
+    from testbed import models
 
     unet, flux = models.unet(), models.flux(double=19, single=38)  # blocks are counted in Flux.1 itself
     assert [config_of(variants.toma("a").patch(model)).skip_first_blocks for model in (unet, flux)] == [0, 5]

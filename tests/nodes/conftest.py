@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import models
-from benchmarks.selectors import selected_by
 from scripts.comfy_pack import pack_module
+from testbed import models
+from testbed.selectors import selected_by
 
 # Small models have small grids: merge all of them.
 EVERYTHING = {"min_tokens": 4}
@@ -117,7 +117,7 @@ def hooks_left() -> Callable[[Any], list[str]]:
 @pytest.fixture(scope="session")
 def attach(pack: ModuleType) -> Callable[..., Any]:
     """attach(model, **settings): apply ToMA, by default on every grid and in every block. selector: a rule of
-    `benchmarks.selectors` that selects destinations."""
+    `testbed.selectors` that selects destinations."""
     config = pack_module("toma_core.config").ToMAConfig
     run = pack_module("nodes.adapters.patch_model")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.loop import loop
 
 live = pack_module("nodes.node_status")

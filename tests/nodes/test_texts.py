@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from testbed import models
 from tests.loop import loop
 
 ENGLISH = json.loads((ROOT / "web" / "i18n" / "en.json").read_text(encoding="utf-8"))["messages"]

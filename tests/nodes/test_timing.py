@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 
 timing = pack_module("nodes.timing")
 run = pack_module("nodes.adapters.patch_model")

@@ -12,10 +12,9 @@ from scripts.comfyui import ROOT
 
 # A loader for a model small enough for a test; the server loads it as another node pack.
 TINY_PACK = """
-import importlib.util
-spec = importlib.util.spec_from_file_location("tiny_models", {models!r})
-models = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(models)
+import sys
+sys.path.append({root!r})
+from testbed import models
 
 class TinyModel:
     RETURN_TYPES = ("MODEL", "CONDITIONING", "CONDITIONING")
@@ -39,6 +38,6 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator
     """Run a server that can also load the small models."""
     folder = tmp_path_factory.mktemp("packs") / "tiny"
     folder.mkdir()
-    (folder / "__init__.py").write_text(TINY_PACK.format(models=str(ROOT / "benchmarks" / "models.py")))
+    (folder / "__init__.py").write_text(TINY_PACK.format(root=str(ROOT)))
     with ComfyServer(packs=[folder]) as running:
         yield running

@@ -11,9 +11,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from benchmarks import models
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
+from testbed import models
 from tests.test_workflows import load, to_prompt
 
 PACK = Path(__file__).with_name("tiny_video.py")
@@ -37,15 +37,11 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def video_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
+def video_server(pack: Any) -> Iterator[ComfyServer]:
     """A server that can load tiny models of videos, and has a picture."""
     from PIL import Image
 
-    folder = tmp_path_factory.mktemp("packs") / "tiny"
-    folder.mkdir()
-    source = PACK.read_text().replace('"benchmarks/models.py"', repr(str(ROOT / "benchmarks" / "models.py")))
-    (folder / "__init__.py").write_text(source)
-    with ComfyServer(packs=[folder]) as running:
+    with ComfyServer(packs=[PACK]) as running:
         Image.new("RGB", (64, 48), (90, 120, 150)).save(running.base / "input" / "example.png")
         yield running
 

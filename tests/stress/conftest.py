@@ -25,12 +25,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from benchmarks import models
 from demo.showcase_graphs import DIT, LATENT, REPORT, place_dit, sampling_graph
 from scripts.comfy_client import Run
 from scripts.comfy_pack import pack_module
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
+from testbed import models
 
 HERE = Path(__file__).parent
 OURS = json.loads((HERE.parent / "nodes" / "schema.json").read_text())

@@ -7,7 +7,6 @@ MODEL in ComfyUI's cache is the same before, during and after a fault.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import sys
 import time
@@ -17,13 +16,8 @@ from typing import Any
 
 import torch
 
-_spec = importlib.util.spec_from_file_location(
-    "fault_models", Path(__file__).resolve().parents[2] / "benchmarks/models.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-models = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(models)
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind ComfyUI's own modules
+from testbed import models
 
 FAULTS = ("none", "error", "out of memory", "slow")
 # The armed fault, the remaining calls of attention until it occurs, and, for a slow run, milliseconds per call.

@@ -5,7 +5,6 @@ It is linked into ComfyUI as another pack; see conftest.py.
 
 import ctypes
 import gc
-import importlib.util
 import json
 import sys
 from collections import Counter
@@ -16,11 +15,8 @@ from server import PromptServer
 
 PACK = "ComfyUI-ToMA"
 
-_spec = importlib.util.spec_from_file_location(
-    "lab_models", Path(__file__).resolve().parents[2] / "benchmarks/models.py"
-)
-models = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(models)
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind ComfyUI's own modules
+from testbed import models  # noqa: E402
 
 
 def objects_of_the_pack():

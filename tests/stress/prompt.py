@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import models
+from testbed import models
 
 SIDE = 24
 STEPS = 3
@@ -46,8 +46,8 @@ def digest(latent: torch.Tensor) -> str:
 
 
 def main() -> None:
-    from benchmarks.stand_ins import use_newer_models
     from scripts.comfy_pack import pack_module, use_comfyui
+    from testbed.stand_ins import use_newer_models
 
     use_comfyui()
     use_newer_models()

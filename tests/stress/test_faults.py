@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 
 pytestmark = pytest.mark.usefixtures("families_made")
 # The two most different families, for tests that do not depend on the family.

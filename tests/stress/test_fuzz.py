@@ -20,11 +20,11 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import models
 from demo.showcase_graphs import DIT, LATENT, PICTURE, sampling_graph
 from scripts.comfy_pack import pack_module
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
+from testbed import models
 
 CASES = int(os.environ["TOMA_FUZZ"])
 OURS = sorted(json.loads((ROOT / "tests" / "nodes" / "schema.json").read_text()))

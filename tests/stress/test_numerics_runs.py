@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks import cost, variants
-from benchmarks.fullsize import Shape
 from benchmarks.parts import ADAPTERS
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from testbed.fullsize import Shape
 
 SDXL, FLUX = Shape("sdxl"), Shape("flux")
 

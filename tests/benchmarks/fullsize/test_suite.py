@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import bench, forward, fullsize, micro, results, sample, sections, suite, variants
+from benchmarks import bench, forward, micro, results, sample, sections, suite, variants
 from benchmarks.bench import Row
-from benchmarks.fullsize import Shape
 from benchmarks.goals import GOALS
 from benchmarks.gpu import kernels
 from scripts.comfyui import ROOT
+from testbed import fullsize
+from testbed.fullsize import Shape
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import models, variants
+from benchmarks import variants
 from benchmarks.fidelity.judge import counting
 from benchmarks.fidelity.page import RESULTS
 from benchmarks.fidelity.settings import Setting, settings
+from testbed import models
 
 SIDE, STEPS = 32, 4
 

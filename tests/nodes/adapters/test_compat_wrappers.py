@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from testbed import models
 from tests.loop import loop
 
 compat = pack_module("nodes.adapters.compat")

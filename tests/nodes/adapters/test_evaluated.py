@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 from tests.nodes.adapters.kv_helpers import KEYS, preset

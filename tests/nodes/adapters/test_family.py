@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.loop import loop
 
 patch_model = pack_module("nodes.adapters.patch_model")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.loop import loop
 
 SIDE = 24

@@ -31,9 +31,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import DEFAULT_RELEASE
+from testbed import models
 from tests.loop import loop
 
 core = pack_module("toma_core")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
+from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.cards import a_card, balanced, compared, sampled
 from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH

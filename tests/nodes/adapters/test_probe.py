@@ -9,8 +9,8 @@ import torch
 import torch._inductor.decomposition  # after opcheck in earlier tests it cannot be imported
 from comfy.patcher_extension import WrappersMP
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.loop import loop
 
 probing = pack_module("nodes.adapters.probe")

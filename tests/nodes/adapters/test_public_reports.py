@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.test_evaluations import Trained
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
 from compatibility.parallel import InTurn, Shares, by_condition
+from testbed import models
 from tests.loop import loop
 
 SIDE, TEXT = 24, 6

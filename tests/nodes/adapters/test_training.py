@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.loop import loop
 
 # ComfyUI's Flux overwrites tensors that its backward pass needs: only gradient checkpointing trains it.

@@ -8,7 +8,7 @@ from apricot import FacilityLocationSelection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.selectors import facility_location
+from testbed.selectors import facility_location
 from tests.loop import loop
 from tests.toma_core.selection.reference import best_value, naive_value
 from toma_core import selection

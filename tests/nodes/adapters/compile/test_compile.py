@@ -15,8 +15,8 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.nodes.adapters.compiling import Counting, compiled
 
 SIDE = 16

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.nodes.adapters import test_kv_cache as eager
 from tests.nodes.adapters.cards import a_card, balanced, compared, sampled
 from tests.nodes.adapters.compile import test_compile

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import models
+from testbed import models
 from tests.nodes.adapters.compile import test_compile
 
 fresh_compiler = test_compile.fresh_compiler

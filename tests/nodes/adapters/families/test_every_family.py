@@ -1,4 +1,4 @@
-"""Tests of every family on a small model of its real class. A new family is added to `benchmarks.models` and `LAYOUTS`;
+"""Tests of every family on a small model of its real class. A new family is added to `testbed.models` and `LAYOUTS`;
 these tests name what it lacks."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import (
     ALONE,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import CLOSE, LAYOUTS, arguments, errors, merged_call, restored, run
 from tests.nodes.adapters.kv_helpers import preset

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, TEXT, WIDTH, errors, noise
 from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, preset
@@ -86,7 +86,7 @@ def test_without_changes_a_merged_step_equals_the_models_own(
 ) -> None:
     model = at(made(in_place), cache)
     given = conds(model, references)
-    monkeypatch.setattr(models, "conditioning", lambda *_, seed, **__: list(given.values())[seed - 1])
+    monkeypatch.setattr(models.sampling, "conditioning", lambda *_, seed, **__: list(given.values())[seed - 1])
     merged = attach(model, **KEYS)
     (own, *_), found = evaluated(model, batch=2), evaluated(merged, batch=2)
     assert (stats_of(merged).evaluations, stats_of(merged).merged_evaluations) == (4, 3)

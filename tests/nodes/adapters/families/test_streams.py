@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module
+from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import errors, noise
 from tests.nodes.adapters.kv_helpers import preset

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks import models
 from scripts.comfy_pack import pack_module, use_comfyui
+from testbed import models
 
 SIZE = 2
 EVERYTHING = {"min_tokens": 4}

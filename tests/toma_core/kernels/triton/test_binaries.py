@@ -14,7 +14,7 @@ PROGRAM = """
 import json, logging, sys
 import torch
 import toma_core.kernels.dispatch as trial
-from benchmarks import offline
+from testbed import offline
 from tests.toma_core.plans import plan_for
 from toma_core import Evaluation, Facts, RunState, Schedule, Settings, decide, reduce, restore
 from toma_core.kernels.triton import change, product, select

@@ -73,7 +73,7 @@ def test_compiles(capability: int, dtype: str, tmp_path: Path) -> None:
 WEIGHTS = """
 import json, re
 import torch
-from benchmarks import offline
+from testbed import offline
 from toma_core.config import WindowShape
 from toma_core.kernels.layout import joined, room
 from toma_core.kernels.triton import TritonKernels, product

@@ -11,7 +11,7 @@ from tests.toma_core.kernels.cases import printed
 
 PROGRAM = """
 import torch, triton
-from benchmarks import offline
+from testbed import offline
 from toma_core.config import WindowShape
 from toma_core.kernels.triton import TritonKernels
 from toma_core.kernels.triton.product import _merge_kernel

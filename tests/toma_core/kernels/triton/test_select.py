@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.selectors import facility_location, random_order
+from testbed.selectors import facility_location, random_order
 from tests.toma_core.kernels.cases import DEVICE, Case, destinations_of, each
 from tests.toma_core.selection.reference import naive_greedy
 from toma_core.config import WindowShape

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import models
-from benchmarks.full_model import SPECS
-from benchmarks.model_spec import ModelSpec
+from testbed import models
+from testbed.full_model import SPECS
+from testbed.model_spec import ModelSpec
 
 # One long row of noise from which every weight is cut: drawing 2.6 billion numbers would take minutes.
 _NOISE = 1 << 24
 
 # Models without a small model of their own.
 _LIKE = {"klein": "flux2"}
-# Text tokens, their width and the width of the pooled vector in benchmarks.models; SDXL's is that of the full model.
+# Text tokens, their width and the width of the pooled vector in testbed.models; SDXL's is that of the full model.
 _TINY = (32, 48, 24)
 
 
@@ -29,7 +29,7 @@ class Shape:
     height: int = 1024  # of the picture in pixels
     width: int = 1024
     batch: int = 1
-    tiny: bool = False  # use the small model of `benchmarks.models`, to try a benchmark out
+    tiny: bool = False  # use the small model of `testbed.models`, to try a benchmark out
     references: int = 0  # number of reference images, of the picture's size
     frames: int = 1  # of a video's latent
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.model_spec import ModelSpec
+from testbed.model_spec import ModelSpec
 
 # Wan 2.1 14B, and each of the two models of Wan 2.2.
 WAN = ModelSpec(

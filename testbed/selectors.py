@@ -112,11 +112,22 @@ RIVALS = ("farthest point", "grid", "random", "tome")
 
 
 @contextmanager
+def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Replace attributes of `owner` inside the context."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def selecting(name: str) -> Iterator[None]:
     """Replace the selection of every plan inside the context by a rival's, in plain PyTorch and with the same share of
     destinations in each window, except for searches with an adaptive budget."""
-    from benchmarks.fidelity.experiments import replaced
-
     state, kernels = pack_module("toma_core.run"), pack_module("toma_core.kernels.dispatch")
     laid_out = state.RunState._laid_out
 

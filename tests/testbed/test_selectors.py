@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.selectors import (
+from scripts.comfy_pack import pack_module
+from testbed.selectors import (
     RIVALS,
     facility_location,
     farthest_point,
@@ -20,7 +21,6 @@ from benchmarks.selectors import (
     strided_grid,
     tome_matching,
 )
-from scripts.comfy_pack import pack_module
 from tests.loop import loop
 
 core, selection, layout = (pack_module(name) for name in ("toma_core", "toma_core.selection", "toma_core.windows"))

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cost, fullsize, variants
-from benchmarks.full_model import EDITORS, SPECS
-from benchmarks.fullsize import Shape
+from benchmarks import cost, variants
 from scripts.comfy_pack import pack_module
+from testbed import fullsize
+from testbed.full_model import EDITORS, SPECS
+from testbed.fullsize import Shape
 
 # Billions of weights, as published.
 WEIGHTS = {

@@ -3,8 +3,8 @@ that reads them from the weights."""
 
 from __future__ import annotations
 
-from benchmarks.full_video import ANIMA, H3, LTX, LTX_AV, WAN
-from benchmarks.model_spec import ModelSpec
+from testbed.full_video import ANIMA, H3, LTX, LTX_AV, WAN
+from testbed.model_spec import ModelSpec
 
 _BOTH = ("depth", "depth_single_blocks")
 _FLUX1 = {

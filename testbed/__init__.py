@@ -1,0 +1,1 @@
+"""Real ComfyUI models for tests and benchmarks: small ones, full-size ones, and stand-ins for what a machine lacks."""
