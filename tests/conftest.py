@@ -18,7 +18,7 @@ from scripts import archive
 from scripts.comfy_pack import load_pack, use_comfyui
 from scripts.comfy_server import ComfyServer
 from testbed.stand_ins import use_newer_models
-from tests import loop, progress
+from tests import progress
 
 TESTS = Path(__file__).parent
 # A folder of this name below tests/, and what its tests take: `make test` leaves them out, `make test-all` runs them.
@@ -70,12 +70,8 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 
-pytest_runtest_setup = loop.pytest_runtest_setup
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tiers", choices=("none", "only", "all"), default="none", help="tests that take long")
-    parser.addoption("--only", default="", metavar="WORD", help="tests with it in their name, of a loop such values")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,8 +95,6 @@ def tier_of(item: pytest.Item) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
-    config.hook.pytest_deselected(items=[item for item in items if not loop.concerns(item, config.option.only)])
-    items[:] = [item for item in items if loop.concerns(item, config.option.only)]
     tiers = {item: tier_of(item) for item in items}
     skipped_by_settings = {"none": True, "only": False, "all": None}[config.option.tiers]
     config.hook.pytest_deselected(items=[item for item in items if bool(tiers[item]) is skipped_by_settings])
