@@ -58,7 +58,7 @@ def _auto(x: Tensor, ratio: float) -> str:
     core = pack_module("toma_core")
     run = core.RunState(core.Schedule(core.ToMAConfig(ratio=ratio, min_tokens=0)))
     evaluation = core.Evaluation(run, run.schedule.decide(1.0), (None,) * len(x))
-    reason = evaluation.obstacle(x, pack_module("toma_core.cost_model").UNET_BLOCK, run.config.granularity)
+    reason = evaluation.obstacle(x, pack_module("nodes.adapters.families.unet").COST, run.config.granularity)
     return f"Auto does not merge it ({reason})" if reason else "Auto merges it"
 
 
@@ -84,7 +84,7 @@ def measure(
     """Measure one row for each side: a chain of blocks that is merged once, and its speed-up over the unmerged
     chain."""
     core = pack_module("toma_core")
-    plans_per_step = 1 / pack_module("toma_core").PRESETS["balanced"]["selection_interval"]
+    plans_per_step = 1 / core.Settings("balanced").resolved().selection_interval
     blocks = stack(width, depth, dtype, device)
     generator = torch.Generator().manual_seed(1)
     context = torch.randn(batch, 77, 2048, generator=generator).to(device, dtype)

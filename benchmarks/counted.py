@@ -222,8 +222,8 @@ def attending(shape: Shape, ratio: float) -> Cost:
 
 
 def settings_of(model: str, preset: str) -> Any:
-    family = "families.unet" if model == "sdxl" else "family"  # all transformers have the same presets
-    return pack_module("toma_core").Settings(preset).resolved(pack_module(f"nodes.adapters.{family}").PRESETS)
+    core = pack_module("toma_core")
+    return core.Settings(preset).resolved(core.ModelKind.UNET if model == "sdxl" else core.ModelKind.TRANSFORMER)
 
 
 def merged_steps(model: str, preset: str, steps: int) -> list[int]:

@@ -177,12 +177,15 @@ CARDS = (
     ("NVIDIA GeForce RTX 3060", (8, 6), 28, 1.777e9),
 )
 
+_JUDGED = ("unet", "flux", "chroma", "lumina", "krea", "qwen", "sd3")
+
 
 def auto() -> str:
     """Tabulate Auto's decisions for blocks on common cards, in half precision."""
     cost_model = pack_module("toma_core.cost_model")
     cards = [cost_model.Card(*card) for card in CARDS]
-    unet, double, single = cost_model.UNET_BLOCK, cost_model.FLUX_DOUBLE, cost_model.FLUX_SINGLE
+    of = {name: pack_module(f"nodes.adapters.families.{name}") for name in _JUDGED}
+    unet, flux, sd3 = of["unet"].COST, of["flux"], of["sd3"].COST
     stack, alone = cost_model.Granularity.STACK, cost_model.Granularity.BLOCK
 
     def rows() -> Iterator[list[str]]:
@@ -192,18 +195,18 @@ def auto() -> str:
             ("SDXL 512, coarser", 16, 1280, unet),
             ("SDXL 1024, finest", 64, 640, unet),
             ("SDXL 1024, coarser", 32, 1280, unet),
-            ("Flux 512, double", 32, 3072, double),
-            ("Flux 512, single", 32, 3072, single),
-            ("Flux 1024, double", 64, 3072, double),
-            ("Flux.2 dev 512, single", 32, 6144, cost_model.FLUX2_SINGLE),
-            ("Klein 9B 512, double", 32, 4096, cost_model.FLUX2_DOUBLE),
-            ("Chroma 512, single", 32, 3072, cost_model.CHROMA_SINGLE),
-            ("Z-Image 512", 32, 3840, cost_model.Z_IMAGE),
-            ("Lumina 2 512", 32, 2304, cost_model.LUMINA),
-            ("Krea 2 512", 32, 6144, cost_model.KREA),
-            ("Qwen-Image 512", 32, 3072, cost_model.QWEN),
-            ("SD3.5 large 512", 32, 2432, cost_model.MM_DIT),
-            ("SD3.5 large 1024", 64, 2432, cost_model.MM_DIT),
+            ("Flux 512, double", 32, 3072, flux.DOUBLE),
+            ("Flux 512, single", 32, 3072, flux.SINGLE),
+            ("Flux 1024, double", 64, 3072, flux.DOUBLE),
+            ("Flux.2 dev 512, single", 32, 6144, flux.FLUX2_SINGLE),
+            ("Klein 9B 512, double", 32, 4096, flux.FLUX2_DOUBLE),
+            ("Chroma 512, single", 32, 3072, of["chroma"].SINGLE),
+            ("Z-Image 512", 32, 3840, of["lumina"].Z_IMAGE),
+            ("Lumina 2 512", 32, 2304, of["lumina"].LUMINA),
+            ("Krea 2 512", 32, 6144, of["krea"].COST),
+            ("Qwen-Image 512", 32, 3072, of["qwen"].COST),
+            ("SD3.5 large 512", 32, 2432, sd3),
+            ("SD3.5 large 1024", 64, 2432, sd3),
         ):
             kind = around[0] if around else stack
             yield [name, f"{side}x{side}x{width}", *(said(card, side**2, width, block, kind) for card in cards)]

@@ -52,8 +52,7 @@ def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
 
     def patch(model: Any) -> Any:
         hooks = pack_module("nodes.adapters.registry").require(model.get_model_object("diffusion_model"))
-        presets, unmeasured = hooks.presets(True), pack_module("nodes.adapters.family").PRESETS
-        own = {} if presets == unmeasured else presets.get("paper", {})
+        own = hooks.own_presets.get("paper", {})
         config = pack_module("toma_core").ToMAConfig(**{**EVERY_STEP, **own, **settings})
         return pack_module("nodes.adapters.patch_model").apply_toma(model, config)
 

@@ -10,10 +10,8 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..toma_core.config import ToMAConfig, setting_spec
-from ..toma_core.presets import PRESETS, Settings
+from ..toma_core.presets import PRESETS, ModelKind, Settings
 from ..toma_core.reasons import label
-from .adapters import family
-from .adapters.families import unet
 
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
@@ -22,7 +20,6 @@ _FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # shown at o
 # Values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
-_KINDS = (unet.PRESETS, family.PRESETS)  # of UNets and of transformers
 
 
 def ratio() -> Any:
@@ -39,7 +36,7 @@ def preset() -> Any:
         options=list(PRESETS),
         default=next(iter(PRESETS)),
         tooltip="balanced: the usual choice. quality: merges less, closer to the original. In Flux and other "
-        "transformers every 4th or 2nd step runs in full, and merged blocks attend to all tokens, which takes memory. "
+        "transformers some steps run in full, and merged blocks attend to all tokens, which takes memory. "
         "paper: the paper's own settings, at every step. To be faster, raise the ratio.",
     )
 
@@ -93,7 +90,8 @@ def _override(name: str) -> Any:
 def _values(preset: str, name: str) -> list[Any]:
     """Return the values that a field has by a preset, of UNets and of transformers: the page shows them before a run
     says which of the two it is."""
-    values = [getattr(Settings(preset).resolved(own), name) for own in _KINDS]
+    kinds = ModelKind.UNET, ModelKind.TRANSFORMER
+    values = [getattr(Settings(preset).resolved(kind), name) for kind in kinds]
     return list(dict.fromkeys(value.value if isinstance(value, Enum) else value for value in values))
 
 

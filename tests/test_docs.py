@@ -145,14 +145,14 @@ def test_presets_on_pages_exist() -> None:
 def test_the_table_of_settings_is_the_codes() -> None:
     config, reasons = pack_module("toma_core.config"), pack_module("toma_core.reasons")
     presets = pack_module("toma_core.presets")
-    kinds = [pack_module(f"nodes.adapters.{name}").PRESETS for name in ("families.unet", "family")]
+    kinds = presets.ModelKind.UNET, presets.ModelKind.TRANSFORMER
     rows = []
     for item in fields(config.ToMAConfig):
         if config.setting_spec(item.name).internal:
             continue
         row = [reasons.label(item.name)]
-        for own in kinds:
-            values = [getattr(presets.Settings(name).resolved(own), item.name) for name in presets.PRESETS]
+        for kind in kinds:
+            values = [getattr(presets.Settings(name).resolved(kind), item.name) for name in presets.PRESETS]
             shown = [_shown(value) for value in values]
             row.append(shown[0] if len(set(shown)) == 1 else ", ".join(shown))
         rows.append(row)

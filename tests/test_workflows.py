@@ -259,8 +259,8 @@ def test_thumbnail_has_the_steps_and_says_more_than_the_name(path: Path) -> None
 
 
 def test_thumbnails_know_the_preset(pack: Any) -> None:
-    presets = pack_module("nodes.adapters.family").PRESETS
-    assert presets["balanced"]["full_step_interval"] == FULL_STEP_INTERVAL
+    core = pack_module("toma_core")
+    assert core.Settings("balanced").resolved(core.ModelKind.TRANSFORMER).full_step_interval == FULL_STEP_INTERVAL
 
 
 @every_example

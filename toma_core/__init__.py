@@ -10,7 +10,7 @@ from .config import ToMAConfig
 from .decision import Facts, decide
 from .merge import MergePlan, merge, unmerge
 from .pipeline import Evaluation, reduce, restore
-from .presets import PRESETS, Settings
+from .presets import PRESETS, ModelKind, Settings
 from .run import RunState
 from .schedule import Schedule, StepMode, StepPlan
 from .settings import ConfigError
@@ -21,6 +21,7 @@ __all__ = [
     "Evaluation",
     "Facts",
     "MergePlan",
+    "ModelKind",
     "RunState",
     "Schedule",
     "Settings",

@@ -123,19 +123,17 @@ class ToMAConfig:
     full_step_interval: int = option(
         0,
         "Run every Nth step on all tokens; the first and the last step are always full. Full steps refresh the caches "
-        "that keep merged steps accurate, for some memory. In Flux and other transformers 4 in 'balanced', 2 in "
-        "'quality'. 0: no full steps; else 2 or more.",
+        "that keep merged steps accurate, for some memory. 0: no full steps; else 2 or more.",
         (0, 1000, 1),
     )
     selection_interval: int = option(
         10,
-        "Select new destination tokens every N steps. 10 in the paper; 3 is more accurate and costs a little time. "
-        "With the KV cache the presets select at every step.",
+        "Select new destination tokens every N steps. Fewer steps are more accurate and cost a little time.",
         (1, 1000, 1),
     )
     weight_interval: int = option(
         5,
-        "Compute new merge weights every N steps; 5 in the paper. Cheaper than a selection.",
+        "Compute new merge weights every N steps. Cheaper than a selection.",
         (1, 1000, 1),
         internal=True,
     )
@@ -147,14 +145,14 @@ class ToMAConfig:
     )
     window_size: int = option(
         8,
-        "Side of a window in tokens; a stripe holds about its square. The presets use 8, and 4 with the KV cache. "
-        "Selection in windows of 16 takes four times as long.",
+        "Side of a window in tokens; a stripe holds about its square. Selection in windows of twice the side takes "
+        "four times as long.",
         (2, 64, 1),
     )
     sharpness: float = option(
         300.0,
         "Sharpness of the merge weights. High: each token is merged into its most similar destination only. Low: into "
-        "several. The presets use 300, and 1000 with the KV cache; below 50 is blurry.",
+        "several; below 50 is blurry.",
         (1.0, 10_000.0, 10.0),
     )
     similarity_from: SimilarityFrom = option(

@@ -10,7 +10,7 @@ shapes and the card's data sheet. It never measures a time: the same seed has to
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -36,12 +36,17 @@ _SINGLE = 256
 
 @dataclass(frozen=True)
 class Block:
-    """Cost of a transformer block."""
+    """Cost of a transformer block, as its family has counted it (tests/benchmarks/fullsize/test_cost.py)."""
 
-    weights: float  # multiply-adds of its linear layers for one token, in squares of the width
-    launches: int  # its operations
-    added: tuple[int, int, int]  # operations that merging adds around stacks, blocks and modules
-    beside: int = 0  # least number of tokens that run through it with those of the grid
+    # Multiply-adds of its linear layers for one token, in squares of the width: 4 in self-attention; twice a
+    # feed-forward's expansion, three times if gated.
+    weights: float
+    launches: int  # its operations: those of an evaluation's blocks, divided by their number
+    # Operations that merging adds around stacks, blocks and modules: the share of a block, rounded up, in the family's
+    # shortest stack. A merge is one launch by Triton, and so is restoring; with the residual cache some 15 of PyTorch.
+    # Blocks without modules to merge are merged as blocks, without the cache.
+    added: tuple[int, int, int]
+    beside: int = 0  # text tokens that run through it with those of the grid, as few as ComfyUI pads them to
 
     def launching(self, granularity: Granularity) -> float:
         """Return the seconds in which the host launches it, merged."""
@@ -53,40 +58,7 @@ class Block:
         return 2.0 * images * (tokens + self.beside) * width * (self.weights * width + 2.0 * attended)
 
 
-# Counted on full-size models (tests/benchmarks/fullsize/test_cost.py).
-# - weights: a UNet has 4 in self-attention, 2 in cross-attention, 12 in the gated feed-forward; transformers 4 and 8;
-#   Flux.2's and Lumina 2's feed-forwards are wider, keys and values of Lumina 2, OmniGen2 and Krea 2 narrower, and
-#   Krea 2 has a gate beside its attention.
-# - beside: ComfyUI pads the text of Flux.1 to at least 256 tokens, of Flux.2 to 512, of Z-Image to 32, of SD3 to 77.
-# - launches: of an evaluation's blocks, divided by their number.
-# - added: each block's share rounded up, with copies around the text of a common stream, of the shortest stack of a
-#   family. A merge is one launch by Triton, and so is restoring; with the residual cache, which presets of UNets do not
-#   use, restoring is some 15 of PyTorch. Blocks without modules to merge are merged as blocks, without the cache.
 _ORDER = (Granularity.STACK, Granularity.BLOCK, Granularity.MODULE)
-UNET_BLOCK = Block(18, 20, (1, 2, 6))
-FLUX_DOUBLE = Block(12, 75, (2, 19, 4), beside=256)
-FLUX_SINGLE = Block(12, 31, (2, 20, 5), beside=256)
-FLUX2_DOUBLE = Block(13, 73, (3, 19, 4), beside=512)
-FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
-CHROMA_DOUBLE = Block(12, 71, (2, 19, 4))
-CHROMA_SINGLE = Block(12, 29, (2, 20, 5))
-Z_IMAGE = Block(12, 54, (1, 20, 5), beside=32)
-LUMINA = Block(44 / 3, 56, (1, 20, 5))
-OMNIGEN = Block(44 / 3, 72, (1, 20, 5))
-KREA = Block(11.5, 69, (1, 20, 5))
-QWEN = Block(12, 77, (1, 18, 3))
-QWEN21 = Block(13, 22, (1, 20, 5))
-MM_DIT = Block(12, 70, (1, 17, 2), beside=77)
-ERNIE = Block(13, 37, (1, 17, 4))
-IDEOGRAM = Block(12, 52, (1, 20, 5))
-LENS = Block(12, 108, (1, 18, 3))
-COSMOS = Block(14, 57, (1, 18, 3))  # attends to the text and to itself; modulation is by frame
-HUNYUAN_DOUBLE = replace(FLUX_DOUBLE, beside=0)  # text is not padded
-HUNYUAN_SINGLE = replace(FLUX_SINGLE, beside=0)
-WAN = Block(11.4, 59, (1, 18, 3))  # of the 14B model; others have wider feed-forwards
-LTX = Block(14, 70, (1, 19, 4))  # of the video's stream
-LTX_AV = Block(16, 282, (1, 19, 4))  # of the video's stream, which attends to the audio too, in half its width
-H3 = Block(15, 67, (1, 20, 5))  # its attention is a third wider than its tokens, which counts as weights here
 
 
 @dataclass(frozen=True)

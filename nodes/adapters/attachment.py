@@ -49,7 +49,9 @@ def config_for(settings: Settings | ToMAConfig, model: ModelPatcher, kv_cache: b
         return settings if kv_cache else replace(settings, kv_cache=KVCache.OFF)
     hooks = registry.find(model.get_model_object("diffusion_model"))
     kv_cache = kv_cache and bool(check("kv_cache", settings.overrides.get("kv_cache", True)))
-    return settings.resolved({} if hooks is None else hooks.presets(kv_cache), kv_cache)
+    if hooks is None:
+        return settings.resolved(kv_cache=kv_cache)
+    return settings.resolved(hooks.kind(kv_cache), hooks.own_presets, kv_cache)
 
 
 def last_stats(model: ModelPatcher) -> RunStats | None:

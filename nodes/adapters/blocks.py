@@ -106,16 +106,16 @@ def chain_hooks(
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(hooks) == 1 else Granularity.STACK
     names = [hook.name for hook in hooks]
-    first.site.begin(ActiveChain(first.signature, grids, first.scope, names, work, evaluation))
+    first.own_site.begin(ActiveChain(first.signature, grids, first.scope, names, work, evaluation))
     if options.get(GRAPHS):
         merged = False
         try:
-            merged = first.site.prepare(x, first.module, width)
+            merged = first.own_site.prepare(x, first.module, width)
         finally:
             if not merged:
                 first.release()  # it is not installed, so nothing else releases it, also after an error
         if not merged:
             return
     for hook in hooks:
-        hook.chain, hook.last = first.site, hook is hooks[-1]
+        hook.site, hook.last = first.own_site, hook is hooks[-1]
         yield hook.module, hook

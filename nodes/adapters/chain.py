@@ -45,7 +45,7 @@ class ChainSite:
     destinations: int  # sum of all D
     in_graph: bool  # whether the numbers were prepared for a graph; else the chain decides outside of it
     attends: bool  # whether blocks attend to all tokens; False where a graph leaves decisions to run time
-    active: ActiveChain | None  # the chain in this evaluation
+    chain: ActiveChain | None  # in this evaluation
     reduction: Reduction | None  # its merged tokens
     pair: tuple[Tensor, ...]  # (what blocks get, x) until `leave`, in a refresh both of N tokens; else empty
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
@@ -57,7 +57,7 @@ class ChainSite:
 
     def release(self) -> None:
         """Drop all state of an evaluation."""
-        self.active = self.reduction = None
+        self.chain = self.reduction = None
         self.pair, self.lengths, self.rows = (), (), {}
         self.image = self.references = self.tokens = self.destinations = 0
         self.in_graph = self.attends = self.reached = False
@@ -69,7 +69,7 @@ class ChainSite:
 
     def activate(self, chain: ActiveChain) -> None:
         """Set the chain of this evaluation."""
-        self.active, self.image, self.references = chain, chain.tokens[0], sum(chain.tokens[1:])
+        self.chain, self.image, self.references = chain, chain.tokens[0], sum(chain.tokens[1:])
 
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Prepare the numbers for a graph in which blocks like `module` see (B, N, width) of a latent of B images.
@@ -78,7 +78,7 @@ class ChainSite:
         True the numbers are prepared, or the chain decides when it sees the tokens: there is none, the width is unknown
         (0), or the keys of plans do not divide the batch.
         """
-        chain = self.active
+        chain = self.chain
         if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
             self.attends = False  # compiled code does not see what a chain decides at run time
             return True
@@ -96,10 +96,10 @@ class ChainSite:
         """Note that the model has reached the chain, and return it. If another node calls the model again in the same
         evaluation, that call has separate caches; a pair that is still set is of a call that ran out of memory, and
         this is its repetition with fewer images."""
-        if self.active is not None and self.reached and not self.pair:
-            self.active = replace(self.active, evaluation=self.active.evaluation.again())
+        if self.chain is not None and self.reached and not self.pair:
+            self.chain = replace(self.chain, evaluation=self.chain.evaluation.again())
         self.reached = True
-        return self.active
+        return self.chain
 
     @eager
     def start(self, call_args: CallArguments) -> None:
@@ -108,24 +108,24 @@ class ChainSite:
         self.in_graph, self.pair = False, ()
         reason, x = self.reason(call_args), self.signature.tokens(call_args)
         before = self.signature.image_start(call_args, self.image) or 0
-        if self.active is not None and self.active.merges(x[:, before : before + self.image], reason):
+        if self.chain is not None and self.chain.merges(x[:, before : before + self.image], reason):
             images = x[:, before : before + self.image + self.references]
-            self.reduction, reduced = self.active.reduce(images)
+            self.reduction, reduced = self.chain.reduce(images)
             self._set_lengths(self.reduction.lengths)
             self.pair = reduced, images
 
     def reason(self, call_args: CallArguments) -> Message | None:
         """Return why the chain is not merged, see `BlockSignature.obstacle`, from the arguments of its first block;
         None if it may be."""
-        active, signature = self.active, self.signature
-        if active is None:
+        chain, signature = self.chain, self.signature
+        if chain is None:
             return None
-        grid = signature.grid(call_args, active.grids[0])
+        grid = signature.grid(call_args, chain.grids[0])
         if grid is None:
             return Reason.UNKNOWN_GRID()
         # A ComfyUI that does not name references has them after the image too: they stay unmerged.
-        grids = grid, *(active.grids[1:] if signature.reference_tokens(call_args) else ())
-        self.activate(replace(active, grids=grids))
+        grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
+        self.activate(replace(chain, grids=grids))
         return signature.obstacle(call_args, prod(grid), self.references)
 
     def fits(self, x: Tensor, before: int) -> bool:
@@ -169,8 +169,8 @@ class ChainSite:
 
     def note_attention(self, merged: bool, left: bool) -> None:
         """Note whether another node's attention left that of merged tokens, or of all, to ComfyUI."""
-        if self.active is not None:
-            self.active.evaluation.run.stats.attentions.add((merged, left))
+        if self.chain is not None:
+            self.chain.evaluation.run.stats.attentions.add((merged, left))
 
     def merge_rows(self, rows: dict[str, Any], before: int, shared: RopeCache) -> None:
         """Make the rows of the merged tokens from those of [before | N | rest]."""
@@ -209,8 +209,8 @@ class BlockHook(Hook):
     name: str  # as in the report
     work: Block  # what the block costs
     scope: Hashable  # blocks with equal scopes share plans
-    site: ChainSite  # site of a chain that begins with this block
-    chain: ChainSite  # site of the block's chain in this evaluation: its own, or an earlier block's
+    own_site: ChainSite  # of a chain that begins with this block
+    site: ChainSite  # of the block's chain in this evaluation: its own, or an earlier block's
     last: bool  # whether the chain ends with the block
     preferences: Sequence[nn.Module]  # the attention that the checkpoint names, see `preferences_of`
 
@@ -218,30 +218,30 @@ class BlockHook(Hook):
         self, module: nn.Module, name: str, signature: BlockSignature, work: Block, scope: Hashable, rope: RopeCache
     ) -> None:
         self.module, self.name, self.signature, self.work, self.scope = module, name, signature, work, scope
-        self.rope, self.site, self.last = rope, ChainSite(signature), True
+        self.rope, self.own_site, self.last = rope, ChainSite(signature), True
         self.preferences = preferences_of(module)
-        self.chain = self.site
+        self.site = self.own_site
 
     def release(self) -> None:
-        self.site.release()
-        self.chain = self.site
+        self.own_site.release()
+        self.site = self.own_site
         self.rope.entry = None
         self.signature.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Before anything else: a graph guards on what it reads.
-        if self.chain.in_graph:
+        if self.site.in_graph:
             call_args = self.signature.call_args(args, kwargs)
-            before = self.signature.image_start(call_args, self.chain.image)
+            before = self.signature.image_start(call_args, self.site.image)
             if before is not None and self._in_graph(call_args, before):
                 return self._merged(len(args), call_args, before)
         return self.outside(*args, **kwargs)
 
     def _in_graph(self, call_args: CallArguments, before: int) -> bool:
         """Whether the block is in a chain that is merged inside the graph being traced."""
-        site, signature = self.site, self.signature
-        if self.chain is not site:
-            return len(self.chain.pair) > 0
+        site, signature = self.own_site, self.signature
+        if self.site is not site:
+            return len(self.site.pair) > 0
         return site.fits(signature.tokens(call_args), before) and not signature.obstacle(
             call_args, site.image, site.references
         )
@@ -249,35 +249,35 @@ class BlockHook(Hook):
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block outside of a graph: its chain decides when it sees the tokens."""
-        chain, signature = self.chain, self.signature
+        site, signature = self.site, self.signature
         call_args = signature.call_args(args, kwargs)
         if not signature.has_image(call_args):
             return self._call_original(len(args), call_args)
         signature.observe(call_args)
-        if chain is self.site:
-            chain.start(call_args)
-        before = signature.image_start(call_args, chain.image)
-        if before is None or not chain.pair:
+        if site is self.own_site:
+            site.start(call_args)
+        before = signature.image_start(call_args, site.image)
+        if before is None or not site.pair:
             return self._call_original(len(args), call_args)
         return self._merged_outside(len(args), call_args, before)
 
     def _merged(self, positional: int, call_args: CallArguments, before: int) -> Any:
         """Run the block on the merged tokens of its chain, of which `before` others come before the image."""
-        chain, signature, x = self.chain, self.signature, self.signature.tokens(call_args)
-        if chain is self.site:
-            x, start = chain.enter(x, before), before + signature.attention_offset(call_args)
-            chain.merge_rows(signature.rows(call_args), start, self.rope)
-        merged, reduction = signature.replaced(call_args, x, chain.rows), TokenReduction(before, chain.lengths)
+        site, signature, x = self.site, self.signature, self.signature.tokens(call_args)
+        if site is self.own_site:
+            x, start = site.enter(x, before), before + signature.attention_offset(call_args)
+            site.merge_rows(signature.rows(call_args), start, self.rope)
+        merged, reduction = signature.replaced(call_args, x, site.rows), TokenReduction(before, site.lengths)
         if reduction.removed:
             merged = {**merged, **signature.merged_args(merged, reduction)}
-        if chain.attends:
+        if site.attends:
             spans = signature.attention_spans(merged, before)
             masked = partial(signature.mask_of_all, removed=reduction.removed)
-            attend = partial(chain.attend, self.name)
-            note = None if chain.in_graph else chain.note_attention
+            attend = partial(site.attend, self.name)
+            note = None if site.in_graph else site.note_attention
             merged = override_attention(merged, attend, spans, masked, signature.attention_arg, self.preferences, note)
         out = self._call_original(positional, merged)
-        return signature.with_output(out, chain.leave(signature.output(out), before)) if self.last else out
+        return signature.with_output(out, site.leave(signature.output(out), before)) if self.last else out
 
     _merged_outside = outside_graph(_merged)
 

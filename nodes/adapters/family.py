@@ -1,7 +1,7 @@
 """What a family of models declares, and how the hooks of all transformers are chosen from it.
 
 A family is a file in `families`: NAME, MODEL and `Hooks`, which names the blocks, how they take their tokens
-(`BlockSignature`), what they cost, who reads the tokens between two of them, and what presets skip.
+(`BlockSignature`), what they cost, and who reads the tokens between two of them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation, RunState, ToMAConfig
-from ...toma_core.config import Granularity, SimilarityFrom
+from ...toma_core.config import Granularity
 from ...toma_core.cost_model import FEWEST
-from ...toma_core.presets import Fields
+from ...toma_core.presets import Fields, ModelKind
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .active_chain import is_merged
@@ -26,30 +27,6 @@ from .chain import BlockHook, RopeCache
 from .model_hooks import HookPair
 from .origin import is_original, runs_own_loop, unwrapped
 from .signature import BlockGroup, Options
-
-# Presets of transformers plan from the predicted image, with more destinations where it is richer: a smaller error for
-# the same work (benchmarks/results/fidelity/trials.md).
-PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
-# With a KV cache no block is skipped, every step selects again, and smaller windows have a smaller error.
-_KV_CACHE: Mapping[str, Any] = {
-    **PREDICTED,
-    "kv_cache": True,
-    "window_size": 4,
-    "sharpness": 1000.0,
-    "selection_interval": 1,
-    "weight_interval": 1,
-}
-PRESETS: Fields = {
-    "balanced": {**_KV_CACHE, "full_step_interval": 4},
-    "quality": {**_KV_CACHE, "full_step_interval": 2},
-    "paper": {"skip_first_blocks": 0.1},
-}
-# Without one this share of the blocks is skipped, as in Flux.
-WITHOUT_KV_CACHE: Fields = {
-    "balanced": {**PREDICTED, "skip_first_blocks": 0.15, "full_step_interval": 3},
-    "quality": {**PREDICTED, "skip_first_blocks": 0.15, "full_step_interval": 2},
-    "paper": {"skip_first_blocks": 0.1},
-}
 
 # Methods in which models run their blocks.
 _LOOPS = frozenset(
@@ -64,10 +41,12 @@ class ModelHooks:
     """The hooks of one model, as long as the model lives; by default it has no blocks and nothing is merged."""
 
     takes_frames = False  # whether latents may have several frames
+    own_presets: Fields = MappingProxyType({})  # fields in which presets differ from those of its kind of model
 
-    def presets(self, kv_cache: bool) -> Fields:
-        """Return the settings of each preset for this kind of model, with a KV cache or without."""
-        return {}
+    def kind(self, kv_cache: bool) -> ModelKind:
+        """Return the kind of model that presets know, with a KV cache or without. UNets have none: convolutions see all
+        tokens, and the error is small without it."""
+        return ModelKind.UNET
 
     def select(
         self, x: Tensor, evaluation: Evaluation, options: Options, control: Any, references: Sequence[Tensor]
@@ -165,8 +144,8 @@ class Transformer(ModelHooks, ABC):
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         """Return the groups of blocks in the order in which they run; set `patch_size` and `width`."""
 
-    def presets(self, kv_cache: bool) -> Fields:
-        return PRESETS if kv_cache and self.passes_options else WITHOUT_KV_CACHE
+    def kind(self, kv_cache: bool) -> ModelKind:
+        return ModelKind.TRANSFORMER if kv_cache and self.passes_options else ModelKind.WITHOUT_KV_CACHE
 
     def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
         """Return why the settings skip this block of a group, None if they do not."""

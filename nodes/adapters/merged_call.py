@@ -55,12 +55,12 @@ def merged_call(
 
 def _sites(hooks: Iterable[Hook]) -> list[ChainSite]:
     """Return the sites at which a chain begins."""
-    return [hook.site for hook in hooks if isinstance(hook, BlockHook) and hook.chain is hook.site]
+    return [hook.site for hook in hooks if isinstance(hook, BlockHook) and hook.site is hook.own_site]
 
 
 def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> tuple[Hashable, ...]:
     """Return what caches of a call depend on beside the conditions: its latents x, and its chains."""
-    chains = [site.active for site in _sites(hooks) if site.active is not None]
+    chains = [site.chain for site in _sites(hooks) if site.chain is not None]
     images = len(x) // len(evaluation.cond_keys)
     return x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)
 
@@ -71,4 +71,4 @@ def _note(
     """Note in the ledger which chains of a call have written their caches."""
     missed = [site for site in sites if not site.reached or site.pair]
     if len(missed) < len(sites) or not sites:  # else another node has skipped the model
-        sampling.ended(evaluation, x, layout, [site.active.name for site in missed if site.active is not None])
+        sampling.ended(evaluation, x, layout, [site.chain.name for site in missed if site.chain is not None])

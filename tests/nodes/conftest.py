@@ -92,8 +92,8 @@ def held(model: Any) -> list[Any]:
     """Return the run's objects that the model's hooks still hold."""
     found = []
     for _, hook in pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs():
-        holders = [getattr(hook, name, None) for name in ("site", "positions", "signature")]
-        names = "active", "reduction", "pair", "rows", "entry", "text", "options", "original"
+        holders = [getattr(hook, name, None) for name in ("own_site", "positions", "signature")]
+        names = "chain", "reduction", "pair", "rows", "entry", "text", "options", "original"
         found += [vars(each)[n] for each in (hook, *holders) if each is not None for n in names if vars(each).get(n)]
     return found
 

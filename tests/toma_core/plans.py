@@ -7,8 +7,10 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from toma_core import Evaluation, MergePlan
-from toma_core.cost_model import UNET_BLOCK
+from toma_core.cost_model import Block
 from toma_core.windows import Grid
+
+UNET_BLOCK = Block(18, 20, (1, 2, 6))
 
 
 def plan_for(x: Tensor, grid: Grid, scope: Hashable, evaluation: Evaluation) -> MergePlan | None:

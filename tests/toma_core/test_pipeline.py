@@ -11,9 +11,8 @@ import torch
 
 import toma_core
 from tests.loop import loop
-from tests.toma_core.plans import plan_for
+from tests.toma_core.plans import UNET_BLOCK, plan_for
 from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model, reduce, restore
-from toma_core.cost_model import UNET_BLOCK
 from toma_core.merge import MergePlan
 from toma_core.reasons import Message, Reason
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.loop import loop
 from toma_core.config import Granularity, ToMAConfig, setting_spec
-from toma_core.presets import PRESETS, Settings
+from toma_core.presets import PRESETS, ModelKind, Settings
 from toma_core.settings import ConfigError
 
 FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
@@ -20,11 +20,12 @@ OWN = {"balanced": {"skip_first_blocks": 0.15, "full_step_interval": 3}, "qualit
 
 @loop("preset", PRESETS)
 def test_presets_are_valid_and_leave_the_ratio_alone(preset: str) -> None:
-    config = Settings(preset).resolved()
-    assert "ratio" not in PRESETS[preset]
-    assert set(PRESETS[preset]) <= set(FIELDS)
-    changed = {name for name in FIELDS if getattr(config, name) != setting_spec(name).default}
-    assert changed <= set(PRESETS[preset]), "a preset lists what differs from the defaults"
+    assert list(PRESETS[preset]) == list(ModelKind)
+    for kind, given in PRESETS[preset].items():
+        config = Settings(preset).resolved(kind)
+        assert "ratio" not in given
+        changed = {name for name in FIELDS if getattr(config, name) != setting_spec(name).default}
+        assert changed <= set(given) <= set(FIELDS), "a preset lists what differs from the defaults"
 
 
 def test_balanced_is_what_nodes_begin_with() -> None:
@@ -38,12 +39,12 @@ def test_unknown_presets_are_refused(preset: Any) -> None:
 
 
 def test_what_is_set_wins_over_the_model_and_that_over_the_preset() -> None:
-    config = Settings("balanced", {"ratio": 0.3, "full_step_interval": 7}).resolved(OWN)
+    config = Settings("balanced", {"ratio": 0.3, "full_step_interval": 7}).resolved(own=OWN)
     assert (config.ratio, config.full_step_interval, config.skip_first_blocks) == (0.3, 7, 0.15)
     assert (config.selection_interval, config.uses_cache) == (3, True)
-    assert Settings("quality").resolved(OWN).granularity is Granularity.BLOCK
+    assert Settings("quality").resolved(own=OWN).granularity is Granularity.BLOCK
     assert Settings("quality").resolved().granularity is Granularity.STACK
-    assert Settings("paper").resolved(OWN) == Settings("paper").resolved()
+    assert Settings("paper").resolved(own=OWN) == Settings("paper").resolved()
 
 
 def test_values_are_refused_before_there_is_a_model() -> None:

@@ -41,7 +41,7 @@ def test_comes_back_as_it_was() -> None:
 
 def test_says_what_every_field_is_so_that_no_preset_adds_to_it() -> None:
     over = vars(parsed(profile().text()).config)
-    assert Settings("quality", over).resolved({"quality": {"skip_last_blocks": 2}}) == CONFIG
+    assert Settings("quality", over).resolved(own={"quality": {"skip_last_blocks": 2}}) == CONFIG
 
 
 def test_blocks_by_sigma() -> None:

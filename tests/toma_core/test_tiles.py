@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from tests.loop import loop
-from tests.toma_core.plans import plan_for
+from tests.toma_core.plans import UNET_BLOCK, plan_for
 from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig
 from toma_core.config import Granularity
-from toma_core.cost_model import UNET_BLOCK
 from toma_core.merge import MergePlan
 from toma_core.reasons import Reason
 from toma_core.tiles import TileBatch

@@ -7,7 +7,7 @@ from typing import Any
 from comfy.ldm.chroma.model import Chroma
 
 from ....toma_core import ToMAConfig
-from ....toma_core.cost_model import CHROMA_DOUBLE, CHROMA_SINGLE, Block
+from ....toma_core.cost_model import Block
 from ....toma_core.reasons import Message, Reason
 from ..signature import BlockGroup
 from . import flux
@@ -15,11 +15,12 @@ from . import flux
 NAME = "Chroma"
 MODEL = Chroma
 DERIVED = ("ChromaRadiance",)
+DOUBLE, SINGLE = Block(12, 71, (2, 19, 4)), Block(12, 29, (2, 20, 5))
 
 
 class Hooks(flux.Hooks):
     def works(self, model: Any) -> tuple[Block, Block]:
-        return CHROMA_DOUBLE, CHROMA_SINGLE
+        return DOUBLE, SINGLE
 
     def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
         # Chroma may skip blocks itself: a chain that began or ended with one of them would never begin or end.

@@ -10,13 +10,15 @@ from typing import Any
 from comfy.ldm.cosmos.predict2 import MiniTrainDIT
 from torch import Tensor
 
-from ....toma_core.cost_model import COSMOS
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature
 
 NAME = "Anima, Cosmos-Predict2"
 MODEL = MiniTrainDIT
 DERIVED = ("Anima",)
+# It attends to the text and to itself; modulation is by frame.
+COST = Block(14, 57, (1, 18, 3))
 
 
 def fits(model: MiniTrainDIT) -> bool:
@@ -55,4 +57,4 @@ class Hooks(Transformer):
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = model.patch_spatial, model.model_channels
-        return (BlockGroup("double", model.blocks, Signature(), COSMOS),)
+        return (BlockGroup("double", model.blocks, Signature(), COST),)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from comfy.ldm.ernie.model import ErnieImageModel
 
-from ....toma_core.cost_model import ERNIE
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature
 
 NAME = "ERNIE-Image"
 MODEL = ErnieImageModel
+COST = Block(13, 37, (1, 17, 4))
 
 
 class Signature(BlockSignature):
@@ -30,4 +31,4 @@ class Hooks(Transformer):
 
     def block_groups(self, model: ErnieImageModel) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = model.patch_size, model.hidden_size
-        return (BlockGroup("layer", model.layers, Signature(), ERNIE),)
+        return (BlockGroup("layer", model.layers, Signature(), COST),)

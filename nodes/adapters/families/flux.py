@@ -9,16 +9,16 @@ from typing import Any
 
 from comfy.ldm.flux.model import Flux
 
-from ....toma_core.cost_model import FLUX2_DOUBLE, FLUX2_SINGLE, FLUX_DOUBLE, FLUX_SINGLE, Block
-from ....toma_core.presets import Fields
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 MODEL = Flux
-# Double and single blocks of Flux.1; the released method skips five of each kind.
+DOUBLE, SINGLE = Block(12, 75, (2, 19, 4), beside=256), Block(12, 31, (2, 20, 5), beside=256)
+FLUX2_DOUBLE, FLUX2_SINGLE = Block(13, 73, (3, 19, 4), beside=512), Block(13, 30, (2, 20, 5), beside=512)
+# Of Flux.1 the released method skips five double and five single blocks, of models with fewer blocks a share.
 _FLUX_1 = 19, 38
-PAPER: Fields = {"paper": {"skip_first_blocks": 5}}
 
 
 class SingleSignature(BlockSignature):
@@ -63,10 +63,10 @@ class DoubleSignature(BlockSignature):
 class Hooks(Transformer):
     references_follow = True
 
-    def presets(self, kv_cache: bool) -> Fields:
-        # Models with fewer double blocks skip a share of them.
-        flux_1 = tuple(map(len, self.hooks)) == _FLUX_1
-        return {**super().presets(kv_cache), **(PAPER if flux_1 else {})}
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        if tuple(map(len, self.hooks)) == _FLUX_1:
+            self.own_presets = {"paper": {"skip_first_blocks": 5}}
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
@@ -79,4 +79,4 @@ class Hooks(Transformer):
     def works(self, model: Any) -> tuple[Block, Block]:
         """Return what a double and a single block cost. Flux.2 and Klein have one modulation for all and wider MLPs."""
         flux2 = getattr(model.params, "global_modulation", False)
-        return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (FLUX_DOUBLE, FLUX_SINGLE)
+        return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (DOUBLE, SINGLE)

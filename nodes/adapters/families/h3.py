@@ -15,13 +15,15 @@ import torch
 from comfy.ldm.minimax.model import MiniMaxH3Model
 from torch import Tensor
 
-from ....toma_core.cost_model import H3
+from ....toma_core.cost_model import Block
 from ....toma_core.reasons import Message, Reason
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "MiniMax H3"
 MODEL = MiniMaxH3Model
+# Attention is a third wider than the tokens, which counts as weights here.
+COST = Block(15, 67, (1, 20, 5))
 
 
 _SEGMENTS = "mod_segments"
@@ -109,4 +111,4 @@ class Hooks(Transformer):
         attention = model.blocks[0].attn
         self.patch_size, self.width = model.patch_size[-1], model.hidden_size
         self.keys_width = attention.heads * attention.head_dim
-        return (BlockGroup("double", model.blocks, Signature(), H3),)
+        return (BlockGroup("double", model.blocks, Signature(), COST),)

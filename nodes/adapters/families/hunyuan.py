@@ -10,12 +10,13 @@ from typing import Any
 
 from comfy.ldm.hunyuan_video.model import HunyuanVideo
 
-from ....toma_core.cost_model import HUNYUAN_DOUBLE, HUNYUAN_SINGLE
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 MODEL = HunyuanVideo
+DOUBLE, SINGLE = Block(12, 75, (2, 19, 4)), Block(12, 31, (2, 20, 5))  # as in Flux; text is not padded
 
 
 def fits(model: HunyuanVideo) -> bool:
@@ -46,6 +47,6 @@ class Hooks(Transformer):
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = model.patch_size[-1], model.hidden_size
-        double = BlockGroup("double", model.double_blocks, DoubleSignature(), HUNYUAN_DOUBLE, "input")
-        single = BlockGroup("single", model.single_blocks, SingleSignature(), HUNYUAN_SINGLE, "output")
+        double = BlockGroup("double", model.double_blocks, DoubleSignature(), DOUBLE, "input")
+        single = BlockGroup("single", model.single_blocks, SingleSignature(), SINGLE, "output")
         return (double, single) if len(model.single_blocks) else (double,)  # 1.5 has no single blocks

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
 
-from ....toma_core.cost_model import IDEOGRAM
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature
 
 NAME = "Ideogram 4"
 MODEL = Ideogram4Transformer2DModel
 DERIVED = ("Ideogram4Transformer2DModel",)
+COST = Block(12, 52, (1, 20, 5))
 
 
 class Signature(BlockSignature):
@@ -26,4 +27,4 @@ class Signature(BlockSignature):
 class Hooks(Transformer):
     def block_groups(self, model: Ideogram4Transformer2DModel) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = 1, model.layers[0].attention.hidden_size
-        return (BlockGroup("layer", model.layers, Signature(), IDEOGRAM),)
+        return (BlockGroup("layer", model.layers, Signature(), COST),)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from comfy.ldm.krea2.model import SingleStreamDiT
 
-from ....toma_core.cost_model import KREA
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "Krea 2"
 MODEL = SingleStreamDiT
+# Keys and values are narrower, a gate is beside the attention.
+COST = Block(11.5, 69, (1, 20, 5))
 
 
 class Signature(BlockSignature):
@@ -32,4 +34,4 @@ class Hooks(Transformer):
 
     def block_groups(self, model: SingleStreamDiT) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = model.patch, model.first.out_features
-        return (BlockGroup("single", model.blocks, Signature(), KREA),)
+        return (BlockGroup("single", model.blocks, Signature(), COST),)

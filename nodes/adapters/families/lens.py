@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from comfy.ldm.lens.model import LensTransformer2DModel
 
-from ....toma_core.cost_model import LENS
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature
 
 NAME = "Lens"
 MODEL = LensTransformer2DModel
+COST = Block(12, 108, (1, 18, 3))
 
 
 class Signature(BlockSignature):
@@ -28,4 +29,4 @@ class Hooks(Transformer):
 
     def block_groups(self, model: LensTransformer2DModel) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = 1, model.inner_dim
-        return (BlockGroup("double", model.transformer_blocks, Signature(), LENS, "input"),)
+        return (BlockGroup("double", model.transformer_blocks, Signature(), COST, "input"),)

@@ -12,7 +12,7 @@ from typing import Any
 from comfy.ldm.lightricks.model import LTXVModel
 from torch import Tensor
 
-from ....toma_core.cost_model import LTX, LTX_AV
+from ....toma_core.cost_model import Block
 from ....toma_core.reasons import Message, Reason
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature, CallArguments, TokenReduction
@@ -20,6 +20,8 @@ from ..signature import BlockGroup, BlockSignature, CallArguments, TokenReductio
 NAME = "LTX-Video and LTX-2"
 MODEL = LTXVModel
 DERIVED = ("LTXVModel", "LTXAVModel")
+# Of the video's stream. With sound it attends to the audio too, in half its width.
+COST, AV_COST = Block(14, 70, (1, 19, 4)), Block(16, 282, (1, 19, 4))
 
 
 class Signature(BlockSignature):
@@ -110,5 +112,5 @@ class Hooks(Transformer):
         if hasattr(model, "audio_patchify_proj"):
             # The audio's heads attend to the video too.
             self.keys_width = model.inner_dim + model.audio_inner_dim
-            return (BlockGroup("double", model.transformer_blocks, AVSignature(), LTX_AV),)
-        return (BlockGroup("double", model.transformer_blocks, Signature(), LTX),)
+            return (BlockGroup("double", model.transformer_blocks, AVSignature(), AV_COST),)
+        return (BlockGroup("double", model.transformer_blocks, Signature(), COST),)

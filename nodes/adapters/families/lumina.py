@@ -11,7 +11,7 @@ from math import prod
 from comfy.ldm.lumina.model import NextDiT
 from torch import Tensor
 
-from ....toma_core.cost_model import LUMINA, Z_IMAGE
+from ....toma_core.cost_model import Block
 from ..blocks import token_grid
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature
@@ -19,6 +19,8 @@ from ..signature import BlockGroup, BlockSignature
 NAME = "Z-Image, Lumina 2"
 MODEL = NextDiT
 DERIVED = ("NextDiTPixelSpace",)
+# The feed-forward of Lumina 2 is wider, its keys and values are narrower.
+Z_IMAGE, LUMINA = Block(12, 54, (1, 20, 5), beside=32), Block(44 / 3, 56, (1, 20, 5))
 
 
 class LayerSignature(BlockSignature):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from comfy.ldm.omnigen.omnigen2 import OmniGen2Transformer2DModel
 
-from ....toma_core.cost_model import OMNIGEN
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature
 
 NAME = "OmniGen2"
 MODEL = OmniGen2Transformer2DModel
+# Keys and values are narrower.
+COST = Block(44 / 3, 72, (1, 20, 5))
 
 
 class Signature(BlockSignature):
@@ -32,4 +34,4 @@ class Hooks(Transformer):
         # An older ComfyUI repeats keys before attention.
         if "enable_gqa" in type(attention).forward.__code__.co_consts:
             self.keys_width = attention.kv_heads * attention.dim_head
-        return (BlockGroup("layer", model.layers, Signature(), OMNIGEN),)
+        return (BlockGroup("layer", model.layers, Signature(), COST),)

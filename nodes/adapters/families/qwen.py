@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
-from ....toma_core.cost_model import QWEN
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature
 
 NAME = "Qwen-Image"
 MODEL = QwenImageTransformer2DModel
+COST = Block(12, 77, (1, 18, 3))
 
 
 class Signature(BlockSignature):
@@ -36,4 +37,4 @@ class Hooks(Transformer):
 
     def block_groups(self, model: QwenImageTransformer2DModel) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = model.patch_size, model.inner_dim
-        return (BlockGroup("double", model.transformer_blocks, Signature(), QWEN, "input"),)
+        return (BlockGroup("double", model.transformer_blocks, Signature(), COST, "input"),)

@@ -12,12 +12,13 @@ from typing import Any
 
 from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel
 
-from ....toma_core.cost_model import QWEN21
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature, CallArguments, Options
 
 NAME = "Qwen-Image 2.1"
 MODEL = QwenImage21Transformer2DModel
+COST = Block(13, 22, (1, 20, 5))
 
 
 class Signature(BlockSignature):
@@ -56,4 +57,4 @@ class Hooks(Transformer):
 
     def block_groups(self, model: QwenImage21Transformer2DModel) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = 1, model.inner_dim
-        return (BlockGroup("single", model.transformer_blocks, Signature(), QWEN21),)
+        return (BlockGroup("single", model.transformer_blocks, Signature(), COST),)

@@ -6,13 +6,14 @@ from typing import Any
 
 from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
 
-from ....toma_core.cost_model import MM_DIT
+from ....toma_core.cost_model import Block
 from ..family import Transformer
 from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "SD3.5"
 MODEL = MMDiT
 DERIVED = ("OpenAISignatureMMDITWrapper",)
+COST = Block(12, 70, (1, 17, 2), beside=77)
 
 
 class Signature(BlockSignature):
@@ -34,4 +35,4 @@ class Hooks(Transformer):
 
     def block_groups(self, model: MMDiT) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = model.patch_size, model.hidden_size
-        return (BlockGroup("double", model.joint_blocks, Signature(), MM_DIT, "output"),)
+        return (BlockGroup("double", model.joint_blocks, Signature(), COST, "output"),)

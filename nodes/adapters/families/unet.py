@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ....toma_core import Evaluation
 from ....toma_core.config import Granularity
-from ....toma_core.cost_model import UNET_BLOCK
-from ....toma_core.presets import Fields
+from ....toma_core.cost_model import Block
 from ....toma_core.reasons import Message, Reason
 from ....toma_core.windows import Grid
 from ..blocks import BlockFacts, chain_hooks, chains_of, merged_blocks, skip_reason, token_grid
@@ -28,8 +27,7 @@ from .unet_layers import ByModule, without_grid
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
 MODEL = UNetModel
-# Measured, see docs/fidelity.md: the last stacks change the image most; without them no step has to be full.
-PRESETS: Fields = {"balanced": {"skip_last_blocks": 3}, "quality": {"skip_last_blocks": 4}}
+COST = Block(18, 20, (1, 2, 6))  # 4 in self-attention, 2 in cross-attention, 12 in the gated feed-forward
 
 # Patches of other nodes that read tokens inside a transformer block.
 _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
@@ -79,13 +77,9 @@ class Hooks(ModelHooks):
                 blocks = []
                 for index, module in enumerate(layer.transformer_blocks):
                     name = ".".join(map(str, (*position, index)))
-                    blocks.append(ByModule(BlockHook(module, name, signature, UNET_BLOCK, "unet", shared)))
+                    blocks.append(ByModule(BlockHook(module, name, signature, COST, "unet", shared)))
                 width = getattr(layer.transformer_blocks[0].attn1.to_q, "in_features", 0)
                 self.stacks.append(_Stack(position, halvings, width, layer, blocks))
-
-    def presets(self, kv_cache: bool) -> Fields:
-        # There is no KV cache: convolutions see all tokens, and the error is small without it.
-        return PRESETS
 
     def select(
         self, x: Tensor, evaluation: Evaluation, options: Options, control: Any, references: Sequence[Tensor]

@@ -50,16 +50,16 @@ class ByModule(Hook):
         """Yield the hooks to install for an evaluation in which the block has this grid."""
         hook = self.block_hook
         work = hook.work, Granularity.MODULE
-        hook.site.begin(ActiveChain(hook.signature, (grid,), hook.scope, [hook.name], work, evaluation))
+        hook.own_site.begin(ActiveChain(hook.signature, (grid,), hook.scope, [hook.name], work, evaluation))
         yield hook.module, self
         yield from self.layers()
 
     @eager
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
         """Return the plan for the tokens x of one of its modules, None if it is not merged; the outcome is noted."""
-        site = self.block_hook.site
+        site = self.block_hook.own_site
         reason = site.reason({"x": x, "transformer_options": self.options})
-        chain = site.active
+        chain = site.chain
         if chain is None or not chain.merges(x, reason, part):
             return None
         chain.evaluation.run.stats.merged(self.block_hook.name, chain.evaluation.step_plan.step)

@@ -13,7 +13,7 @@ from typing import Any
 
 from comfy.ldm.wan.model import WanModel
 
-from ....toma_core.cost_model import WAN
+from ....toma_core.cost_model import Block
 from ....toma_core.reasons import Message, Reason
 from ..family import Transformer
 from ..origin import kinds_of
@@ -21,6 +21,7 @@ from ..signature import BlockGroup, BlockSignature, CallArguments, Options, Toke
 
 NAME = "Wan 2.1 and 2.2"
 MODEL = WanModel
+COST = Block(11.4, 59, (1, 18, 3))  # of the 14B model; others have wider feed-forwards
 
 # Known kinds by their class, and after which of its blocks each reads all tokens: VACE adds what its control blocks
 # give, Animate attends to faces, WanDancer to music. Of the others, HuMo attends to sound frame by frame with a
@@ -99,6 +100,6 @@ class Hooks(Transformer):
         # All blocks but those of VACE's control, which see the control video.
         self.patch_size, self.width = model.patch_size[-1], model.dim
         kind = kinds_of(model)[0]
-        work = replace(WAN, weights=6 + 2 * model.ffn_dim / model.dim)
+        work = replace(COST, weights=6 + 2 * model.ffn_dim / model.dim)
         signature = Signature(getattr(model, "ref_conv", None) is not None, kind in _LEADING_FRAMES)
         return (BlockGroup("double", model.blocks, signature, work, borders=_BORDERS[kind](model)),)

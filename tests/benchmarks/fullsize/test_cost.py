@@ -121,9 +121,15 @@ def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> 
 def two(name: str, double: int, single: int, width: int) -> dict[str, tuple[str, list[tuple[int, int, int]]]]:
     """Blocks of a model that has Flux's, at 1024."""
     return {
-        "DoubleStreamBlock": (f"{name}_DOUBLE", [(double, 64**2, width)]),
-        "SingleStreamBlock": (f"{name}_SINGLE", [(single, 64**2, width)]),
+        "DoubleStreamBlock": (f"{name}DOUBLE", [(double, 64**2, width)]),
+        "SingleStreamBlock": (f"{name}SINGLE", [(single, 64**2, width)]),
     }
+
+
+def cost_of(name: str) -> Any:
+    """Return what a family says of a block: "family.NAME"."""
+    family, _, block = name.partition(".")
+    return getattr(pack_module(f"nodes.adapters.families.{family}"), block)
 
 
 # Without their refiners, which are blocks of the same class that are not merged.
@@ -133,26 +139,26 @@ UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0), "omnigen2": (32, 0)}
 @pytest.mark.parametrize(
     ("shape", "kinds"),
     [
-        (SDXL, {"BasicTransformerBlock": ("UNET_BLOCK", [(10, 64**2, 640), (60, 32**2, 1280)])}),
-        (FLUX, two("FLUX", 19, 38, 3072)),
-        (Shape("flux2"), two("FLUX2", 8, 48, 6144)),
-        (Shape("klein"), two("FLUX2", 8, 24, 4096)),
-        (Shape("chroma"), two("CHROMA", 19, 38, 3072)),
-        (Shape("z_image"), {"JointTransformerBlock": ("Z_IMAGE", [(30, 64**2, 3840)])}),
-        (Shape("lumina2"), {"JointTransformerBlock": ("LUMINA", [(26, 64**2, 2304)])}),
-        (Shape("krea2"), {"SingleStreamBlock": ("KREA", [(28, 64**2, 6144)])}),
-        (Shape("qwen_image", 1328, 1328), {"QwenImageTransformerBlock": ("QWEN", [(60, 83**2, 3072)])}),
-        (Shape("qwen_image21"), {"QwenImage21TransformerBlock": ("QWEN21", [(32, 64**2, 4096)])}),
-        (Shape("sd3"), {"JointBlock": ("MM_DIT", [(38, 64**2, 2432)])}),
-        (Shape("omnigen2"), {"OmniGen2TransformerBlock": ("OMNIGEN", [(32, 64**2, 2520)])}),
-        (Shape("ernie"), {"ErnieImageSharedAdaLNBlock": ("ERNIE", [(36, 64**2, 4096)])}),
-        (Shape("ideogram"), {"Ideogram4TransformerBlock": ("IDEOGRAM", [(34, 64**2, 4608)])}),
-        (Shape("lens"), {"LensTransformerBlock": ("LENS", [(48, 64**2, 1536)])}),
-        (Shape("cosmos"), {"Block": ("COSMOS", [(28, 64**2, 2048)])}),
-        (Shape("ltx", 512, 768, frames=13), {"BasicTransformerBlock": ("LTX", [(28, 4992, 2048)])}),
-        (Shape("wan", 480, 832, frames=21), {"WanAttentionBlock": ("WAN", [(40, 32760, 5120)])}),
-        (Shape("ltx_av", 704, 1280, frames=16), {"BasicAVTransformerBlock": ("LTX_AV", [(48, 14080, 4096)])}),
-        (Shape("h3", 768, 1344, frames=22), {"DiTBlock": ("H3", [(50, 22176, 5376)])}),
+        (SDXL, {"BasicTransformerBlock": ("unet.COST", [(10, 64**2, 640), (60, 32**2, 1280)])}),
+        (FLUX, two("flux.", 19, 38, 3072)),
+        (Shape("flux2"), two("flux.FLUX2_", 8, 48, 6144)),
+        (Shape("klein"), two("flux.FLUX2_", 8, 24, 4096)),
+        (Shape("chroma"), two("chroma.", 19, 38, 3072)),
+        (Shape("z_image"), {"JointTransformerBlock": ("lumina.Z_IMAGE", [(30, 64**2, 3840)])}),
+        (Shape("lumina2"), {"JointTransformerBlock": ("lumina.LUMINA", [(26, 64**2, 2304)])}),
+        (Shape("krea2"), {"SingleStreamBlock": ("krea.COST", [(28, 64**2, 6144)])}),
+        (Shape("qwen_image", 1328, 1328), {"QwenImageTransformerBlock": ("qwen.COST", [(60, 83**2, 3072)])}),
+        (Shape("qwen_image21"), {"QwenImage21TransformerBlock": ("qwen21.COST", [(32, 64**2, 4096)])}),
+        (Shape("sd3"), {"JointBlock": ("sd3.COST", [(38, 64**2, 2432)])}),
+        (Shape("omnigen2"), {"OmniGen2TransformerBlock": ("omnigen.COST", [(32, 64**2, 2520)])}),
+        (Shape("ernie"), {"ErnieImageSharedAdaLNBlock": ("ernie.COST", [(36, 64**2, 4096)])}),
+        (Shape("ideogram"), {"Ideogram4TransformerBlock": ("ideogram.COST", [(34, 64**2, 4608)])}),
+        (Shape("lens"), {"LensTransformerBlock": ("lens.COST", [(48, 64**2, 1536)])}),
+        (Shape("cosmos"), {"Block": ("cosmos.COST", [(28, 64**2, 2048)])}),
+        (Shape("ltx", 512, 768, frames=13), {"BasicTransformerBlock": ("ltx.COST", [(28, 4992, 2048)])}),
+        (Shape("wan", 480, 832, frames=21), {"WanAttentionBlock": ("wan.COST", [(40, 32760, 5120)])}),
+        (Shape("ltx_av", 704, 1280, frames=16), {"BasicAVTransformerBlock": ("ltx.AV_COST", [(48, 14080, 4096)])}),
+        (Shape("h3", 768, 1344, frames=22), {"DiTBlock": ("h3.COST", [(50, 22176, 5376)])}),
     ],
     ids=lambda value: value.model if isinstance(value, Shape) else "",
 )
@@ -160,7 +166,7 @@ def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, l
     """Its launches are those that are counted, its FLOPs too, up to the text. (number, tokens, width) of each grid."""
     parts = cost.count(shape, modules={kind: kind for kind in kinds}, blocks=UNREFINED.get(shape.model)).parts
     for kind, (name, grids) in kinds.items():
-        block, number = getattr(pack_module("toma_core.cost_model"), name), sum(number for number, *_ in grids)
+        block, number = cost_of(name), sum(number for number, *_ in grids)
         assert math.ceil(parts[kind].launches / number) == block.launches
         # SD3's last block has no text output, Wan's first block copies its input.
         assert parts[kind].launches == block.launches * number or shape.model in ("sd3", "wan")
@@ -210,30 +216,30 @@ def test_every_file_that_merges_is_counted() -> None:
 @pytest.mark.parametrize(
     ("shape", "name", "number", "skipped"),
     [
-        (SDXL, "UNET_BLOCK", 70, {"full_step_interval": 0}),
-        (FLUX, "FLUX_DOUBLE", 19, {"skip_first_blocks": 0, "skip_last_blocks": 38}),
-        (FLUX, "FLUX_SINGLE", 19, {"skip_first_blocks": 19}),
-        (Shape("flux2"), "FLUX2_DOUBLE", 8, {"skip_first_blocks": 0, "skip_last_blocks": 48}),
-        (Shape("flux2"), "FLUX2_SINGLE", 40, {"skip_first_blocks": 8}),
-        (Shape("klein"), "FLUX2_DOUBLE", 8, {"skip_first_blocks": 0, "skip_last_blocks": 24}),
-        (Shape("klein"), "FLUX2_SINGLE", 16, {"skip_first_blocks": 8}),
-        (Shape("chroma"), "CHROMA_DOUBLE", 19, {"skip_first_blocks": 0, "skip_last_blocks": 38}),
-        (Shape("chroma"), "CHROMA_SINGLE", 19, {"skip_first_blocks": 19}),
-        (Shape("z_image"), "Z_IMAGE", 30, {}),
-        (Shape("lumina2"), "LUMINA", 26, {}),
-        (Shape("krea2"), "KREA", 28, {}),
-        (Shape("qwen_image"), "QWEN", 60, {}),
-        (Shape("qwen_image21"), "QWEN21", 32, {}),
-        (Shape("sd3"), "MM_DIT", 38, {}),
-        (Shape("omnigen2"), "OMNIGEN", 32, {}),
-        (Shape("ernie"), "ERNIE", 36, {}),
-        (Shape("ideogram"), "IDEOGRAM", 34, {}),
-        (Shape("lens"), "LENS", 48, {}),
-        (Shape("cosmos"), "COSMOS", 28, {}),
-        (Shape("wan"), "WAN", 40, {}),
-        (Shape("ltx", frames=2), "LTX", 28, {}),
-        (Shape("ltx_av", frames=2), "LTX_AV", 48, {}),
-        (Shape("h3", frames=7), "H3", 50, {}),
+        (SDXL, "unet.COST", 70, {"full_step_interval": 0}),
+        (FLUX, "flux.DOUBLE", 19, {"skip_first_blocks": 0, "skip_last_blocks": 38}),
+        (FLUX, "flux.SINGLE", 19, {"skip_first_blocks": 19}),
+        (Shape("flux2"), "flux.FLUX2_DOUBLE", 8, {"skip_first_blocks": 0, "skip_last_blocks": 48}),
+        (Shape("flux2"), "flux.FLUX2_SINGLE", 40, {"skip_first_blocks": 8}),
+        (Shape("klein"), "flux.FLUX2_DOUBLE", 8, {"skip_first_blocks": 0, "skip_last_blocks": 24}),
+        (Shape("klein"), "flux.FLUX2_SINGLE", 16, {"skip_first_blocks": 8}),
+        (Shape("chroma"), "chroma.DOUBLE", 19, {"skip_first_blocks": 0, "skip_last_blocks": 38}),
+        (Shape("chroma"), "chroma.SINGLE", 19, {"skip_first_blocks": 19}),
+        (Shape("z_image"), "lumina.Z_IMAGE", 30, {}),
+        (Shape("lumina2"), "lumina.LUMINA", 26, {}),
+        (Shape("krea2"), "krea.COST", 28, {}),
+        (Shape("qwen_image"), "qwen.COST", 60, {}),
+        (Shape("qwen_image21"), "qwen21.COST", 32, {}),
+        (Shape("sd3"), "sd3.COST", 38, {}),
+        (Shape("omnigen2"), "omnigen.COST", 32, {}),
+        (Shape("ernie"), "ernie.COST", 36, {}),
+        (Shape("ideogram"), "ideogram.COST", 34, {}),
+        (Shape("lens"), "lens.COST", 48, {}),
+        (Shape("cosmos"), "cosmos.COST", 28, {}),
+        (Shape("wan"), "wan.COST", 40, {}),
+        (Shape("ltx", frames=2), "ltx.COST", 28, {}),
+        (Shape("ltx_av", frames=2), "ltx.AV_COST", 48, {}),
+        (Shape("h3", frames=7), "h3.COST", 50, {}),
     ],
     ids=lambda value: value.model if isinstance(value, Shape) else "",
 )
@@ -245,7 +251,7 @@ def test_what_auto_thinks_that_merging_adds(
     cost_model = pack_module("toma_core.cost_model")
     settings = {"full_step_interval": 3, "min_tokens": 4, "granularity": granularity, **skipped}
     merged = cost.count(shape, toma(**settings), kernels=True, step=1)
-    block, kind = getattr(cost_model, name), cost_model.Granularity(granularity)
+    block, kind = cost_of(name), cost_model.Granularity(granularity)
     added = (merged.launches - cost.count(shape).launches) / number
     expected = round(block.launching(kind) / cost_model.LAUNCH) - block.launches
     assert expected - (granularity == "stack") <= math.ceil(added) <= expected

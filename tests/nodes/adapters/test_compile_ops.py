@@ -37,7 +37,7 @@ def new_site(port: Any = None) -> Any:
 
 def begun(evaluation: Any, names: list[str], site: Any = None) -> Any:
     site = site or new_site()
-    work = pack_module("toma_core.cost_model").UNET_BLOCK, pack_module("toma_core.config").Granularity.STACK
+    work = pack_module("nodes.adapters.families.unet").COST, pack_module("toma_core.config").Granularity.STACK
     chain = pack_module("nodes.adapters.active_chain").ActiveChain(
         site.signature, (GRID,), "here", names, work, evaluation
     )
@@ -154,7 +154,7 @@ def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
     assert not site.fits(x, 0)
     site.release()
     assert (site.tokens, site.destinations, site.pair) == (0, 0, ())
-    assert site.active is None
+    assert site.chain is None
 
 
 @loop(

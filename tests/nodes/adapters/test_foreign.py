@@ -166,11 +166,13 @@ def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
     """For models with fewer double blocks, such as Ovis, LongCat and pruned ones, it is a share."""
     from scripts.comfy_pack import pack_module
 
-    family = pack_module("nodes.adapters.families.flux")
-    find = pack_module("nodes.adapters.registry").find
-    small = find(models.flux(double=2, single=3).model.diffusion_model).presets(True)
-    assert small == pack_module("nodes.adapters.family").PRESETS
-    assert small["paper"]["skip_first_blocks"] < 1 < family.PAPER["paper"]["skip_first_blocks"]
+    find, core = pack_module("nodes.adapters.registry").find, pack_module("toma_core")
+    small, flux_1 = (find(models.flux(double=d, single=s).model.diffusion_model) for d, s in ((2, 3), (19, 38)))
+    skipped = [
+        core.Settings("paper").resolved(hooks.kind(kv_cache=True), hooks.own_presets).skip_first_blocks
+        for hooks in (small, flux_1)
+    ]
+    assert skipped == [0.1, 5]
 
 
 def test_tokens_that_a_patch_appends_are_not_the_image() -> None:

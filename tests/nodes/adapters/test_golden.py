@@ -122,12 +122,12 @@ def settings_of(family: str, setting: str) -> Any:
 def config_of(family: str, setting: str) -> Any:
     """Return the config for the model."""
     settings = settings_of(family, setting)
-    return settings.resolved(own_of(family)) if setting in core.PRESETS else settings
+    return settings.resolved(kind_of(family)) if setting in core.PRESETS else settings
 
 
-def own_of(family: str) -> Any:
-    """Return the family's skipped blocks in presets."""
-    return pack_module(f"nodes.adapters.{'families.unet' if family.startswith('sd') else 'family'}").PRESETS
+def kind_of(family: str) -> Any:
+    """Return the kind of model that presets know."""
+    return core.ModelKind.UNET if family.startswith("sd") else core.ModelKind.TRANSFORMER
 
 
 def steps_for(family: str, setting: str) -> int:

@@ -155,7 +155,7 @@ def test_bands_of_equal_size() -> None:
 
 def test_sites_are_stacks() -> None:
     """If there are too many sites, the smallest neighbours of one resolution are joined first."""
-    work = pack_module("toma_core.cost_model").UNET_BLOCK
+    work = pack_module("nodes.adapters.families.unet").COST
     tokens = {"input.1": 64, "input.2": 64, "middle.0": 16, "output.0": 64}
     blocks = [BlockFacts(f"{home}.{n}", home, work, tokens[home], 8) for home in tokens for n in range(2)]
     assert list(probing.sites_of(blocks, 12)) == [f"{home}.0 - {home}.1" for home in tokens]
