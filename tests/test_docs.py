@@ -15,7 +15,6 @@ from PIL import Image
 from benchmarks import readme
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
-from tests.loop import loop
 
 DOCS, HELP = ROOT / "docs", ROOT / "web" / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,6 +24,7 @@ BESIDE = [COUNTS, *(RESULTS / "fidelity" / f"{name}.md" for name in ("tables", "
 CHINESE = ROOT / "README.zh.md"
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS.glob("*.md"), *HELP.glob("*.md")} - {CHINESE})
 TEXTS = sorted({*PAGES, CHINESE, *BESIDE, *HELP.rglob("*.md")})
+FOLDERS = "tests|benchmarks|toma_core|nodes|scripts|demo|compatibility|testbed|web"
 MAX_WORDS, MAX_README_LINES = 14_400, 130
 # Code writes the text between "<!-- name -->" and "<!-- end -->".
 GENERATED = re.compile(r"<!-- [^>]* -->\n.*?<!-- end[^>]*-->", re.DOTALL)
@@ -43,42 +43,33 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def broken(path: Path) -> list[str]:
+def broken(path: Path) -> Iterator[str]:
+    """Yield the links of a page to files and headings that do not exist."""
     text = path.read_text(encoding="utf-8")
-    found = []
     for link in links(text):
-        if re.match(r"[a-z]+:", link):
-            continue
         target, _, anchor = link.partition("#")
         file = (path.parent / target) if target else path
         there = file.exists() and ROOT in file.resolve().parents
-        if not there or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
-            found.append(link)
-    return found
+        if not re.match(r"[a-z]+:", link) and not (
+            there and (not anchor or anchor in anchors(file.read_text(encoding="utf-8")))
+        ):
+            yield link
 
 
-@loop("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(path: Path) -> None:
-    assert broken(path) == []
+def test_links_lead_somewhere() -> None:
+    found = {path.relative_to(ROOT).as_posix(): list(broken(path)) for path in TEXTS}
+    assert {path: bad for path, bad in found.items() if bad} == {}
 
 
-def test_broken_links_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# One\n[a](no.md) ![b](no.png) [c](#one) [d](#two) `[e](no)` <img src='x'> <img src=\"y.png\">\n")
-    assert [link for link in links(page.read_text()) if link.startswith(("no", "y"))] == ["no.md", "no.png", "y.png"]
+def test_broken_links_are_found() -> None:
+    page = "# One\n[a](no.md) ![b](no.png) [c](#one) [d](#two) `[e](no)` <img src='x'> <img src=\"y.png\">\n"
+    assert list(links(page)) == ["no.md", "no.png", "#one", "#two", "y.png"]
     assert anchors("## And ComfyUI's own token merging node?\n") == {"and-comfyuis-own-token-merging-node"}
 
 
 def test_index_lists_every_page() -> None:
     listed = set(links((DOCS / "README.md").read_text(encoding="utf-8")))
     assert {path.name for path in DOCS.glob("*.md")} - {"README.md"} <= listed
-
-
-def test_tests_that_are_named_exist() -> None:
-    named = {name for path in TEXTS for name in re.findall(r"`([\w/]+\.py)::(\w+)`", path.read_text(encoding="utf-8"))}
-    assert named
-    for file, name in named:
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {name}"
 
 
 def test_every_picture_is_shown_and_opens() -> None:
@@ -207,30 +198,25 @@ def test_what_a_card_has_room_for_is_said_in_words() -> None:
 def test_no_page_says_times_less_work() -> None:
     """ "29 % less work" is said everywhere: "1.4x less" is read as more than it is."""
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        assert not re.search(r"\dx less work", text), page.name
-        tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+        tables = re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE)
         of_work = [table for table in tables if "less work" in table.split("\n")[0]]
         assert not [table for table in of_work if re.search(r"\d\.\d+x", table)], page.name
 
 
-def test_pages_that_code_names_exist() -> None:
-    sources = [
-        p
-        for folder in ("toma_core", "nodes", "benchmarks", "compatibility", "demo", "testbed", "tests")
-        for p in (ROOT / folder).rglob("*.py")
-    ]
-    for path in sources:
-        for page in re.findall(r"\b(?:docs|benchmarks/results)/[\w/-]+\.md", path.read_text(encoding="utf-8")):
-            assert (ROOT / page).exists(), f"{path.name} names {page}"
-
-
-def test_files_that_pages_name_exist() -> None:
-    folders = "tests|benchmarks|toma_core|nodes|scripts|demo|compatibility|testbed|web"
-    for page in PAGES:
+def test_what_code_and_pages_name_exists() -> None:
+    for folder in FOLDERS.split("|"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for page in re.findall(r"(?<![\w/])(?:docs|benchmarks/results)/[\w/-]+\.md", path.read_text(encoding="utf-8")):
+                assert (ROOT / page).exists(), f"{path.name} names {page}"
+    for page in TEXTS:
         text = page.read_text(encoding="utf-8")
-        for name in re.findall(rf"(?<=[`=\"])((?:{folders})/[\w/.-]+)(?=[`\" ])", text):
+        for name in re.findall(rf"(?<=[`=\"])((?:{FOLDERS})/[\w/.-]+)(?=[`\" ])", text):
             assert (ROOT / name).exists() or "x.py" in name, f"{page.name} names {name}"
+        for file, function in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
+            assert f"def {function}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), function
+        for file, member in re.findall(r"`([\w/]+\.py):[\w.]*?(\w+)`", text):
+            named = rf"^ *(?:(?:class|def) {member}\b|{member}:)"
+            assert re.search(named, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), f"{file}: {member}"
 
 
 def test_add_a_model_names_what_a_family_has() -> None:

@@ -1,4 +1,4 @@
-"""The texts of the nodes in the languages of ComfyUI's page: every key exists, and English texts are the nodes' own.
+"""Texts of nodes (locales) and of messages (web/i18n) in the languages of ComfyUI's page: every key in each of them.
 
 After a change of a node or of the config, write the English texts again, then translate the keys that this test names:
 
@@ -14,19 +14,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from scripts.comfy_pack import load_pack
+import pytest
+
+from scripts.comfy_pack import load_pack, pack_module
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
-from tests.loop import loop
 
-LOCALES = ROOT / "locales"
-LANGUAGES = ("en", "es", "fr", "ja", "ko", "pt-BR", "ru", "zh", "zh-TW")
-TRANSLATED = tuple(language for language in LANGUAGES if language != "en")
-# Words that are the same in any language: names and numbers.
-NUMBER = re.compile(r"\d+(?:[.,]\d+)?")
-QUOTED = re.compile(r"'([a-z][a-z -]*)'")
-
-every_translation = loop("language", TRANSLATED)
+LOCALES, TABLES = ROOT / "locales", ROOT / "web" / "i18n"
+LANGUAGES = ["en", "es", "fr", "ja", "ko", "pt-BR", "ru", "zh", "zh-TW"]
+SCRIPT = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "web").glob("*.js")))
+every_translation = pytest.mark.parametrize("language", LANGUAGES[1:])
 
 
 def english() -> dict[str, Any]:
@@ -42,9 +39,7 @@ def english() -> dict[str, Any]:
             "display_name": schema.display_name,
             "description": schema.description,
             "inputs": {item.id: described(item.display_name or item.id, item.tooltip) for item in schema.inputs},
-            "outputs": {
-                str(index): described(item.display_name, item.tooltip) for index, item in enumerate(schema.outputs)
-            },
+            "outputs": {str(n): described(item.display_name, item.tooltip) for n, item in enumerate(schema.outputs)},
         }
         for schema in asyncio.run(listed())
     }
@@ -58,6 +53,10 @@ def texts(language: str) -> dict[str, Any]:
     return json.loads((LOCALES / language / "nodeDefs.json").read_text(encoding="utf-8"))
 
 
+def messages(language: str) -> dict[str, Any]:
+    return json.loads((TABLES / f"{language}.json").read_text(encoding="utf-8"))
+
+
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted path, text) of every text."""
     if isinstance(tree, dict):
@@ -67,8 +66,19 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, tree
 
 
+def numbers(text: str) -> list[str]:
+    return sorted(number.replace(",", ".") for number in re.findall(r"\d+(?:[.,]\d+)?", text))
+
+
+def gaps(text: str) -> list[str]:
+    """Return the parameters of a message."""
+    return sorted(gap for gap in re.findall(r"\{([\w.:]+)\}", text) if not gap.startswith("label."))
+
+
 def test_languages() -> None:
-    assert tuple(sorted(path.name for path in LOCALES.iterdir())) == LANGUAGES
+    assert sorted(path.name for path in LOCALES.iterdir()) == LANGUAGES
+    assert sorted(path.stem for path in TABLES.iterdir()) == LANGUAGES
+    assert json.loads(re.findall(r"const LANGUAGES = (\[.*\])", SCRIPT)[0]) == LANGUAGES
 
 
 def test_english_is_what_the_nodes_say() -> None:
@@ -77,38 +87,47 @@ def test_english_is_what_the_nodes_say() -> None:
     assert texts("en") == english()
 
 
+def test_every_message_has_a_text_and_every_text_a_message() -> None:
+    for name in ("benchmark", "calibrate", "node_status", "toma", "report", "adapters.registry"):
+        pack_module(f"nodes.{name}")
+    kinds = [pack_module("toma_core.reasons").MessageId]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    ids = [member.value for kind in kinds for member in kind]
+    assert len(ids) == len(set(ids)), "an id has one meaning"
+    assert {*ids, *re.findall(r'\bid: "(\w+)"', SCRIPT)} == set(messages("en")["messages"])
+
+
 @every_translation
-def test_every_key_is_translated(language: str) -> None:
+def test_every_text_is_translated(language: str) -> None:
+    """Numbers and quoted choices of nodes, and parameters of messages, are those of the English text."""
     wanted, found = dict(leaves(english())), dict(leaves(texts(language)))
-    missing, superfluous = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
-    assert (missing, superfluous) == ([], []), f"locales/{language}/nodeDefs.json"
-    same = [
-        path
-        for path, text in found.items()
-        if text == wanted[path] and (path.endswith(("tooltip", "description")) or not text.strip())
-    ]
-    assert same == [], f"locales/{language}/nodeDefs.json: not translated"
+    assert set(found) ^ set(wanted) == set()
+    for path, text in wanted.items():
+        long = path.endswith(("tooltip", "description"))
+        assert found[path].strip(), path
+        assert not long or found[path] != text, f"{path}: not translated"
+        assert numbers(found[path]) == numbers(text), path
+        assert [choice for choice in re.findall(r"'([a-z][a-z -]*)'", text) if choice not in found[path]] == [], path
+    wanted, found = messages("en")["messages"], messages(language)["messages"]
+    assert set(found) ^ set(wanted) == set()
+    for name, text in wanted.items():
+        assert found[name].strip(), name
+        assert gaps(found[name]) == gaps(text), name
+        long = len(re.findall("[a-z]{4,}", re.sub(r"\{.*?\}", "", text))) > 2
+        assert not long or found[name] != text, f"{name}: not translated"
 
 
-@every_translation
-def test_numbers_and_choices_are_those_of_the_nodes(language: str) -> None:
-    """Translations have the current defaults and ranges, and quoted choices are those of the list."""
-    found = dict(leaves(texts(language)))
-    for path, text in leaves(english()):
-        assert sorted(numbers(found[path])) == sorted(numbers(text)), f"{language}: {path}"
-        for choice in QUOTED.findall(text):
-            assert choice in found[path], f"{language}: {path}"
-
-
-def numbers(text: str) -> list[str]:
-    return [number.replace(",", ".") for number in NUMBER.findall(text)]
-
-
-@loop("language", LANGUAGES)
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_page_can_read_every_text(language: str) -> None:
-    """vue-i18n interprets these characters."""
-    for path, text in leaves(texts(language)):
-        assert not set(text) & set("{}@|"), f"{language}: {path}"
+    """vue-i18n interprets some characters; labels in messages are those of the widgets."""
+    assert [path for path, text in leaves(texts(language)) if set(text) & set("{}@|")] == []
+    shown: dict[str, str] = {}
+    for node in texts(language).values():
+        for name, of_input in node["inputs"].items():
+            shown.setdefault(name, of_input["name"])
+    plain = {name: name.replace("_", " ") for name in shown}
+    assert {**plain, **messages(language)["labels"]} == shown
 
 
 def test_server_hands_them_out(server: ComfyServer) -> None:

@@ -6,106 +6,42 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
-from tests.loop import loop
-
 ROOT = Path(__file__).parents[1]
-FILES = sorted(path for folder in ("toma_core", "nodes") for path in (ROOT / folder).rglob("*.py"))
 MAX_LINES = 350
-
 # Words that are mistakes in docstrings, comments and pages: persons that do not exist, and calques.
 MISTAKES = re.compile(r"\b(so many|so-manieth|nobody|somebody|whoever|anew|left whole)\b", re.IGNORECASE)
-FOLDERS = [
-    "toma_core",
-    "nodes",
-    "web",
-    "demo",
-    "benchmarks",
-    "compatibility",
-    "scripts",
-    "testbed",
-    "tests",
-    "docs",
-    ".github",
-]
-WRITTEN = sorted(
-    path
-    for pattern in ("*.py", "*.js", "*.sh", "*.md", "*.yml")
-    for path in (*ROOT.glob(pattern), *(file for folder in FOLDERS for file in (ROOT / folder).rglob(pattern)))
-    if path != Path(__file__)
-)
-
-# Old name -> the name to use.
+SHIPPED = ["toma_core", "nodes"]
+OTHERS = ["web", "demo", "testbed", "benchmarks", "compatibility", "scripts", "tests", "docs", ".github"]
+# Identifiers that another name has replaced, see the glossary of docs/how-it-works.md.
 REPLACED = {
-    "so_many": "resolve_count",
-    "moved_on": "propagate",
-    "move_on": "update",
-    "given_up": "disabled",
-    "give_up": "disable",
-    "chosen_blindly": "random_because",
-    "unplanned": "oom_scopes",
-    "unserved": "attention_hook_missed",
-    "otherwise": "fallback_config",
-    "settle": "resolve_mode",
-    "take_back": "discard_evaluations",
-    "goes_on": "continues_run",
-    "dealt": "budget_of",
-    "most_slots": "max_slots",
-    "picks": "dest_slots",
-    "FieldSpec": "SettingSpec",
-    "Details": "Cache",
-    "Detail": "Cached",
-    "Bands": "RatioSchedule",
-    "Decision": "StepPlan",
-    "Piece": "TileBatch",
-    "keep_detail": "refreshes_cache",
-    "keeps_detail": "refreshes_cache",
-    "detail_reuse": "residual cache, implied by full_step_interval",
-    "whole_every": "full_step_interval",
-    "whole_first": "skip_first_blocks",
-    "whole_last": "skip_last_blocks",
-    "select_every": "selection_interval",
-    "weigh_every": "weight_interval",
-    "plan_from": "similarity_from",
-    "all_keys": "kv_cache",
-    "MOST": "MAX_ and what is limited",
+    *("so_many", "moved_on", "move_on", "given_up", "give_up", "chosen_blindly", "unplanned", "unserved", "otherwise"),
+    *("settle", "take_back", "goes_on", "dealt", "most_slots", "picks", "FieldSpec", "Details", "Detail", "Bands"),
+    *("Decision", "Piece", "keep_detail", "keeps_detail", "detail_reuse", "whole_every", "whole_first", "whole_last"),
+    *("select_every", "weigh_every", "plan_from", "all_keys", "MOST"),
 }
 
 
-def identifiers(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that a module defines, reads or passes."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, (ast.arg, ast.keyword)) and node.arg:
-            yield node.arg
-
-
-@loop("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_names_are_those_of_the_field(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    found = {name: REPLACED[name] for name in identifiers(ast.parse(text)) if name in REPLACED}
-    assert not found, "old names, and those to use"
-    assert len(text.splitlines()) <= MAX_LINES
-
-
-def prose(path: Path) -> str:
-    """Return the docstrings and comments of a Python file, or the text of any other file."""
+def complaints(path: Path) -> list[str]:
+    """Return the words of a file that another one has replaced, and "lines" if it has too many."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        return text
+        return MISTAKES.findall(text)
     defined = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, defined)]
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+    prose = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, defined)]
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    prose += [token.string for token in tokens if token.type == tokenize.COMMENT]
+    found = MISTAKES.findall("\n".join(prose))
+    if path.relative_to(ROOT).parts[0] in SHIPPED:
+        found += {token.string for token in tokens if token.type == tokenize.NAME} & REPLACED
+        found += ["lines"] * (text.count("\n") > MAX_LINES)
+    return found
 
 
-@loop("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
-def test_prose_names_its_actors(path: Path) -> None:
-    assert MISTAKES.findall(prose(path)) == [], "see the words in MISTAKES"
+def test_words_are_those_of_the_field() -> None:
+    patterns = ("*.py", "*.js", "*.sh", "*.md", "*.yml")
+    below = [file for folder in SHIPPED + OTHERS for pattern in patterns for file in (ROOT / folder).rglob(pattern)]
+    files = {*below, *(file for pattern in patterns for file in ROOT.glob(pattern))} - {Path(__file__)}
+    found = {path.relative_to(ROOT).as_posix(): complaints(path) for path in sorted(files)}
+    assert {path: words for path, words in found.items() if words} == {}
