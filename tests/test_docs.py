@@ -206,7 +206,8 @@ def test_no_page_says_times_less_work() -> None:
 def test_what_code_and_pages_name_exists() -> None:
     for folder in FOLDERS.split("|"):
         for path in (ROOT / folder).rglob("*.py"):
-            for page in re.findall(r"(?<![\w/])(?:docs|benchmarks/results)/[\w/-]+\.md", path.read_text(encoding="utf-8")):
+            text = path.read_text(encoding="utf-8")
+            for page in re.findall(r"(?<![\w/])(?:docs|benchmarks/results)/[\w/-]+\.md", text):
                 assert (ROOT / page).exists(), f"{path.name} names {page}"
     for page in TEXTS:
         text = page.read_text(encoding="utf-8")

@@ -18,19 +18,14 @@ def test_downloads_are_counted_once_and_warnings_are_no_progress(tmp_path: Path)
     sparse(unpacked.parent / "copy", 100_000_000)
     progress = PipProgress(tmp_path / "env", tmp_path / "temporary", 3.3, 7.4)
     log = [
-        "Looking in links: /somewhere",
-        "Collecting torch==2.11.0",
-        "  Downloading https://mirror.example/files/torch-2.11.0-cp311.whl (530.6 MB)",
-        "WARNING: Location '/somewhere' is ignored: it is either a non-existing path or lacks a specific scheme.",
+        "Collecting torch",
+        "  Downloading https://mirror.example/files/torch-2.11.0.whl (530.6 MB)",
+        "WARNING: no",
         "",
     ]
-    assert progress(log) == "0.2 of about 3.3 GB downloaded  Downloading torch-2.11.0-cp311.whl (530.6 MB)"
+    assert progress(log) == "0.2 of about 3.3 GB downloaded  Downloading torch-2.11.0.whl (530.6 MB)"
     sparse(unpacked / "cuda-13.0-py3.whl", 3_500_000_000)
     assert progress(log).startswith("3.7 of about 3.7 GB downloaded"), "never more than all"
-    assert (
-        latest(["Processing /files/pytest.whl (from -r /tmp/wanted.txt)"])
-        == "Processing pytest.whl (from -r wanted.txt)"
-    )
     assert latest(["WARNING: one", "  WARNING: two", "Looking in indexes: here"]) == ""
 
 
