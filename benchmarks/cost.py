@@ -194,7 +194,9 @@ class Fused:
         self._launched("unpack", (out,), packed.codes, packed.low, packed.step)
         return out
 
-    def select_weigh(self, x: Tensor, windows: Any, budget: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def select_weigh(
+        self, x: Tensor, windows: Any, budget: Any, scale: float, priority: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dest_slots = x.new_empty(len(x), len(windows.counts), budget.slots, dtype=torch.int64)
         plan = dest_slots, *_weights(x, dest_slots, windows)
         self._launched("select_weigh", plan, x, windows.source, windows.valid, budget.valid)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from .merge import MergePlan, draw_map, stacked, weigh
 from .prediction import picture_tokens
 from .reasons import Message, Reason
 from .schedule import LASTING, Schedule, StepPlan
-from .selection import cosine_similarity, in_parts, select
+from .selection import RECENT, cosine_similarity, in_parts, select
 from .stats import RunStats
 from .tiles import TileBatch
 from .windows import Budget, Grid, Windows, make_budget, make_windows
@@ -158,7 +159,7 @@ class RunState:
         else:
             # Noise varies alike in all windows; references are never noise.
             even = picture is None and step.selection != LASTING
-            plan = self._selected(x, features, grid, step, even)
+            plan = self._selected(x, features, grid, step, even, self._priority(key) if self.kv_cache else None)
         self.stats.count_plan(grid, plan.num_destinations, selected=old is None)
         self._remember(key, plan, step)
         return plan
@@ -185,8 +186,24 @@ class RunState:
         if gone:
             self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
 
-    def _selected(self, x: Tensor, features: Tensor, grid: Grid, step: StepPlan, even: bool) -> MergePlan:
-        """Return a plan with new destinations. even: all windows get the same share whatever the settings say."""
+    def _priority(self, key: _PlanKey) -> Tensor:
+        """Return the priority of tokens as destinations in a run that propagates what is cached, (B, N) fp32: those of
+        the selection before have just been computed."""
+        priority = torch.ones(key.images, prod(key.grid), device=key.device)
+        before, _ = self._plans.get(key._replace(selection=key.selection - 1), (None, 0))
+        return priority if before is None else priority.scatter_(1, before.destinations, RECENT)
+
+    def _selected(
+        self,
+        x: Tensor,
+        features: Tensor,
+        grid: Grid,
+        step: StepPlan,
+        even: bool,
+        priority: Tensor | None = None,
+    ) -> MergePlan:
+        """Return a plan with new destinations. even: all windows get the same share whatever the settings say.
+        priority: see `select`."""
         config = self.config
         even = even or not config.uses_prediction
         windows, budget = self._laid_out(features, grid, step, even)
@@ -194,10 +211,10 @@ class RunState:
         self.stats.kernels.add(choice.message)
         kernels = choice.kernels
         if kernels is not None:
-            parts = kernels.select_weigh(features, windows, budget, config.sharpness)
+            parts = kernels.select_weigh(features, windows, budget, config.sharpness, priority)
             return MergePlan(windows, budget, *parts, kernels)
         tokens = windows.split(features)
-        slots = select(in_parts(cosine_similarity, tokens), windows, budget)
+        slots = select(in_parts(cosine_similarity, tokens), windows, budget, priority)
         return weigh(tokens, slots, windows, budget, config.sharpness, x.dtype)
 
     def _choose(self, x: Tensor, features: Tensor, windows: Windows, budget: Budget, even: bool) -> Choice:

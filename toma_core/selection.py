@@ -19,18 +19,23 @@ from .windows import Budget, Windows
 # without it rounding, and so the batch, threads or kernel, would choose. Far above rounding, far below differences.
 TIE = 1e-5
 
+# Priority of destinations of the step before where cached keys, values and updates are propagated: tokens take turns at
+# being computed (benchmarks/results/fidelity/trials.md).
+RECENT = 0.25
+
 # Elements held in fp32 at a time, 1 GB with intermediates; Flux at 2048 x 2048 has 50 million, Wan at 720p 390.
 MAX_ELEMENTS = 1 << 26
 
 
-def select(similarity: Tensor, windows: Windows, budget: Budget) -> Tensor:
+def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tensor | None = None) -> Tensor:
     """Return the slots of destinations that represent each window's tokens best, (B, W, K) int64.
 
-    similarity: (B, W, S, S) fp32 from `cosine_similarity`. Slots ascend within a window, so that merged tokens keep the
-    reading order; unused slots of the budget repeat the first.
+    similarity: (B, W, S, S) fp32 from `cosine_similarity`. priority: (B, N) fp32, see `greedy_facility_location`. Slots
+    ascend within a window, so that merged tokens keep the reading order; unused slots of the budget repeat the first.
     """
     valid = None if windows.valid is None else windows.valid.repeat(similarity.shape[0], 1)
-    slots = greedy_facility_location(similarity.flatten(0, 1), valid, budget.slots)
+    factors = None if priority is None else windows.split(priority[..., None]).flatten(0, 1).squeeze(2)
+    slots = greedy_facility_location(similarity.flatten(0, 1), valid, budget.slots, factors)
     return in_reading_order(slots.view(*similarity.shape[:2], budget.slots), windows, budget)
 
 
@@ -42,11 +47,15 @@ def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Te
     return torch.where(dest_slots == windows.slots, dest_slots[..., :1], dest_slots)
 
 
-def greedy_facility_location(similarity: Tensor, valid: Tensor | None, number: int) -> Tensor:
+def greedy_facility_location(
+    similarity: Tensor, valid: Tensor | None, number: int, priority: Tensor | None = None
+) -> Tensor:
     """Return the first `number` slots of every window that a greedy search picks, best first: (G, number) int64.
 
     similarity: (G, S, S) fp32, S_ij = cos(x_i, x_j); valid: (G, S) bool, False in padding slots, None without padding.
-    A window with fewer valid slots repeats one at the end. Ties go to the lowest slot, see `tie_step`. No host sync.
+    priority: (G, S) fp32 in (0, 1], by which gains are multiplied; with p the least of them, the guarantee is
+    1 - e^-p. A window with fewer valid slots repeats one at the end. Ties go to the lowest slot, see `tie_step`. No
+    host sync.
 
     Each round picks argmax_j of the gain sum_i relu(S_ij - m_i), where m_i = max over picked j of S_ij is how well
     token i is represented so far; m starts at -1, the smallest cosine.
@@ -63,6 +72,8 @@ def greedy_facility_location(similarity: Tensor, valid: Tensor | None, number: i
     order = []
     for _ in range(number):
         gain = (similarity - represented[:, :, None]).relu_().sum(1)
+        if priority is not None:
+            gain = gain * priority
         pick = (gain + penalty).argmax(1)
         order.append(pick)
         penalty = penalty.scatter(1, pick[:, None], -1.0)

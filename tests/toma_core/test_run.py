@@ -177,6 +177,22 @@ def test_windows_shift_at_every_other_selection() -> None:
     assert len({still.plan(features(0), GRID, "a", at(selection=s), (None,)).windows.cuts for s in range(4)}) == 1
 
 
+@loop("similarity_from", ["tokens", "prediction"])
+def test_tokens_take_turns_where_what_is_cached_is_propagated(similarity_from: str) -> None:
+    """Of the same tokens others are selected at the next step, the same after a step without a plan."""
+    settings = {"full_step_interval": 4, "similarity_from": similarity_from}
+    cached, plain = run_of(kv_cache=True, **settings), run_of(**settings)
+    pictures = (torch.randn(1, 4, 14, 18),) if similarity_from == "prediction" else ()
+
+    def kept(run: RunState, selection: int) -> set[int]:
+        plan = run.plan(features(0), GRID, "a", at(selection=selection), (None,), pictures=pictures)
+        return set(plan.destinations[0].tolist())
+
+    first, third = kept(cached, 0), kept(cached, 2)
+    assert first == third == kept(plain, 0)
+    assert len(kept(plain, 3) & kept(plain, 2)) > 1.5 * len(kept(cached, 3) & third)
+
+
 def test_the_global_random_state_is_left_alone() -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()

@@ -167,7 +167,8 @@ def _merges(
 ) -> bool:
     """Return whether kernels compute what PyTorch does; called with each of them that the run will need."""
     used = budget.valid if budget.valid is not None else x.new_ones(len(windows.counts), budget.slots, dtype=torch.bool)
-    plan = MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0))
+    priority = torch.ones(features.shape[:2], device=x.device) if propagates else None
+    plan = MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0, priority))
     weights = [plan.merge_weights]
     if weighs:
         # The first slots of each window stand for given destinations.

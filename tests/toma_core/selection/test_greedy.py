@@ -17,7 +17,7 @@ from testbed.selectors import facility_location
 from tests.loop import loop
 from tests.toma_core.selection.reference import best_value, naive_greedy, naive_value
 from toma_core.config import WindowShape
-from toma_core.selection import cosine_similarity, greedy_facility_location, select, tie_step
+from toma_core.selection import RECENT, cosine_similarity, greedy_facility_location, select, tie_step
 from toma_core.windows import make_budget, make_windows
 
 seeds = st.integers(0, 2**31)
@@ -122,6 +122,21 @@ def test_nested_and_distinct(seed: int, slots: int) -> None:
     assert every.sort(1).values.tolist() == [list(range(slots))] * 2
     for dest_slots in (1, slots // 2):
         assert torch.equal(greedy_facility_location(S, None, dest_slots), every[:, :dest_slots])
+
+
+@given(seeds, st.integers(2, 9), st.floats(0.1, 1.0))
+def test_with_priorities_the_bound_follows_the_least(seed: int, slots: int, least: float) -> None:
+    S = cosine_similarity(features(seed, 1, slots, 4))
+    priority = least + (1 - least) * torch.rand(1, slots, generator=torch.Generator().manual_seed(seed))
+    for number in range(1, slots + 1):
+        value = facility_location(S, greedy_facility_location(S, None, number, priority)).item()
+        assert value >= (1 - math.exp(-least)) * best_value(S[0], number) - 1e-4
+
+
+def test_priority_decides_between_twins() -> None:
+    twins = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]]))
+    recent = torch.tensor([[RECENT, 1.0, 1.0, RECENT]])
+    assert greedy_facility_location(twins, None, 2, recent).tolist() == [[1, 2]]
 
 
 @loop("x", [torch.ones(1, 9, 4), torch.zeros(1, 9, 4), -torch.ones(1, 9, 4)], ids=["1", "0", "-1"])

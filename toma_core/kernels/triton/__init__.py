@@ -31,11 +31,12 @@ class TritonKernels:
         self._launches: dict[tuple[Hashable, ...], Launch] = {}
 
     def select_weigh(
-        self, x: Tensor, windows: Windows, budget: Budget, sharpness: float
+        self, x: Tensor, windows: Windows, budget: Budget, sharpness: float, priority: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return destination slots by greedy facility location, merge weights and unmerge weights."""
+        """Return destination slots by greedy facility location, merge weights and unmerge weights. priority: (B, N)
+        fp32, see `selection.select`."""
         slots = torch.empty(len(x), len(windows.counts), budget.slots, device=x.device, dtype=torch.int64)
-        return slots, *weigh(x, slots, windows, budget, sharpness, select=True)
+        return slots, *weigh(x, slots, windows, budget, sharpness, True, priority)
 
     def weigh(
         self, x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget, sharpness: float

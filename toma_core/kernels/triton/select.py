@@ -19,15 +19,15 @@ from .launch import budget_stride, on_device, require, turns, upcast
 # S of larger windows does not fit into registers.
 MAX_SLOTS = 128
 # Not specialised, so that one binary serves all values.
-_ANY_SIZE = ("stride_u", "windows", "slots", "K", "rounds", "steps")
+_ANY_SIZE = ("stride_u", "windows", "slots", "K", "rounds", "steps", "tokens")
 
 
 @triton.jit(do_not_specialize=_ANY_SIZE)
 def _select_kernel(
-    x, source, valid, used, dest_slots, M, back, stride_b, stride_n, stride_c,
-    pitch_s, pitch_k, stride_u, windows, slots, K, C, sharpness, tie, rounds, steps,
-    SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, UPCAST: tl.constexpr,
-    S_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_C: tl.constexpr,
+    x, source, valid, used, priority, dest_slots, M, back, stride_b, stride_n, stride_c,
+    pitch_s, pitch_k, stride_u, windows, slots, K, C, sharpness, tie, rounds, steps, tokens,
+    SELECT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_USED: tl.constexpr, HAS_PRIORITY: tl.constexpr,
+    UPCAST: tl.constexpr, S_PAD: tl.constexpr, K_PAD: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     window = program % windows
@@ -68,12 +68,15 @@ def _select_kernel(
     if SELECT:
         # Padding tokens add nothing to any gain where S is -1. Ties go to the lowest slot.
         open_rows = tl.where(inside[:, None], similarity, -1.0)
+        factor = tl.zeros([S_PAD], dtype=tl.float32) + 1.0
+        if HAS_PRIORITY:
+            factor = tl.load(priority + (program // windows) * tokens + token, mask=inside, other=1.0)
         penalty = tl.where(inside, -tie * slot.to(tl.float32), -float("inf"))
         represented = tl.zeros([S_PAD], dtype=tl.float32) - 1.0
         chosen_rows = tl.zeros([S_PAD], dtype=tl.int32)
         chosen_columns = tl.zeros([S_PAD], dtype=tl.int32)
         for turn in range(0, rounds):
-            gain = tl.sum(tl.maximum(open_rows - represented[:, None], 0.0), axis=0) + penalty
+            gain = tl.sum(tl.maximum(open_rows - represented[:, None], 0.0), axis=0) * factor + penalty
             pick = tl.argmax(gain, axis=0)
             here = (slot == pick) & (turn < count)
             penalty = tl.where(here, -1.0, penalty)
@@ -112,12 +115,19 @@ def _select_kernel(
 
 
 def weigh(
-    x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget, sharpness: float, select: bool
+    x: Tensor,
+    dest_slots: Tensor,
+    windows: Windows,
+    budget: Budget,
+    sharpness: float,
+    select: bool,
+    priority: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return merge weights (B, W, K, S) and unmerge weights (B, W, S, K) in x's dtype, as `merge.weigh` does.
 
     x: (B, N, C) fp16, bf16 or fp32, any strides. dest_slots: (B, W, K) int64, contiguous, ascending and distinct in
     each window; with `select` they are filled with greedy facility-location slots, as `selection.select` does.
+    priority: (B, N) fp32, contiguous, see there.
     """
     (batch, count, K), slots = dest_slots.shape, windows.slots
     if slots > MAX_SLOTS:
@@ -130,9 +140,10 @@ def weigh(
     block_c = 64 if x.element_size() == 2 else DOT_MIN
     S_PAD, channels = padded(slots), x.shape[2]
     pitches = M.stride(2), back.stride(2), budget_stride(budget.valid, 2)
-    search = float(sharpness), tie_step(slots), turns(K), turns(cdiv(channels, block_c))
-    flags = select, windows.valid is not None, budget.valid is not None, upcast(x.dtype), S_PAD, padded(K), block_c
-    tensors = x, windows.source, windows.valid, budget.valid, dest_slots, M, back
+    search = float(sharpness), tie_step(slots), turns(K), turns(cdiv(channels, block_c)), windows.tokens
+    given = (select, *(part is not None for part in (windows.valid, budget.valid, priority)))
+    flags = *given, upcast(x.dtype), S_PAD, padded(K), block_c
+    tensors = x, windows.source, windows.valid, budget.valid, priority, dest_slots, M, back
     rest = *x.stride(), *pitches, count, slots, K, channels, *search, *flags
     with on_device(x):
         _select_kernel[(batch * count,)](*tensors, *rest, num_warps=4 if S_PAD <= 64 else 16, num_stages=3)

@@ -13,7 +13,7 @@ from tests.toma_core.kernels.cases import DEVICE, Case, destinations_of, each
 from tests.toma_core.selection.reference import naive_greedy
 from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, weigh
-from toma_core.selection import cosine_similarity, in_reading_order, select, tie_step
+from toma_core.selection import RECENT, cosine_similarity, in_reading_order, select, tie_step
 from toma_core.windows import Budget, Windows
 
 SCALE = 300.0
@@ -137,6 +137,23 @@ def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
     for other in (x, x * (1 + 1e-7 * noise), x.flip(2)):
         assert torch.equal(kernels.select_weigh(other, windows, budget, SCALE)[0], expected)
     assert torch.equal(kernels.select_weigh(x[:1], windows, budget, SCALE)[0], expected[:1])
+
+
+@each(CASES[0], CASES[2], Case(13, 10, 4, 0.5, 40, FULL, batch=3, adaptive=True))
+def test_priority(case: Case, kernels: Any) -> None:
+    """Tokens that were computed before give way, as in plain PyTorch; equal factors change nothing."""
+    x, (windows, budget) = case.tokens(1), case.layout()
+    before, M, back = kernels.select_weigh(x, windows, budget, SCALE)
+    places = windows.source.expand(len(x), -1, -1).gather(2, before).flatten(1)
+    priority = torch.ones(len(x), windows.tokens, device=DEVICE)
+    for ours, theirs in zip(kernels.select_weigh(x, windows, budget, SCALE, priority), (before, M, back), strict=True):
+        assert torch.equal(ours, theirs)
+    priority.scatter_(1, places, RECENT)
+    dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE, priority)
+    expected = select(cosine_similarity(windows.split(x)), windows, budget, priority)
+    assert (dest_slots == expected).float().mean() > 0.98
+    assert (dest_slots != before).float().mean() > 0.5
+    check_weights(M, back, x, dest_slots, windows, budget)
 
 
 @each(CASES[2], CASES[3], CASES[11])
