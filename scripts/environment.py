@@ -15,7 +15,7 @@ from pathlib import Path
 from scripts.cache import cache_dir, locked
 from scripts.comfyui import ROOT, ComfyUI
 from scripts.console import SetupError, run_stage, say
-from scripts.pip_progress import PipProgress
+from scripts.pip_progress import pip_status
 from scripts.venv import make_venv
 
 # Versions that work together and import on Linux; a newer torch with this torchaudio fails on its CUDA version.
@@ -95,7 +95,7 @@ def build(folder: Path, text: str, temporary: Path) -> None:
         [*install, "--requirement", str(wanted)],
         log=temporary / "pip.log",
         env={**os.environ, "TMPDIR": str(temporary)},
-        status=PipProgress(folder, temporary, DOWNLOAD_GB, INSTALLED_GB),
+        status=pip_status((folder, temporary), DOWNLOAD_GB + INSTALLED_GB),
     ):
         raise SetupError(
             f"The environment could not be made; what pip said is above. Usual reasons: no network; too little disk "

@@ -14,6 +14,7 @@ import pytest
 
 from scripts import cache, comfyui, environment
 from scripts.console import SetupError, run_stage
+from scripts.pip_progress import pip_status
 
 OUTSIDE = ("COMFYUI_PATH", "TOMA_PYTHON", "TOMA_CACHE", "XDG_CACHE_HOME", "MAKEFLAGS", "COMFYUI", "ARGS")
 
@@ -37,14 +38,11 @@ def fake_comfyui(folder: Path, version: str = "9.9.9") -> Path:
     return folder
 
 
-def archive_with_comfyui(folder: Path) -> Path:
-    """Make an archive with the layout of the source distribution and further files."""
-    fake_comfyui(folder / "pkg-1.0" / "vendor" / "ComfyUI")
-    (folder / "pkg-1.0" / "setup.py").touch()
-    archive = folder / "pkg-1.0.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(folder / "pkg-1.0", "pkg-1.0")
-    return archive
+@pytest.fixture
+def nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfyui.ComfyUI:
+    """Return a ComfyUI whose environment needs no package."""
+    monkeypatch.setattr(environment, "requirements", lambda _: "# nothing\n")
+    return comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt")
 
 
 def make(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -55,39 +53,24 @@ def make(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestFind:
-    def test_path_variable_comes_first(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path) -> None:
-        fake_comfyui(empty_home / "comfy" / "ComfyUI")
+    def test_first_match_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path) -> None:
+        """The variable comes before the ComfyUI around the checkout, and that before the workspace of comfy-cli."""
+        workspace = fake_comfyui(empty_home / "comfy" / "ComfyUI")
+        monkeypatch.setattr(comfyui, "ROOT", tmp_path / "custom_nodes" / "ComfyUI-ToMA")
+        assert comfyui.find().path == workspace, "a folder custom_nodes without ComfyUI does not count"
+        around = fake_comfyui(tmp_path / "around")
+        monkeypatch.setattr(comfyui, "ROOT", around / "custom_nodes" / "ComfyUI-ToMA")
+        assert comfyui.find().path == around
         monkeypatch.setenv("COMFYUI_PATH", str(fake_comfyui(tmp_path / "mine", "1.2.3")))
         found = comfyui.find()
         assert (found.path, found.version) == (tmp_path / "mine", "1.2.3")
         assert found.requirements == tmp_path / "mine" / "requirements.txt"
-
-    def test_wrong_path_variable_is_an_error_and_not_ignored(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path
-    ) -> None:
-        fake_comfyui(empty_home / "comfy" / "ComfyUI")
         monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "nowhere"))
         with pytest.raises(SetupError, match=r"nowhere holds no ComfyUI .* Point it at"):
             comfyui.find()
 
-    def test_enclosing_comes_before_the_workspace(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path
-    ) -> None:
-        fake_comfyui(empty_home / "comfy" / "ComfyUI")
-        around = fake_comfyui(tmp_path / "around")
-        monkeypatch.setattr(comfyui, "ROOT", around / "custom_nodes" / "ComfyUI-ToMA")
-        assert comfyui.find().path == around
-        monkeypatch.setattr(comfyui, "ROOT", tmp_path / "elsewhere" / "ComfyUI-ToMA")
-        assert comfyui.find().path == empty_home / "comfy" / "ComfyUI"
-
-    def test_custom_nodes_folder_without_comfyui_is_passed_over(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path
-    ) -> None:
-        monkeypatch.setattr(comfyui, "ROOT", tmp_path / "custom_nodes" / "ComfyUI-ToMA")
-        workspace = fake_comfyui(empty_home / "comfy" / "ComfyUI")
-        assert comfyui.find().path == workspace
-
     def test_release_asked_for_wins_over_what_is_there(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """The suite runs on the newest release, the short set on the others."""
         monkeypatch.setenv("COMFYUI_PATH", str(fake_comfyui(tmp_path / "mine")))
         for release in comfyui.RELEASES:
             fake_comfyui(cache.cache_dir() / f"comfyui-{release}", release)
@@ -95,33 +78,29 @@ class TestFind:
             found = comfyui.find(release)
             assert found.version == release
             assert environment.requirements(found) == environment.requirements(comfyui.find(comfyui.DEFAULT_RELEASE))
-
-    def test_every_release_is_checked(self) -> None:
-        """The suite runs on the newest release, the short set on the others."""
+        with pytest.raises(SetupError, match=r"0\.1 cannot be downloaded, only 0\.30\.0, 0\.26\.0, 0\.20\.1, 0\.16\.3"):
+            comfyui.find("0.1")
         line = next(line for line in (comfyui.ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("for "))
         assert set(re.findall(r"\d+\.\d+\.\d+", line)) == set(comfyui.RELEASES) - {comfyui.DEFAULT_RELEASE}
 
-    def test_unknown_release_lists_the_known_ones(self) -> None:
-        with pytest.raises(SetupError, match=r"0\.1 cannot be downloaded, only 0\.30\.0, 0\.26\.0, 0\.20\.1, 0\.16\.3"):
-            comfyui.find("0.1")
-
     def test_download_is_moved_atomically(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        archive = archive_with_comfyui(tmp_path)
-        fetched = []
+        broken = tmp_path / "empty.tar.gz"
+        tarfile.open(broken, "w:gz").close()
+        monkeypatch.setattr(comfyui, "_fetch", lambda *_: broken)
+        with pytest.raises(SetupError, match="does not hold ComfyUI"):
+            comfyui.find()
+        assert [entry.name for entry in cache.cache_dir().iterdir()] == ["lock"]
+        fake_comfyui(tmp_path / "pkg-1.0" / "vendor" / "ComfyUI")
+        (tmp_path / "pkg-1.0" / "setup.py").touch()
+        archive, fetched = tmp_path / "pkg-1.0.tar.gz", []
+        with tarfile.open(archive, "w:gz") as tar:
+            tar.add(tmp_path / "pkg-1.0", "pkg-1.0")
         monkeypatch.setattr(comfyui, "_fetch", lambda release, _: fetched.append(release) or archive)
         for _ in range(2):
             found = comfyui.find()
             assert comfyui.is_comfyui(found.path)
             assert not (found.path / "setup.py").exists()
         assert fetched == [comfyui.DEFAULT_RELEASE]
-
-    def test_broken_download_leaves_nothing_behind(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        archive = tmp_path / "empty.tar.gz"
-        tarfile.open(archive, "w:gz").close()
-        monkeypatch.setattr(comfyui, "_fetch", lambda *_: archive)
-        with pytest.raises(SetupError, match="does not hold ComfyUI"):
-            comfyui.find()
-        assert [entry.name for entry in cache.cache_dir().iterdir()] == ["lock"]
 
 
 class TestEnvironment:
@@ -139,63 +118,54 @@ class TestEnvironment:
         found.requirements.write_text("numpy\n")
         assert environment.environment_name(environment.requirements(found)) != before
 
-    def test_given_python_is_used_as_it_is(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        found = comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt")
+    def test_given_python_is_used_as_it_is(self, monkeypatch: pytest.MonkeyPatch, nothing: comfyui.ComfyUI) -> None:
         monkeypatch.setenv("TOMA_PYTHON", sys.executable)
-        assert environment.ensure(found) == Path(sys.executable)
+        assert environment.ensure(nothing) == Path(sys.executable)
         assert not cache.cache_dir().exists()
-        monkeypatch.setenv("TOMA_PYTHON", str(tmp_path / "no-python"))
+        monkeypatch.setenv("TOMA_PYTHON", "/no-python")
         with pytest.raises(SetupError, match=r"TOMA_PYTHON=.* is not a program"):
-            environment.ensure(found)
+            environment.ensure(nothing)
 
-    def test_interrupted_set_up_is_done_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_interrupted_set_up_is_done_again(self, nothing: comfyui.ComfyUI) -> None:
         """The environments are real but without packages, so that no network is needed."""
-        monkeypatch.setattr(environment, "requirements", lambda _: "# nothing\n")
-        found = comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt")
-        python = environment.ensure(found)
+        python = environment.ensure(nothing)
         assert subprocess.run([python, "-c", ""], check=False).returncode == 0
         stray = python.parent.parent / "stray"
         stray.touch()
-        assert environment.ensure(found) == python
+        assert environment.ensure(nothing) == python
         assert stray.exists()
         (python.parent.parent / environment.MARKER).unlink()
-        assert environment.ensure(found) == python
+        assert environment.ensure(nothing) == python
         assert not stray.exists()
         assert environment.is_complete(python.parent.parent)
 
-    def test_failed_install_is_not_taken_for_complete(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    def test_failures_say_what_helps_and_leave_nothing_complete(
+        self, monkeypatch: pytest.MonkeyPatch, nothing: comfyui.ComfyUI, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(environment, "requirements", lambda _: f"{tmp_path}/no-such-package\n")
-        found = comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt")
-        with pytest.raises(SetupError, match=r"Usual reasons: no network; too little disk"):
-            environment.ensure(found)
-        assert "no-such-package" in capfd.readouterr().err
-        assert not list(cache.cache_dir().glob(f"env-*/{environment.MARKER}"))
-        assert not list(cache.cache_dir().glob("tmp-*"))
-
-    def test_too_little_disk_is_said_before_anything_is_done(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.setattr(environment, "requirements", lambda _: "# nothing\n")
-        monkeypatch.setattr(environment, "_free_gb", lambda _: 3.0)
-        with pytest.raises(SetupError, match=r"needs 11 GB .* 3\.0 GB free.* set TOMA_CACHE"):
-            environment.ensure(comfyui.ComfyUI(tmp_path, "test", tmp_path / "missing.txt"))
+        with monkeypatch.context() as patch:
+            patch.setattr(environment, "_free_gb", lambda _: 3.0)
+            with pytest.raises(SetupError, match=r"needs 11 GB .* 3\.0 GB free.* set TOMA_CACHE"):
+                environment.ensure(nothing)
         assert not list(cache.cache_dir().glob("env-*"))
-
-    def test_python_without_venv_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(environment, "requirements", lambda _: "/no-such-package\n")
+        with pytest.raises(SetupError, match=r"Usual reasons: no network; too little disk"):
+            environment.ensure(nothing)
+        assert "no-such-package" in capfd.readouterr().err
+        assert not [*cache.cache_dir().glob(f"env-*/{environment.MARKER}"), *cache.cache_dir().glob("tmp-*")]
         monkeypatch.setitem(sys.modules, "ensurepip", None)
         with pytest.raises(SetupError, match="sudo apt install python3-venv"):
-            environment.make_venv(tmp_path / "env")
+            environment.make_venv(cache.cache_dir() / "env")
 
 
 class TestCache:
     def test_follows_the_variables(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path) -> None:
         assert cache.cache_dir() == empty_home / ".cache" / "comfyui-toma"
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-        assert cache.cache_dir() == tmp_path / "xdg" / "comfyui-toma"
-        monkeypatch.setenv("TOMA_CACHE", str(tmp_path / "mine"))
-        assert cache.cache_dir() == tmp_path / "mine"
+        for name in ("XDG_CACHE_HOME", "TOMA_CACHE"):
+            monkeypatch.setenv(name, str(tmp_path / name))
+            assert cache.cache_dir().relative_to(tmp_path / name).as_posix() in (".", "comfyui-toma")
+        (tmp_path / "TOMA_CACHE").touch()
+        with pytest.raises(SetupError, match="set TOMA_CACHE"), cache.locked():
+            pass
 
     def test_second_set_up_waits_for_the_first(self, tmp_path: Path) -> None:
         program = "from scripts.cache import locked\nwith locked(): print('in', flush=True)"
@@ -219,37 +189,41 @@ class TestCache:
         cache.purge()
         assert [entry.name for entry in cache.cache_dir().iterdir()] == ["lock"]
 
-    def test_unwritable_folder_says_which_variable_helps(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("TOMA_CACHE", str(tmp_path / "file" / "cache"))
-        with pytest.raises(SetupError, match="set TOMA_CACHE"), cache.locked():
-            pass
-
 
 def test_stage_shows_that_it_is_alive_and_why_it_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """A terminal has one line that is written again."""
     monkeypatch.setattr("scripts.console.HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr("scripts.console.TERMINAL_SECONDS", 0.1)
     program = "import time; print('halfway', flush=True); time.sleep(1.5); raise SystemExit('no luck')"
     assert not run_stage("A long stage", [sys.executable, "-c", program], log=tmp_path / "log")
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "==> A long stage"
     assert any(line.endswith("halfway") for line in lines[1:-2])
     assert lines[-2:] == ["no luck", "    failed after 2 s"]
-
-
-def test_a_terminal_has_one_line_that_is_written_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("scripts.console.TERMINAL_SECONDS", 0.1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     command = [sys.executable, "-c", "import time; time.sleep(1)"]
     assert run_stage("A stage", command, log=tmp_path / "log", status=lambda lines: "at work")
-    title, line, _ = capsys.readouterr().err.split("\n")
+    title, line, _ = capfd.readouterr().err.split("\n")
     assert title == "==> A stage"
     assert line.count("\r") > 3
     assert "s  at work" in line
     assert line.rpartition("\r")[2].startswith("    done after")
+
+
+def test_pip_shows_what_it_writes_and_no_addresses(tmp_path: Path) -> None:
+    with (tmp_path / "torch.whl").open("wb") as file:
+        file.truncate(200_000_000)
+    log = [
+        "Collecting torch",
+        "  Downloading https://mirror.example/files/torch-2.11.0.whl (530.6 MB)",
+        "WARNING: no",
+        "",
+    ]
+    expected = "0.2 of about 3.3 GB written  Downloading torch-2.11.0.whl (530.6 MB)"
+    assert pip_status((tmp_path / "none", tmp_path), 3.3)(log) == expected
+    assert pip_status((tmp_path,), 0.1)([]) == "0.2 of about 0.2 GB written  ", "never more than all"
 
 
 class TestMake:
@@ -260,13 +234,11 @@ class TestMake:
         phony = next(line for line in (comfyui.ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY"))
         assert listed == set(phony.split()[1:])
 
-    def test_setup_names_what_it_uses(self, tmp_path: Path) -> None:
+    def test_setup_names_what_it_uses_and_errors_are_one_line(self, tmp_path: Path) -> None:
         fake = fake_comfyui(tmp_path / "mine", "1.2.3")
         done = make("setup", COMFYUI_PATH=str(fake), TOMA_PYTHON=sys.executable)
         assert done.returncode == 0, done.stderr
         assert done.stderr.startswith(f"ComfyUI 1.2.3 (COMFYUI_PATH) | Python {sys.version.split()[0]} | torch ")
-
-    def test_error_is_one_line_without_a_traceback(self, tmp_path: Path) -> None:
         done = make("setup", COMFYUI_PATH=str(tmp_path))
         assert done.returncode != 0
         assert done.stderr.startswith("error: COMFYUI_PATH=")
