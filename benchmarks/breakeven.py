@@ -84,7 +84,7 @@ def measure(
     """Measure one row for each side: a chain of blocks that is merged once, and its speed-up over the unmerged
     chain."""
     core = pack_module("toma_core")
-    plans_per_step = 1 / core.Settings("balanced").resolved().selection_interval
+    plans_per_step = 1 / core.UserSettings("balanced").resolved().selection_interval
     blocks = stack(width, depth, dtype, device)
     generator = torch.Generator().manual_seed(1)
     context = torch.randn(batch, 77, 2048, generator=generator).to(device, dtype)

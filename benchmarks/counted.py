@@ -223,7 +223,7 @@ def attending(shape: Shape, ratio: float) -> Cost:
 
 def settings_of(model: str, preset: str) -> Any:
     core = pack_module("toma_core")
-    return core.Settings(preset).resolved(core.ModelKind.UNET if model == "sdxl" else core.ModelKind.TRANSFORMER)
+    return core.UserSettings(preset).resolved(core.ModelKind.UNET if model == "sdxl" else core.ModelKind.TRANSFORMER)
 
 
 def merged_steps(model: str, preset: str, steps: int) -> list[int]:

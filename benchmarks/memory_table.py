@@ -142,7 +142,7 @@ def choose(model: Any, case: Case, gib: int) -> Choice:
     from comfy.sampler_helpers import convert_cond, estimate_memory
     from comfy.samplers import CFGGuider, sampler_object
 
-    run, settings = pack_module("nodes.adapters.patch_model"), pack_module("toma_core").Settings("balanced")
+    run, settings = pack_module("nodes.adapters.patch_model"), pack_module("toma_core").UserSettings("balanced")
     merged = run.apply_toma(model, settings)
     guider, noise = CFGGuider(merged), torch.empty(1, *case.shape.latent, device="meta")
     guider.conds = {name: convert_cond(_conditioning(case.shape)) for name in ("positive", "negative")}

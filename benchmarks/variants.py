@@ -64,7 +64,7 @@ def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
 
     def patch(model: Any) -> Any:
         return pack_module("nodes.adapters.patch_model").apply_toma(
-            model, pack_module("toma_core").Settings(name, settings)
+            model, pack_module("toma_core").UserSettings(name, settings)
         )
 
     return Variant(f"ToMA preset {name}", selected_by(patch, selector) if selector else patch)

@@ -179,7 +179,7 @@ def attach(model: Any, *, selector: str = "", **settings: Any) -> Any:
     """Apply ToMA to a model, by default on every grid and in every block. selector: the rule of `testbed.selectors`
     that selects destinations."""
     core, chosen = pack_module("toma_core"), {**EVERYTHING, **settings}
-    made = core.Settings(PRESET, chosen) if PRESET else core.ToMAConfig(**chosen)
+    made = core.UserSettings(PRESET, chosen) if PRESET else core.ToMAConfig(**chosen)
 
     def patch(model: Any) -> Any:
         return pack_module("nodes.adapters.patch_model").apply_toma(model, made)

@@ -12,9 +12,9 @@ from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 from comfyui_version import __version__ as comfyui
 
-from ..toma_core import Settings
+from ..toma_core import UserSettings
 from ..toma_core.reasons import Message, MessageId
-from ..toma_core.settings import ConfigError
+from ..toma_core.setting_spec import ConfigError
 from . import timing, widgets
 from .adapters.kv_memory import dtype_of
 from .merge_map_image import as_image
@@ -94,7 +94,7 @@ class ToMABenchmark(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, ratio: float, preset: str, sweep: bool, runs: int, **sampled: Any) -> io.NodeOutput:
         with status_of(cls.hidden) as status:
-            settings = Settings(preset, {"ratio": ratio})
+            settings = UserSettings(preset, {"ratio": ratio})
             if settings.off:
                 raise ConfigError(Measured.RATIO_ZERO())
             task = Task.of_inputs(model, **sampled)

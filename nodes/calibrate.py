@@ -20,11 +20,11 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from ..toma_core import Settings, ToMAConfig
+from ..toma_core import ToMAConfig, UserSettings
 from ..toma_core.calibration import UNMERGED, Cell, Option, choose, saved_by
 from ..toma_core.profile import Profile
 from ..toma_core.reasons import Message, MessageId
-from ..toma_core.settings import ConfigError, Refusal, shown
+from ..toma_core.setting_spec import ConfigError, Refusal, shown
 from .adapters.attachment import config_for, last_stats
 from .adapters.blocks import BlockFacts
 from .adapters.patch_model import apply_toma
@@ -163,7 +163,7 @@ def calibrate(
     `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
     """
     plain, (preset, ratio) = apply_toma(model, ToMAConfig(ratio=0.0)), TARGETS[target]
-    settings = Settings(preset, {"ratio": ratio, **overrides})
+    settings = UserSettings(preset, {"ratio": ratio, **overrides})
     config = config_for(settings, model)
     if config.full_step_interval:
         return Calibrated(apply_toma(plain, settings), problem=Found.FULL_STEPS(preset=preset))

@@ -18,7 +18,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ..toma_core import Settings, ToMAConfig
+from ..toma_core import ToMAConfig, UserSettings
 from ..toma_core.reasons import Message
 from .adapters.attachment import last_stats
 from .adapters.patch_model import apply_toma
@@ -52,7 +52,7 @@ class Timing:
 
 def measure(
     model: ModelPatcher,
-    settings: Settings,
+    settings: UserSettings,
     ratios: Sequence[float],
     task: Task,
     runs: int,

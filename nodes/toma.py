@@ -9,11 +9,11 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..toma_core import Settings, ToMAConfig
+from ..toma_core import ToMAConfig, UserSettings
 from ..toma_core.profile import fitted, parsed
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.schedule import RatioSchedule
-from ..toma_core.settings import ConfigError
+from ..toma_core.setting_spec import ConfigError
 from . import validate_inputs, widgets
 from .adapters.patch_model import apply_toma, config_for
 from .adapters.registry import blocks_of, fingerprint
@@ -44,7 +44,7 @@ def complaint(**values: Any) -> bool | str:
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
     """Return the patched model. Its runs are shown on the node; a node that is off has none, and shows that at once."""
     with status_of(hidden) as status:
-        settings, model = Settings(preset, overrides), validate_inputs.model(model)
+        settings, model = UserSettings(preset, overrides), validate_inputs.model(model)
         settings, ratio_schedule, notes = _profiled(model, settings, profile)
         if settings.off:
             notes = (Note.OFF_STEPS() if settings.resolved().ratio else Note.OFF_RATIO(),)
@@ -53,7 +53,7 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
     return io.NodeOutput(patched, ui=said(notes) if notes else None)
 
 
-def _profiled(model: Any, settings: Settings, text: Any) -> tuple[Settings, RatioSchedule, tuple[Message, ...]]:
+def _profiled(model: Any, settings: UserSettings, text: Any) -> tuple[UserSettings, RatioSchedule, tuple[Message, ...]]:
     """Return the settings and ratios of a profile's text, and what the node shows; the given settings without a profile
     that fits the model. Settings of the profile override the preset's, settings made by hand override those; its ratios
     replace the one that is set. Raises `UnsupportedModelError`."""
@@ -63,13 +63,13 @@ def _profiled(model: Any, settings: Settings, text: Any) -> tuple[Settings, Rati
         profile = parsed(text)
         ratio_schedule = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
         by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
-        return Settings(settings.preset, {**vars(profile.config), **by_hand}), ratio_schedule, (Note.BY_PROFILE(),)
+        return UserSettings(settings.preset, {**vars(profile.config), **by_hand}), ratio_schedule, (Note.BY_PROFILE(),)
     except ConfigError as error:
         logging.warning("%s", error)
         return settings, (), (error.message,)
 
 
-def _left_to_preset(model: Any, settings: Settings) -> dict[str, Any]:
+def _left_to_preset(model: Any, settings: UserSettings) -> dict[str, Any]:
     """Return the name of the preset, and the values of the settings that are not set, by name."""
     values = {name: v.value if isinstance(v, Enum) else v for name, v in vars(config_for(settings, model)).items()}
     return {"preset": settings.preset, **{name: values[name] for name in values.keys() - settings.overrides.keys()}}

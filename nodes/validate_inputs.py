@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..toma_core.reasons import MessageId
-from ..toma_core.settings import ConfigError, shown
+from ..toma_core.setting_spec import ConfigError, shown
 from .adapters.streams import first_of_nested
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..toma_core.config import ToMAConfig, setting_spec
-from ..toma_core.presets import PRESETS, ModelKind, Settings
+from ..toma_core.presets import PRESETS, ModelKind
 from ..toma_core.reasons import label
+from ..toma_core.user_settings import UserSettings
 
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
@@ -91,7 +92,7 @@ def _values(preset: str, name: str) -> list[Any]:
     """Return the values that a field has by a preset, of UNets and of transformers: the page shows them before a run
     says which of the two it is."""
     kinds = ModelKind.UNET, ModelKind.TRANSFORMER
-    values = [getattr(Settings(preset).resolved(kind), name) for kind in kinds]
+    values = [getattr(UserSettings(preset).resolved(kind), name) for kind in kinds]
     return list(dict.fromkeys(value.value if isinstance(value, Enum) else value for value in values))
 
 

@@ -135,15 +135,15 @@ def test_presets_on_pages_exist() -> None:
 
 def test_the_table_of_settings_is_the_codes() -> None:
     config, reasons = pack_module("toma_core.config"), pack_module("toma_core.reasons")
-    presets = pack_module("toma_core.presets")
-    kinds = presets.ModelKind.UNET, presets.ModelKind.TRANSFORMER
+    core = pack_module("toma_core")
+    kinds = core.ModelKind.UNET, core.ModelKind.TRANSFORMER
     rows = []
     for item in fields(config.ToMAConfig):
         if config.setting_spec(item.name).internal:
             continue
         row = [reasons.label(item.name)]
         for kind in kinds:
-            values = [getattr(presets.Settings(name).resolved(kind), item.name) for name in presets.PRESETS]
+            values = [getattr(core.UserSettings(name).resolved(kind), item.name) for name in core.PRESETS]
             shown = [_shown(value) for value in values]
             row.append(shown[0] if len(set(shown)) == 1 else ", ".join(shown))
         rows.append(row)

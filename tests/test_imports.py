@@ -38,8 +38,8 @@ class Room:
 
 # The first room whose path fits a file is its room.
 ROOMS = (
-    Room("toma_core/settings.py", ("toma_core/reasons",), frozenset()),
-    Room("toma_core/config.py", ("toma_core/settings", "toma_core/reasons"), frozenset()),
+    Room("toma_core/setting_spec.py", ("toma_core/reasons",), frozenset()),
+    Room("toma_core/config.py", ("toma_core/setting_spec", "toma_core/reasons"), frozenset()),
     Room("toma_core/kernels/triton", ("toma_core",), frozenset({"torch", "triton"})),
     Room("toma_core", ("toma_core",), frozenset({"torch"}), frozenset({"triton"})),
     Room("nodes/adapters", ("nodes/adapters", "toma_core"), None),

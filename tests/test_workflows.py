@@ -260,7 +260,7 @@ def test_thumbnail_has_the_steps_and_says_more_than_the_name(path: Path) -> None
 
 def test_thumbnails_know_the_preset(pack: Any) -> None:
     core = pack_module("toma_core")
-    assert core.Settings("balanced").resolved(core.ModelKind.TRANSFORMER).full_step_interval == FULL_STEP_INTERVAL
+    assert core.UserSettings("balanced").resolved(core.ModelKind.TRANSFORMER).full_step_interval == FULL_STEP_INTERVAL
 
 
 @every_example

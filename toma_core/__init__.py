@@ -1,7 +1,7 @@
 """ToMA, Token Merge with Attention (ICML 2025, arXiv 2509.10918), in PyTorch, and in Triton where there is a fast GPU.
 
-`reduce` and `restore` (pipeline) are the front door; `Settings` (presets) are a user's choice, `ToMAConfig` (config) is
-the result for one model, and `RunState` (run) is the state of one sampling run.
+`reduce` and `restore` (pipeline) are the front door. `UserSettings` (user_settings) are a user's choice, `ToMAConfig`
+(config) is the result for one model, and `RunState` (run) is the state of one sampling run.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from .config import ToMAConfig
 from .decision import Facts, decide
 from .merge import MergePlan, merge, unmerge
 from .pipeline import Evaluation, reduce, restore
-from .presets import PRESETS, ModelKind, Settings
+from .presets import PRESETS, ModelKind
 from .run import RunState
 from .schedule import Schedule, StepMode, StepPlan
-from .settings import ConfigError
+from .setting_spec import ConfigError
+from .user_settings import UserSettings
 
 __all__ = [
     "PRESETS",
@@ -24,10 +25,10 @@ __all__ = [
     "ModelKind",
     "RunState",
     "Schedule",
-    "Settings",
     "StepMode",
     "StepPlan",
     "ToMAConfig",
+    "UserSettings",
     "decide",
     "merge",
     "reduce",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, NamedTuple
 
-from .settings import ConfigError, Refusal, SettingSpec, checked, option
+from .setting_spec import ConfigError, Refusal, SettingSpec, checked, option
 
 
 class Granularity(str, Enum):

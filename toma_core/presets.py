@@ -1,15 +1,12 @@
-"""The presets in one table, and the settings of a user: a preset and fields that override it."""
+"""The presets in one table, by kind of model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import Any
 
-from .config import Granularity, SimilarityFrom, ToMAConfig
-from .settings import ConfigError, Refusal, shown
+from .config import Granularity, SimilarityFrom
 
 # Preset -> fields.
 Fields = Mapping[str, Mapping[str, Any]]
@@ -58,34 +55,3 @@ PRESETS: Mapping[str, Mapping[ModelKind, Mapping[str, Any]]] = {
         ModelKind.WITHOUT_KV_CACHE: {**_PAPER, "skip_first_blocks": 0.1},
     },
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A preset and the fields that override it. Raises `ConfigError` for an unknown preset or value."""
-
-    preset: str
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.preset, str) or self.preset not in PRESETS:
-            given, choices = shown(self.preset), tuple(PRESETS)
-            raise ConfigError(Refusal.NOT_A_CHOICE(setting="preset", value=given, choices=choices))
-        object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides)))
-        self.resolved()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only mapping can be neither copied nor pickled, and other nodes copy the options that settings ride in.
-        return Settings, (self.preset, dict(self.overrides))
-
-    @property
-    def off(self) -> bool:
-        """Whether nothing is merged whatever the model and the step."""
-        return self.resolved().off
-
-    def resolved(
-        self, kind: ModelKind = ModelKind.UNET, own: Fields = MappingProxyType({}), kv_cache: bool = True
-    ) -> ToMAConfig:
-        """Return the config for a kind of model. own: fields of its family. kv_cache: False if it cannot have one."""
-        overrides = self.overrides if kv_cache else {**self.overrides, "kv_cache": False}
-        return ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **overrides})

@@ -16,7 +16,7 @@ from typing import Any
 from .config import ToMAConfig, check, setting_spec
 from .reasons import Message
 from .schedule import RatioSchedule
-from .settings import ConfigError, Refusal, shown
+from .setting_spec import ConfigError, Refusal, shown
 
 SCHEMA = 1
 _MAX_TEXT = 10_000  # characters of a profile that is read; those that are written have a fifth of it

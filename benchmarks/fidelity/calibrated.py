@@ -68,7 +68,7 @@ def _measured(steps: int, targets: list[str], args: argparse.Namespace) -> dict[
 
     calibrating = pack_module("nodes.calibrate")
     attach = pack_module("nodes.adapters.patch_model").apply_toma
-    settings = pack_module("toma_core").Settings
+    settings = pack_module("toma_core").UserSettings
     model, options = load(KIND, args.weights / f"{KIND}.safetensors", "fp32"), defaults(KIND, steps)
     size, overrides = options["size"], {"min_tokens": FEWEST}
     chosen = [SCENES["choose"] + i for i in range(args.measured)]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from comfy.model_patcher import ModelPatcher
 
-from ...toma_core import Settings, ToMAConfig
+from ...toma_core import ToMAConfig, UserSettings
 from ...toma_core.config import KVCache, check
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
@@ -32,7 +32,7 @@ class Watcher(Protocol):
 class Attachment:
     """What a patched model carries."""
 
-    settings: Settings | ToMAConfig  # as given; each run resolves them once, see `config_for`
+    settings: UserSettings | ToMAConfig  # as given; each run resolves them once, see `config_for`
     report_id: str  # of its runs in the report
     watcher: Watcher | None = None
     ratio_schedule: RatioSchedule = ()  # of a profile
@@ -43,9 +43,9 @@ def attachment_of(model: ModelPatcher) -> Attachment | None:
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 
-def config_for(settings: Settings | ToMAConfig, model: ModelPatcher, kv_cache: bool = True) -> ToMAConfig:
+def config_for(settings: UserSettings | ToMAConfig, model: ModelPatcher, kv_cache: bool = True) -> ToMAConfig:
     """Return the config of a model's run. kv_cache: whether the run can have a KV cache."""
-    if not isinstance(settings, Settings):
+    if not isinstance(settings, UserSettings):
         return settings if kv_cache else replace(settings, kv_cache=KVCache.OFF)
     hooks = registry.find(model.get_model_object("diffusion_model"))
     kv_cache = kv_cache and bool(check("kv_cache", settings.overrides.get("kv_cache", True)))

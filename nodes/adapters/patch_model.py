@@ -23,7 +23,7 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
-from ...toma_core import Settings, StepMode, ToMAConfig
+from ...toma_core import StepMode, ToMAConfig, UserSettings
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from . import registry, streams
@@ -58,7 +58,7 @@ _KEY = "toma"
 
 def apply_toma(
     model: ModelPatcher,
-    settings: Settings | ToMAConfig,
+    settings: UserSettings | ToMAConfig,
     watcher: Watcher | None = None,
     ratio_schedule: RatioSchedule = (),
 ) -> ModelPatcher:

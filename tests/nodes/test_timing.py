@@ -13,7 +13,7 @@ from testbed import models
 
 timing = pack_module("nodes.timing")
 run = pack_module("nodes.adapters.patch_model")
-SETTINGS = pack_module("toma_core").Settings("balanced", {"min_tokens": 16, "skip_last_blocks": 0})
+SETTINGS = pack_module("toma_core").UserSettings("balanced", {"min_tokens": 16, "skip_last_blocks": 0})
 Timing = timing.Timing
 
 

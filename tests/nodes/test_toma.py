@@ -43,13 +43,13 @@ def config_of(model: Any) -> Any:
 def test_preset_is_as_the_model_has_it(request: pytest.FixtureRequest, kind: str, preset: str) -> None:
     # Settings in blocks of Flux.1 do not apply to a smaller model.
     model = request.getfixturevalue(kind) if kind == "unet" else models.flux(double=19, single=38)
-    expected = core.Settings(preset, {"ratio": 0.4}).resolved(*OWN[kind])
+    expected = core.UserSettings(preset, {"ratio": 0.4}).resolved(*OWN[kind])
     assert made_by(nodes.ToMA, model, ratio=0.4, preset=preset) == expected
     assert made_by(nodes.ToMAAdvanced, model, ratio=0.4, preset=preset) == expected
 
 
 def test_presets_skip_the_measured_blocks() -> None:
-    balanced = {kind: core.Settings("balanced").resolved(*own) for kind, own in OWN.items()}
+    balanced = {kind: core.UserSettings("balanced").resolved(*own) for kind, own in OWN.items()}
     fields = ("skip_first_blocks", "skip_last_blocks", "full_step_interval")
     assert [getattr(balanced["unet"], name) for name in fields] == [0, 3, 0]
     assert [getattr(balanced["flux"], name) for name in fields] == [0, 0, 4]

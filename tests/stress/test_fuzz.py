@@ -226,7 +226,7 @@ def test_any_preset_is_taken_or_refused_in_words(preset: Any) -> None:
     if isinstance(preset, str) and preset in core.PRESETS:
         return
     with pytest.raises(config.ConfigError) as refused:
-        core.Settings(preset)
+        core.UserSettings(preset)
     assert_readable(str(refused.value))
 
 

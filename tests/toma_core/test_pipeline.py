@@ -189,7 +189,7 @@ else:
     raise SystemExit("ComfyUI is not blocked")
 from toma_core import {", ".join(toma_core.__all__)}
 import torch
-run = RunState(Schedule(Settings("balanced", dict(min_tokens=4)).resolved()))
+run = RunState(Schedule(UserSettings("balanced", dict(min_tokens=4)).resolved()))
 x = torch.ones(1, 35, 4)
 plan = Evaluation(run, run.schedule.decide(1.0)).plan(x, (5, 7), "a")
 reduced = reduce(x, plan)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.loop import loop
 from toma_core.config import ToMAConfig
-from toma_core.presets import Settings
 from toma_core.profile import Profile, entry_of, fitted, parsed
-from toma_core.settings import ConfigError
+from toma_core.setting_spec import ConfigError
+from toma_core.user_settings import UserSettings
 
 FLUX = "flux with blocks double 4, single 8 of width 3072, noise CONST up to 1"
 NAMES = [*(f"double.{n}" for n in range(4)), *(f"single.{n}" for n in range(8))]
@@ -41,7 +41,7 @@ def test_comes_back_as_it_was() -> None:
 
 def test_says_what_every_field_is_so_that_no_preset_adds_to_it() -> None:
     over = vars(parsed(profile().text()).config)
-    assert Settings("quality", over).resolved(own={"quality": {"skip_last_blocks": 2}}) == CONFIG
+    assert UserSettings("quality", over).resolved(own={"quality": {"skip_last_blocks": 2}}) == CONFIG
 
 
 def test_blocks_by_sigma() -> None:
@@ -57,7 +57,7 @@ def test_the_largest_there_is_stays_small() -> None:
     kinds = ", ".join(f"{home} 10" for home in homes)
     model = f"unet with blocks {kinds} of width 320, 640, 1280, noise V_PREDICTION up to 15"
     ratios = {f"{home}.0 - {home}.9": (0.75, 0.25, 0.5) for home in homes}
-    config = Settings("balanced", {"skip_last_blocks": 3}).resolved()
+    config = UserSettings("balanced", {"skip_last_blocks": 3}).resolved()
     made = profile(model=model, ratios=ratios, config=config, above=(9.1234567, 1.234567, 0.0))
     assert len(made.text().encode()) <= 2000
     assert parsed(made.text()).above == (9.1235, 1.2346, 0.0)

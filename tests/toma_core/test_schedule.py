@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tests.loop import loop
 from toma_core.config import Granularity, ToMAConfig
-from toma_core.presets import Settings
 from toma_core.reasons import Reason
 from toma_core.schedule import Schedule, StepMode, StepPlan
+from toma_core.user_settings import UserSettings
 
 # Four steps of an SDXL-like schedule; samplers also have the final 0.
 SIGMAS = (14.6, 5.0, 2.0, 0.5)
@@ -173,7 +173,7 @@ def test_full_steps_need_a_schedule() -> None:
 def test_the_residual_cache_needs_full_steps_and_few_tensors() -> None:
     assert ToMAConfig(full_step_interval=2).uses_cache
     assert not ToMAConfig().uses_cache
-    assert not Settings("paper", {"full_step_interval": 2}).resolved().uses_cache
+    assert not UserSettings("paper", {"full_step_interval": 2}).resolved().uses_cache
 
 
 def test_generations_count_from_the_first_merged_step() -> None:

@@ -94,7 +94,7 @@ PRESET: dict[str, Any] = {"min_tokens": 4}
 
 
 def preset(name: str, **settings: Any) -> Any:
-    return pack_module("toma_core").Settings(name, {**PRESET, **settings})
+    return pack_module("toma_core").UserSettings(name, {**PRESET, **settings})
 
 
 def several_calls(model: Any) -> Any:

@@ -35,7 +35,7 @@ class Trained:
 
         self.steps, self.size, self.cfg, self.guidance = KINDS[kind]
         self.model = load(kind)
-        toma = pack_module("toma_core").Settings("balanced", {"min_tokens": 4, "ratio": 0.5})
+        toma = pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4, "ratio": 0.5})
         self.merged = pack_module("nodes.adapters.patch_model").apply_toma(self.model, toma)
 
     def prompt(self, seed: int, **options: Any) -> list[Any]:

@@ -47,7 +47,7 @@ def test_auto_receives_the_blocks_that_are_merged_together(
 
 def run_of(model: Any, steps: int = 4, **settings: Any) -> Any:
     config = {"ratio": 0.5, "min_tokens": 16, "skip_last_blocks": 0, **settings}
-    patched = patch_model.apply_toma(model, pack_module("toma_core").Settings("balanced", config))
+    patched = patch_model.apply_toma(model, pack_module("toma_core").UserSettings("balanced", config))
     models.sample(patched, 32, 32, steps=steps)
     return pack_module("nodes.adapters.attachment").last_stats(patched)
 

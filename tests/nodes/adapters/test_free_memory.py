@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 @pytest.fixture
 def preset(pack: Any) -> Callable[..., Any]:
     """preset(model, name, **settings): apply ToMA, also to small grids and with few skipped blocks."""
-    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.patch_model").apply_toma
+    settings_of, attach = pack_module("toma_core").UserSettings, pack_module("nodes.adapters.patch_model").apply_toma
     return lambda model, name, **settings: attach(model, settings_of(name, {**SMALL, **settings}))
 
 

@@ -115,7 +115,7 @@ def sampled(model: Any, family: str, run: str, steps: int, seed: int) -> Tensor:
 def settings_of(family: str, setting: str) -> Any:
     """Return the preset of this name, or the case's own settings."""
     if setting in core.PRESETS:
-        return core.Settings(setting, SMALL)
+        return core.UserSettings(setting, SMALL)
     return core.ToMAConfig(**PLAIN[setting], **FIRST.get(family, {}), **SMALL)
 
 

@@ -286,7 +286,9 @@ settings_of = loop("preset", ["", "balanced"])
 def with_preset(model: Any, preset: str, attach: Any) -> Any:
     """Attach a preset, as the nodes do, or plain settings."""
     return (
-        run.apply_toma(model, pack_module("toma_core").Settings(preset, {"min_tokens": 4})) if preset else attach(model)
+        run.apply_toma(model, pack_module("toma_core").UserSettings(preset, {"min_tokens": 4}))
+        if preset
+        else attach(model)
     )
 
 

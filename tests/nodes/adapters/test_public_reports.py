@@ -44,7 +44,7 @@ class Lab:
 
     @staticmethod
     def patched(model: Any, **settings: Any) -> Any:
-        toma = pack_module("toma_core").Settings("balanced", {"min_tokens": 4, **settings})
+        toma = pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4, **settings})
         return pack_module("nodes.adapters.patch_model").apply_toma(model, toma)
 
     def drawn(self, model: Any = None, height: int = HEIGHT, width: int = WIDTH, **options: Any) -> Tensor:

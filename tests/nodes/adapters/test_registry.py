@@ -71,7 +71,7 @@ def test_a_model_that_another_pack_runs_is_refused_with_what_to_do(folder: str, 
 def test_a_run_of_too_few_steps_says_so(steps: int, pack: Any, stats_of: Any) -> None:
     model = models.flux()
     merged = pack_module("nodes.adapters.patch_model").apply_toma(
-        model, pack_module("toma_core").Settings("balanced", {"min_tokens": 4})
+        model, pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4})
     )
     outs = [models.sample(each, 18, 26, steps=steps) for each in (merged, model)]
     assert torch.equal(*outs)

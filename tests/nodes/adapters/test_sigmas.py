@@ -119,7 +119,7 @@ def test_nothing_is_read_inside_the_steps(
 
     New noise is read once a step, where a KV cache depends on it and the sampler waits for the device itself.
     """
-    settings = pack_module("toma_core").Settings(preset, {"min_tokens": 4})
+    settings = pack_module("toma_core").UserSettings(preset, {"min_tokens": 4})
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
     models.sample(merged, SIDE, SIDE, steps=4)  # layouts are made once in a process, on the host
     for name in {sampler, "euler", "heun"}:

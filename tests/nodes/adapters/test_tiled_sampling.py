@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 @pytest.fixture
 def preset(pack: Any) -> Callable[[Any, str], Any]:
     """preset(model, name): apply ToMA, also to small grids and with few skipped blocks."""
-    settings_of, attach = pack_module("toma_core").Settings, pack_module("nodes.adapters.patch_model").apply_toma
+    settings_of, attach = pack_module("toma_core").UserSettings, pack_module("nodes.adapters.patch_model").apply_toma
     # Sharper weights amplify rounding: tokens of models with random weights are this similar.
     small = {"min_tokens": 4, "skip_first_blocks": 1, "sharpness": 300.0}
     return lambda model, name: attach(model, settings_of(name, small))

@@ -50,7 +50,7 @@ def trained(model: Any, checkpointing: bool) -> tuple[dict[str, torch.Tensor], l
 
 @loop(("kind", "checkpointing", "preset"), CASES)
 def test_training_is_as_without(model: Any, pack: Any, stats_of: Any, preset: str, checkpointing: bool) -> None:
-    settings = pack_module("toma_core").Settings(preset, {"min_tokens": 4})
+    settings = pack_module("toma_core").UserSettings(preset, {"min_tokens": 4})
     patched = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
     lora, losses = trained(patched, checkpointing)
     expected, expected_losses = trained(model, checkpointing)

@@ -14,7 +14,7 @@ from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 def test_presets_merge_a_video_of_a_picture(model_of: Any, stats_of: Any) -> None:
     """The first frame is fixed and has its own sigma; merged blocks attend to all tokens."""
     model = model_of("cosmos")
-    settings = pack_module("toma_core").Settings("balanced", {"min_tokens": 4})
+    settings = pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4})
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
     mask = torch.ones(1, 1, 5, HEIGHT, WIDTH)
     mask[:, :, 0] = 0

@@ -182,7 +182,7 @@ def test_presets_where_two_models_take_two_steps_each(
 ) -> None:
     attach, settings = (
         pack_module("nodes.adapters.patch_model").apply_toma,
-        pack_module("toma_core").Settings(name, {"min_tokens": 4}),
+        pack_module("toma_core").UserSettings(name, {"min_tokens": 4}),
     )
     merged = attach(wan, settings), attach(models.wan(seed=1), settings)
     assert in_two(*merged, frames=frames).isfinite().all()
@@ -193,7 +193,7 @@ def test_presets_where_two_models_take_two_steps_each(
 @loop(("name", "steps"), [("balanced", [1, 2, 3, 4, 5]), ("quality", [1, 2, 3])])
 def test_presets_where_a_run_begins_flat(name: str, steps: list[int], wan: Any, stats_of: Any) -> None:
     """With the sigmas of LTX's first stage, caches of the first step last until sigma falls."""
-    settings = pack_module("toma_core").Settings(name, {"min_tokens": 4})
+    settings = pack_module("toma_core").UserSettings(name, {"min_tokens": 4})
     merged = pack_module("nodes.adapters.patch_model").apply_toma(wan, settings)
     sigmas = torch.tensor([1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0])
     for sampler in ("euler", "res_multistep"):
@@ -228,7 +228,7 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
     window_options = ("standard_static", 1, False, "pyramid", False)
     windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *window_options).result[0]
     merged, asked = (
-        run.apply_toma(windowed, pack_module("toma_core").Settings("balanced", {"min_tokens": 4})),
+        run.apply_toma(windowed, pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4})),
         list[int](),
     )
     reserved = run.reserved

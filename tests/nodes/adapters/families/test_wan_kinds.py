@@ -160,7 +160,7 @@ def test_references_are_frames_and_poses_follow(
     assert (plan.tokens, call.args[0].shape[1]) == (3 * FRAME, before + 3 * FRAME + 3 * 5 * 7)
     layout = replace(LAYOUT, before=before)
     torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
-    shared = pack_module("toma_core").Settings("balanced", {"min_tokens": 4})
+    shared = pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4})
     preset = pack_module("nodes.adapters.patch_model").apply_toma(model, shared)
     assert models.sample(preset, HEIGHT, WIDTH, frames=3, steps=4, cfg=3.0, **conds).isfinite().all()
     assert (stats_of(preset).unmerged, stats_of(preset).without_kv_cache) == ({}, None)

@@ -16,7 +16,7 @@ import torch
 import toma_core.kernels.dispatch as trial
 from testbed import offline
 from tests.toma_core.plans import plan_for
-from toma_core import Evaluation, Facts, RunState, Schedule, Settings, decide, reduce, restore
+from toma_core import Evaluation, Facts, RunState, Schedule, UserSettings, decide, reduce, restore
 from toma_core.kernels.triton import change, product, select
 from toma_core.latent_regression import LatentChange, Rotation
 from toma_core.propagation import Cached
@@ -32,7 +32,7 @@ def binaries():
     return sum(len(caches[0]) for kernel in KERNELS for caches in kernel.device_caches.values())
 
 def run(preset, grids, steps=12, **settings):
-    config = Settings(preset, settings).resolved()
+    config = UserSettings(preset, settings).resolved()
     schedule = Schedule(config, tuple(float(steps - step) for step in range(steps)))
     state, counts, propagated = RunState(schedule), [], False
     for sigma in schedule.sigmas:

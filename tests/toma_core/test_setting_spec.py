@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from toma_core.settings import ConfigError, SettingSpec, checked, option, shown
+from toma_core.setting_spec import ConfigError, SettingSpec, checked, option, shown
 
 
 def test_an_option_is_a_dataclass_field_with_its_spec() -> None:

@@ -1,0 +1,66 @@
+"""A preset with overrides: the resulting config for a model, and refused values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+from tests.loop import loop
+from toma_core.config import Granularity
+from toma_core.setting_spec import ConfigError
+from toma_core.user_settings import UserSettings
+
+OWN = {"balanced": {"skip_first_blocks": 0.15, "full_step_interval": 3}, "quality": {"granularity": "block"}}
+
+
+@loop("preset", ["", "Balanced", "none", None, 3, ["quality"]])
+def test_unknown_presets_are_refused(preset: Any) -> None:
+    with pytest.raises(ConfigError, match=r"preset is .* Allowed: balanced, quality, paper\. Choose"):
+        UserSettings(preset)
+
+
+def test_what_is_set_wins_over_the_model_and_that_over_the_preset() -> None:
+    config = UserSettings("balanced", {"ratio": 0.3, "full_step_interval": 7}).resolved(own=OWN)
+    assert (config.ratio, config.full_step_interval, config.skip_first_blocks) == (0.3, 7, 0.15)
+    assert (config.selection_interval, config.uses_cache) == (3, True)
+    assert UserSettings("quality").resolved(own=OWN).granularity is Granularity.BLOCK
+    assert UserSettings("quality").resolved().granularity is Granularity.STACK
+    assert UserSettings("paper").resolved(own=OWN) == UserSettings("paper").resolved()
+
+
+def test_values_are_refused_before_there_is_a_model() -> None:
+    with pytest.raises(ConfigError, match=r"window size is 0\."):
+        UserSettings("quality", {"window_size": 0})
+    with pytest.raises(ConfigError, match=r"Start percent \(0\.9\) is larger than end percent \(0\.8\)"):
+        UserSettings("quality", {"start_percent": 0.9, "end_percent": 0.8})
+    with pytest.raises(ConfigError, match="every step would be a full step"):
+        UserSettings("balanced", {"full_step_interval": 1})
+    with pytest.raises(TypeError, match="no_such_field"):
+        UserSettings("quality", {"no_such_field": 1})
+
+
+def test_off_is_known_before_there_is_a_model() -> None:
+    assert UserSettings("balanced", {"ratio": 0}).off
+    assert UserSettings("quality", {"start_percent": 0.4, "end_percent": 0.4}).off
+    assert not UserSettings("paper").off
+
+
+def test_frozen() -> None:
+    chosen = {"ratio": 0.25}
+    settings = UserSettings("balanced", chosen)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.preset = "quality"  # type: ignore[misc]
+    chosen["ratio"] = 0.75
+    assert settings == UserSettings("balanced", {"ratio": 0.25}) != UserSettings("balanced")
+
+
+@loop("copied", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])  # noqa: S301 - our own
+def test_settings_can_be_copied(copied: Any) -> None:
+    settings = UserSettings("quality", {"ratio": 0.3})
+    assert copied(settings) == settings
+    with pytest.raises(TypeError, match="not support item assignment"):
+        copied(settings).overrides["ratio"] = 0.4

@@ -1,0 +1,43 @@
+"""The settings of a user: a preset and fields that override it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from .config import ToMAConfig
+from .presets import PRESETS, Fields, ModelKind
+from .setting_spec import ConfigError, Refusal, shown
+
+
+@dataclass(frozen=True)
+class UserSettings:
+    """A preset and the fields that override it. Raises `ConfigError` for an unknown preset or value."""
+
+    preset: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.preset, str) or self.preset not in PRESETS:
+            given, choices = shown(self.preset), tuple(PRESETS)
+            raise ConfigError(Refusal.NOT_A_CHOICE(setting="preset", value=given, choices=choices))
+        object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides)))
+        self.resolved()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only mapping can be neither copied nor pickled, and other nodes copy the options that settings ride in.
+        return UserSettings, (self.preset, dict(self.overrides))
+
+    @property
+    def off(self) -> bool:
+        """Whether nothing is merged whatever the model and the step."""
+        return self.resolved().off
+
+    def resolved(
+        self, kind: ModelKind = ModelKind.UNET, own: Fields = MappingProxyType({}), kv_cache: bool = True
+    ) -> ToMAConfig:
+        """Return the config for a kind of model. own: fields of its family. kv_cache: False if it cannot have one."""
+        overrides = self.overrides if kv_cache else {**self.overrides, "kv_cache": False}
+        return ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **overrides})
