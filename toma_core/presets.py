@@ -22,7 +22,9 @@ class ModelKind(Enum):
 
 # Plans from the predicted picture, with more destinations where it is richer, have a smaller error for the same work.
 _PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
-# With a KV cache no block is skipped, every step selects again, and smaller windows have a smaller error.
+# With a KV cache no block is skipped, every step selects again, and smaller windows have a smaller error, as long as
+# they keep enough destinations: above this ratio they have the side `WIDE`.
+WIDE_ABOVE, WIDE = 0.6, 8
 _KV_CACHE: Mapping[str, Any] = {
     **_PREDICTED,
     "kv_cache": True,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from .config import ToMAConfig
-from .presets import PRESETS, Fields, ModelKind
+from .presets import PRESETS, WIDE, WIDE_ABOVE, Fields, ModelKind
 from .setting_spec import ConfigError, Refusal, shown
 
 
@@ -40,4 +40,6 @@ class UserSettings:
     ) -> ToMAConfig:
         """Return the config for a kind of model. own: fields of its family. kv_cache: False if it cannot have one."""
         overrides = self.overrides if kv_cache else {**self.overrides, "kv_cache": False}
-        return ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **overrides})
+        config = ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **overrides})
+        wide = config.kv_cache and config.ratio > WIDE_ABOVE and "window_size" not in overrides
+        return replace(config, window_size=WIDE) if wide else config

@@ -11,6 +11,7 @@ import pytest
 
 from tests.loop import loop
 from toma_core.config import Granularity
+from toma_core.presets import ModelKind
 from toma_core.setting_spec import ConfigError
 from toma_core.user_settings import UserSettings
 
@@ -30,6 +31,15 @@ def test_what_is_set_wins_over_the_model_and_that_over_the_preset() -> None:
     assert UserSettings("quality").resolved(own=OWN).granularity is Granularity.BLOCK
     assert UserSettings("quality").resolved().granularity is Granularity.STACK
     assert UserSettings("paper").resolved(own=OWN) == UserSettings("paper").resolved()
+
+
+def test_windows_are_wider_where_few_tokens_are_kept() -> None:
+    def side(kind: ModelKind = ModelKind.TRANSFORMER, **over: Any) -> int:
+        return UserSettings("balanced", over).resolved(kind).window_size
+
+    assert [side(ratio=ratio) for ratio in (0.5, 0.6, 0.61, 0.75)] == [4, 4, 8, 8]
+    assert (side(ratio=0.75, window_size=4), side(ratio=0.75, window_size=16)) == (4, 16)
+    assert side(ModelKind.UNET, ratio=0.5) == side(ModelKind.WITHOUT_KV_CACHE, ratio=0.5) == 8
 
 
 def test_values_are_refused_before_there_is_a_model() -> None:
