@@ -235,8 +235,8 @@ def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     module = pack_module("toma_core.selection")
     search, narrowest = module.greedy_facility_location, [math.inf]
 
-    def watched(similarity: Tensor, valid: Tensor | None, picks: int) -> Tensor:
-        order = search(similarity, valid, picks)
+    def watched(similarity: Tensor, valid: Tensor | None, picks: int, priority: Tensor | None = None) -> Tensor:
+        order = search(similarity, valid, picks, priority)
         S, slots = similarity.double(), similarity.shape[1]
         open_ = torch.ones(S.shape[:2], dtype=torch.bool) if valid is None else valid.clone()
         S = S.masked_fill(~open_[:, :, None], -1.0)
@@ -244,6 +244,7 @@ def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
         represented = torch.full_like(S[:, 0], -1.0)
         for pick in order.T:
             gain = (S - represented[:, :, None]).relu().sum(1)
+            gain = gain if priority is None else gain * priority
             best = (gain - by_place).masked_fill(~open_, -torch.inf).topk(2, 1).values
             # A window with one open slot has no choice, one with none repeats a pick.
             sure = ((best[:, 0] - best[:, 1]) / (4e-6 + 1e-6 * best[:, 0])).nan_to_num(math.inf)
