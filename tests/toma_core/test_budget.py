@@ -51,13 +51,6 @@ def test_busy_windows_get_more() -> None:
     assert bool((counts[:, [1, 3]] > 2 * counts[:, [0, 2]]).all())
 
 
-def test_windows_that_are_alike_have_equal_shares() -> None:
-    windows = make_windows(16, 16, "tile", 8)
-    one = torch.randn(1, 8, 8, 6)
-    counts = of(one.repeat(1, 2, 2, 1).flatten(1, 2), windows, 0.5).valid.sum(-1)
-    assert counts.tolist() == [[32] * 4]
-
-
 def test_rounding_does_not_decide_who_gets_destinations() -> None:
     """The picture is constant except for the last bits of its numbers."""
     windows = make_windows(32, 32, "tile", 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -99,12 +100,6 @@ def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
     return later + left * kept + unmerge((1 - (1 - DELTA_WEIGHT) * left) * (fresh - left * old), plan)
 
 
-def test_off_there_is_none() -> None:
-    run = run_of(granularity="module")
-    assert at(run, 0, "cond").cached("block", features(0)) is None
-    assert run.schedule.decide(10.0).ratio == 0.0
-
-
 def test_a_full_step_is_the_block_itself_and_merged_ones_start_from_its_residual() -> None:
     run, x = run_of(), features(0)
     out, plan = passed(x, at(run, 0, "cond"))
@@ -116,28 +111,14 @@ def test_a_full_step_is_the_block_itself_and_merged_ones_start_from_its_residual
         torch.testing.assert_close(out, reused(later, x, plan))
 
 
-def test_on_the_same_tokens_it_gives_the_same_update_again() -> None:
-    """With a block that works on single tokens, destinations have no change, so the result has no error."""
-    x, tokens = features(0), []
-
-    def sine(reduced: Tensor) -> Tensor:
-        tokens.append(reduced.shape[1])
-        return reduced.sin()
-
-    run = run_of()
-    for step in (0, 1):
-        torch.testing.assert_close(passed(x, at(run, step, "cond"), body=sine)[0], x.sin())
-    assert tokens == [64, 32]
-
-
-@loop("factor", [1.0, 0.6, 0.0, -2.0, 3.0])
-def test_as_much_is_reused_as_destinations_still_show(factor: float) -> None:
+@loop(("factor", "size"), [(1.0, 1.0), (0.6, 1.0), (0.0, 1.0), (-2.0, 1.0), (3.0, 1.0), (1.0, 0.0)])
+def test_as_much_is_reused_as_destinations_still_show(factor: float, size: float) -> None:
     """A smaller residual scales the cached one; a zero or opposite one removes it; the cached residual never grows."""
     run, x = run_of(), features(0, 2)
     cond_keys = ("cond", "uncond")
     first = at(run, 0, *cond_keys)
     plan, detail = plan_for(x, GRID, "scope", first), first.cached("block", x)
-    update = features(7, 2)
+    update = size * features(7, 2)
     restore(x + update, x, x, plan, detail)
     later = at(run, 1, *cond_keys)
     plan, detail = plan_for(x, GRID, "scope", later), later.cached("block", x)
@@ -146,22 +127,6 @@ def test_as_much_is_reused_as_destinations_still_show(factor: float) -> None:
     left = min(max(factor, 0.0), 1.0)
     moved = unmerge((1 - (1 - DELTA_WEIGHT) * left) * (seen - left * gather_destinations(update, plan)), plan)
     torch.testing.assert_close(restore(reduced + seen, reduced, x, plan, detail), x + left * update + moved)
-
-
-def test_an_update_of_zeros_is_no_reason_to_divide_by_it() -> None:
-    run, x = run_of(), features(0)
-    for step in (0, 1):
-        assert torch.equal(passed(x, at(run, step, "cond"), body=torch.clone)[0], x)
-
-
-def test_destinations_are_taken_as_they_are() -> None:
-    run, x = run_of(), features(0)
-    passed(x, at(run, 0, "cond"))
-    evaluation = at(run, 1, "cond")
-    plan = plan_for(x, GRID, "scope", evaluation)
-    assert plan is not None
-    reduced = reduce(x, plan, evaluation.cached("block", x))
-    assert torch.equal(reduced[0], x[0, plan.destinations[0]])
 
 
 @loop("order", [("cond", "uncond"), ("uncond", "cond")])
@@ -192,23 +157,23 @@ def test_parts_in_the_cached_order_are_not_copied() -> None:
     assert torch.equal(both, torch.cat([features(1), update[1:]])), "the newer one"
 
 
-def test_blocks_and_unknown_parts_are_separate() -> None:
-    """A condition that took no part in the full step leaves its batch without a cache."""
-    run, x = run_of(), features(0)
-    _, plan = passed(x, at(run, 0, "cond"))
-    for name, cond_keys, batch in (("other", ("cond",), 1), ("block", ("tile",), 1), ("block", ("cond", "tile"), 2)):
-        later = features(5, batch)
-        out, plan = passed(later, merging(run, 1, *cond_keys), name)
-        torch.testing.assert_close(out, merged(later, plan))
-
-
-@loop("change", ["dtype", "size"])
-def test_what_does_not_fit_is_not_used(change: str) -> None:
+@loop(
+    ("name", "cond_keys", "later"),
+    [
+        ("other", ("cond",), features(5)),
+        ("block", ("tile",), features(5)),
+        ("block", ("cond", "tile"), features(5, 2)),
+        ("block", ("cond",), features(5, 2)),
+        ("block", ("cond",), features(5).bfloat16()),
+    ],
+)
+def test_without_a_cache_that_fits_a_step_is_merged_plainly(name: str, cond_keys: Any, later: Tensor) -> None:
+    """Of another block, condition, batch size or dtype. A condition without a cache leaves its batch without one."""
     run = run_of()
     passed(features(0), at(run, 0, "cond"))
-    later = features(1, 2) if change == "size" else features(1).bfloat16()
-    out, plan = passed(later, at(run, 1, "cond"))
+    out, plan = passed(later, merging(run, 1, *cond_keys), name)
     torch.testing.assert_close(out, merged(later, plan))
+    assert not torch.equal(merge(later, plan), gather_destinations(later, plan))
 
 
 def test_the_next_full_step_replaces_everything() -> None:
@@ -219,14 +184,6 @@ def test_the_next_full_step_replaces_everything() -> None:
     _, plan = passed(x, at(run, 3, "cond"))
     torch.testing.assert_close(passed(later, at(run, 4, "cond"))[0], reused(later, x, plan))
     torch.testing.assert_close(passed(later, at(run, 4, "cond"), "gone later")[0], merged(later, plan))
-
-
-def test_without_a_cache_a_merged_step_is_plain_merging() -> None:
-    """It uses means, because destinations themselves are only useful with a cached residual."""
-    run, x = run_of(), features(3)
-    out, plan = passed(x, merging(run, 1, "cond"))
-    assert torch.equal(out, merged(x, plan))
-    assert not torch.equal(merge(x, plan), gather_destinations(x, plan))
 
 
 def test_a_condition_without_a_cache_makes_a_step_a_refresh_for_all_and_the_next_is_merged() -> None:

@@ -39,6 +39,11 @@ def keys_of(name: str, conditions: tuple[str, ...] = CONDITIONS) -> Any:
     return tuple((name, condition) for condition in conditions)
 
 
+def filled(cache: Cache) -> None:
+    for n, name in enumerate(NAMES):
+        cache.put(keys_of(name), tensor(n), kv=True)
+
+
 def run(cache: Cache, quantized: bool, steps: int = 3, split: bool = False) -> list[Tensor]:
     """Return what merged steps read after a refresh; each writes something else back. split: conditions come in calls
     of their own."""
@@ -97,23 +102,10 @@ def test_every_wait_is_needed(deaf: tuple[str, str] | None, monkeypatch: pytest.
         copies.check()
 
 
-@loop("quantized", [False, True])
-def test_two_blocks_at_most_are_on_the_device(quantized: bool) -> None:
-    """Tensors that are read ahead and those that are being written; the one that is in use comes on top."""
-    copies = Copies()
-    run(Cache(host=host_of(copies)), quantized)
-    one = PACKED if quantized else SIZE
-    # In use: what was read, and with full precision what is about to be written.
-    assert copies.peak <= (2 * MAX_STAGED + 2) * one
-    assert copies.peak >= 2 * one
-    assert MAX_STAGED == 2
-
-
 def test_the_next_block_is_read_while_this_one_computes() -> None:
     copies, cache, waited = Copies(), Cache(), 0
     cache.host = host_of(copies)
-    for n, name in enumerate(NAMES):
-        cache.put(keys_of(name), tensor(n), kv=True)
+    filled(cache)
     cache.free_staging(torch.device("cpu"))
     before = copies.count
     cache.read_ahead(CONDITIONS)
@@ -127,8 +119,7 @@ def test_the_next_block_is_read_while_this_one_computes() -> None:
 
 def test_the_card_is_filled_and_takes_turns_with_main_memory() -> None:
     cache = Cache(host=host_of(Copies(), card=5 * SIZE))
-    for n, name in enumerate(NAMES):
-        cache.put(keys_of(name), tensor(n), kv=True)
+    filled(cache)
     parked = [isinstance(cache._entries[name, "a"].tensor, Parked) for name in NAMES]
     assert sum(parked) == len(NAMES) - 5
     assert not any(a and b for a, b in pairwise(parked)), "no two in main memory in a row"
@@ -144,8 +135,7 @@ def test_updates_stay_on_the_card() -> None:
 
 def test_without_room_in_main_memory_it_stays_on_the_card() -> None:
     cache = Cache(host=host_of(Copies(), main=2.5 * SIZE))
-    for n, name in enumerate(NAMES):
-        cache.put(keys_of(name), tensor(n), kv=True)
+    filled(cache)
     parked = [isinstance(cache._entries[name, "a"].tensor, Parked) for name in NAMES]
     assert sum(parked) == 2
     assert all(torch.equal(cache.read(keys_of(name), tensor(0)), tensor(n)) for n, name in enumerate(NAMES))
@@ -177,20 +167,10 @@ def test_unused_buffers_make_room_for_others() -> None:
     assert cache.host.in_main == SIZE * 3 // 2 == sum(b.nbytes for b in cache.host._buffers)
 
 
-@loop("order", orders(3))
-def test_memory_that_cannot_be_pinned_serves_too(order: Any) -> None:
-    copies = Copies(order, pins=False)
-    cache = Cache(host=host_of(copies))
-    assert all(map(torch.equal, run(cache, True), run(Cache(), True)))
-    assert cache.host is not None
-    assert not cache.host.pinned
-
-
 def test_where_a_read_ahead_runs_out_of_memory_it_is_read_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, cache, empty = Copies(), Cache(), torch.empty_like
     cache.host = host_of(copies)
-    for n, name in enumerate(NAMES):
-        cache.put(keys_of(name), tensor(n), kv=True)
+    filled(cache)
 
     def short(*_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError
@@ -210,8 +190,7 @@ def test_where_a_read_ahead_runs_out_of_memory_it_is_read_when_it_is_needed(monk
 def test_another_order_than_that_of_the_refresh(order: Any) -> None:
     copies, cache = Copies(order), Cache()
     cache.host = host_of(copies)
-    for n, name in enumerate(NAMES):
-        cache.put(keys_of(name), tensor(n), kv=True)
+    filled(cache)
     for n in (7, 0, 3, 3, 9, 1, 2):
         assert torch.equal(cache.read(keys_of(NAMES[n]), tensor(0)), tensor(n))
     cache.put(keys_of(NAMES[3]), tensor(50), kv=True)  # while it is read ahead

@@ -10,15 +10,10 @@ import torch
 
 from tests.loop import loop
 from tests.recorded_copies import Copies, Recorded, orders
-from tests.toma_core.test_host_memory import NAMES, SIZE, host_of, keys_of, run, tensor
+from tests.toma_core.test_host_memory import NAMES, SIZE, filled, host_of, keys_of, run, tensor
 from toma_core import parked
 from toma_core.cache import Cache
 from toma_core.parked import Parked
-
-
-def filled(cache: Cache) -> None:
-    for n, name in enumerate(NAMES):
-        cache.put(keys_of(name), tensor(n), kv=True)
 
 
 @loop("failing", ["unpin", "synchronize"])
@@ -83,12 +78,14 @@ def test_the_last_of_main_memory_is_not_taken() -> None:
     assert all(each is not None and torch.equal(each, tensor(n)) for n, each in enumerate(found))
 
 
-def test_pinning_is_not_tried_again_after_it_has_failed() -> None:
+@loop("order", orders(3))
+def test_memory_that_cannot_be_pinned_serves_too_and_is_tried_once(order: Any) -> None:
     """ComfyUI logs a warning and waits for the card at each failure."""
-    copies = Copies(pins=False)
+    copies = Copies(order, pins=False)
     cache = Cache(host=host_of(copies))
     filled(cache)
     assert copies.made == 1
+    assert all(map(torch.equal, run(cache, True), run(Cache(), True)))
     assert cache.host is not None
     assert not cache.host.pinned
 

@@ -60,15 +60,6 @@ def test_a_block_that_does_nothing_changes_nothing() -> None:
     assert torch.equal(restore(reduced.clone(), reduced, x, plan), x)
 
 
-def test_a_block_that_adds_a_constant_adds_it_everywhere() -> None:
-    """Updates of (1, -2) on every destination are (1, -2) on every token, because unmerge weights sum to 1."""
-    x = torch.randn(2, 117, 2)
-    plan = plan_for(x, (13, 9), "toy", evaluation_of(min_tokens=4, sharpness=10.0))
-    reduced = reduce(x, plan)
-    update = torch.tensor([1.0, -2.0])
-    torch.testing.assert_close(restore(reduced + update, reduced, x, plan), x + update)
-
-
 def test_inputs_are_left_alone() -> None:
     x, plan = toy()
     before = x.clone()
@@ -101,24 +92,11 @@ def test_off_is_the_very_same_tensor(tokens: int, evaluation: Evaluation) -> Non
     assert evaluation.run.stats.selections == 0
 
 
-def test_outside_of_the_range_is_off() -> None:
-    run = RunState(Schedule(ToMAConfig(min_tokens=4), (3.0, 2.0, 1.0), sigma_start=2.0, sigma_end=1.0))
-    x = torch.randn(1, 64, 4)
-    plans = [plan_for(x, (8, 8), "a", Evaluation(run, run.schedule.decide(sigma))) for sigma in (3.0, 2.0, 1.0)]
-    assert [plan is None for plan in plans] == [True, False, True]
-
-
+@loop("settings", [{}, {"min_tokens": 256}])
 @loop(("tokens", "merges"), [(255, False), (256, True)])
-def test_min_tokens_is_the_first_grid_that_merges(tokens: int, merges: bool) -> None:
-    plan = plan_for(torch.randn(1, tokens, 4), (1, tokens), "toy", evaluation_of(min_tokens=256))
-    assert (plan is not None) == merges
-
-
-@loop(("tokens", "merges"), [(255, False), (256, True)])
-def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool) -> None:
-    evaluation = evaluation_of()
+def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool, settings: dict[str, int]) -> None:
+    evaluation = evaluation_of(**settings)
     x = torch.randn(1, tokens, 4)
-    assert evaluation.run.config.min_tokens == 0
     assert (plan_for(x, (1, tokens), "toy", evaluation) is not None) == merges
     assert obstacle(evaluation, x) == (None if merges else Reason.TOO_FEW_TOKENS(least=256))
 

@@ -16,7 +16,6 @@ from tests.loop import loop
 from toma_core.config import Granularity, ToMAConfig
 from toma_core.reasons import Reason
 from toma_core.schedule import Schedule, StepMode, StepPlan
-from toma_core.user_settings import UserSettings
 
 # Four steps of an SDXL-like schedule; samplers also have the final 0.
 SIGMAS = (14.6, 5.0, 2.0, 0.5)
@@ -65,10 +64,14 @@ def test_steps_of_a_schedule_from_low_to_high() -> None:
     assert [schedule.decide(sigma).merged_ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
 
 
-def test_without_a_schedule_every_evaluation_is_step_0() -> None:
-    schedule = Schedule(ToMAConfig())
+@loop("settings", [{}, {"full_step_interval": 2}, {"full_step_interval": 2, "granularity": "module"}])
+def test_without_a_schedule_every_evaluation_is_step_0_and_merged(settings: dict[str, Any]) -> None:
+    config = ToMAConfig(**settings)
+    assert config.uses_cache is (settings == {"full_step_interval": 2})
+    schedule = Schedule(config)
     assert [schedule.step_at(sigma) for sigma in (1e9, 1.0, 0.0)] == [0, 0, 0]
-    assert schedule.decide(1.0) == StepPlan(0, StepMode.MERGED, 0.5, 0, 0)
+    mode = StepMode.MERGED_CACHED if config.uses_cache else StepMode.MERGED
+    assert schedule.decide(1.0) == StepPlan(0, mode, 0.5, 0, 0)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30, unique=True), st.lists(st.floats(0, 120), min_size=1))
@@ -129,6 +132,8 @@ def test_last_step_is_full_if_the_picture_is_finished() -> None:
     assert [step for step, d in enumerate(ten_steps(config)) if not d.merged_ratio] == [0, 4, 8]
 
 
+# The manual sigmas of ComfyUI's template for the turbo LoRA of Qwen-Image 2.1.
+QWEN_TURBO = (1.0, 0.978, 0.954, 0.927, 0.895, 0.845, 0.705, 0.415)
 LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 
 
@@ -147,6 +152,7 @@ def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[
     even = tuple(3 * t / (1 + 2 * t) for t in (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125))
     assert full_steps(even, finishes=True) == by_interval
     assert full_steps((1.0, 0.999, *LTX[1:]), finishes=True) == sorted({*range(0, 9, every), 8})
+    assert full_steps(QWEN_TURBO, finishes=True) == by_interval
     assert full_steps(LTX) == list(range(0, 8, every)), "another run goes on from here"
     assert full_steps(LTX, finishes=True, sigma_start=0.99) != full
     assert Schedule(config, even, finishes=True).cache_steps == every
@@ -161,19 +167,6 @@ def test_full_steps_refresh_the_residual_cache() -> None:
     assert [d.step for d in reused if d.mode is StepMode.REFRESH] == [0, 3, 6]
     assert [d.ratio for d in reused if d.mode is StepMode.REFRESH] == [0.75] * 3
     assert not any(d.mode is StepMode.REFRESH for d in plain)
-
-
-def test_full_steps_need_a_schedule() -> None:
-    """Without one every evaluation is step 0 and would be full."""
-    for config in (ToMAConfig(full_step_interval=2, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=2)):
-        mode = StepMode.MERGED_CACHED if config.uses_cache else StepMode.MERGED
-        assert Schedule(config).decide(1.0) == StepPlan(0, mode, 0.5, 0, 0)
-
-
-def test_the_residual_cache_needs_full_steps_and_few_tensors() -> None:
-    assert ToMAConfig(full_step_interval=2).uses_cache
-    assert not ToMAConfig().uses_cache
-    assert not UserSettings("paper", {"full_step_interval": 2}).resolved().uses_cache
 
 
 def test_generations_count_from_the_first_merged_step() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from tests.loop import loop
 from toma_core.reasons import Reason
 from toma_core.stats import Line, RunStats
@@ -154,19 +152,3 @@ def test_a_run_that_merged_nothing_says_why() -> None:
     assert stats.headline() == Line.NOTHING_MERGED(reason=unknown)
     assert str(Line.UNMERGED_CALLS(reason=unknown)) in stats.summary()
     assert Line.WHERE() not in stats.report()
-
-
-def test_counting_from_several_threads_loses_nothing() -> None:
-    stats = RunStats()
-
-    def work() -> None:
-        for step in range(300):
-            stats.count_evaluation(step, 0.5)
-            stats.count_plan((4, 4), 8, selected=True)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (stats.evaluations, stats.merged_evaluations, stats.selections, stats.weighings) == (1200,) * 4

@@ -15,7 +15,6 @@ from toma_core.merge import MergePlan, merge, unmerge, weigh
 from toma_core.selection import cosine_similarity, select
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
-GRIDS = [(52, 76), (26, 38), (64, 64), (63, 97), (13, 17), (7, 3), (8, 8), (9, 8), (1, 50), (50, 1), (1, 1), (2, 1)]
 kinds = st.sampled_from(list(WindowShape))
 sides = st.integers(1, 40)
 
@@ -31,16 +30,6 @@ def check_partition(windows: Windows) -> None:
     assert real.flatten()[windows.inverse].all()
     # A padding slot repeats a token of its own window.
     assert (windows.source == windows.source[:, :1])[~real].all()
-
-
-@loop(("height", "width"), GRIDS, ids=lambda n: str(n))
-@loop("kind", list(WindowShape), ids=lambda kind: kind.value)
-@loop("shifted", [False, True], ids=["still", "shifted"])
-@loop("size", [2, 3, 8, 64])
-def test_everyday_and_odd_grids_are_partitioned(
-    height: int, width: int, kind: WindowShape, shifted: bool, size: int
-) -> None:
-    check_partition(make_windows(height, width, kind, size, shifted))
 
 
 @given(sides, sides, kinds, st.integers(2, 64), st.booleans())
@@ -83,13 +72,6 @@ def test_cuts_are_even(length: int, size: int) -> None:
     assert max(pieces) - min(pieces) <= 1
 
 
-def test_cuts_of_an_everyday_grid() -> None:
-    """52 rows at size 8 have seven windows, 52 = 3 * 8 + 4 * 7."""
-    rows, columns = make_windows(52, 76, WindowShape.TILE, 8).cuts
-    pieces = [b - a for a, b in itertools.pairwise(rows)]
-    assert (sorted(pieces), len(columns) - 1) == ([7, 7, 7, 7, 8, 8, 8], 10)
-
-
 def test_shifting_moves_the_cuts_by_half_a_window() -> None:
     assert make_windows(32, 24, WindowShape.TILE, 8, True).cuts == ((0, 4, 12, 20, 28, 32), (0, 4, 12, 20, 24))
     assert make_windows(8, 8, WindowShape.TILE, 8, True).cuts == ((0, 8), (0, 8)), "one window has no border to move"
@@ -106,14 +88,6 @@ def test_global_is_one_window_without_a_copy() -> None:
     x = torch.randn(2, 35, 3)
     assert windows.counts == (35,)
     assert windows.split(x).data_ptr() == x.data_ptr() == windows.join(windows.split(x)).data_ptr()
-
-
-def test_split_reads_and_join_writes_the_named_tokens() -> None:
-    """4 x 4 grid in 2 x 2 tiles: the second window is columns 2 and 3 of the first two rows."""
-    windows = make_windows(4, 4, WindowShape.TILE, 2)
-    x = torch.arange(16.0).view(1, 16, 1)
-    assert windows.split(x)[0, 1, :, 0].tolist() == [2, 3, 6, 7]
-    assert windows.join(windows.split(x) * 10).flatten().tolist() == [10.0 * token for token in range(16)]
 
 
 @loop(("height", "width"), [(0, 4), (4, 0), (-1, 4)])
@@ -214,13 +188,6 @@ def test_any_budget_is_exact(counts: tuple[int, ...], ratio: float) -> None:
     check_slots(check_budget(counts, ratio))
 
 
-@loop(("height", "width"), GRIDS, ids=lambda n: str(n))
-@loop("ratio", [0.0, 0.05, 1 / 3, 0.5, 0.75, 0.95])
-@loop("shifted", [False, True], ids=["still", "shifted"])
-def test_budgets_of_real_grids(height: int, width: int, ratio: float, shifted: bool) -> None:
-    check_slots(check_budget(make_windows(height, width, WindowShape.TILE, 8, shifted).counts, ratio))
-
-
 def test_budget_by_hand() -> None:
     """10 tokens in windows of 6, 3 and 1, half of them kept: shares 3, 1.5 and 0.5. The last is lifted to 1, which
     leaves 1 for the second: 3 + 1 + 1 = 5 as asked."""
@@ -265,33 +232,3 @@ def test_a_padded_window_merges_as_if_alone(ratio: float) -> None:
         torch.testing.assert_close(merged[:, here], merge(x[:, members], alone), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(back[:, members], unmerge(y[:, here], alone), rtol=1e-4, atol=1e-5)
         start += num_dest
-
-
-def test_poisoned_padding_weights_nothing() -> None:
-    """Padding slots and unused destinations have weight zero, and joins drop them."""
-    windows = make_windows(5, 7, WindowShape.TILE, 4)
-    budget = make_budget(windows.counts, 0.5)
-    assert windows.valid is not None
-    assert budget.valid is not None
-    x = torch.randn(2, 35, 6)
-    plan = plan_of(x, windows, budget)
-    assert (plan.merge_weights.movedim(2, 3)[:, ~windows.valid] == 0).all()
-    assert (plan.merge_weights[:, ~budget.valid] == 0).all()
-    assert (plan.unmerge_weights[:, ~windows.valid] == 0).all()
-    assert (plan.unmerge_weights.transpose(-1, -2)[:, ~budget.valid] == 0).all()
-    tokens = windows.split(x).masked_fill(~windows.valid[..., None], torch.nan)
-    assert torch.equal(windows.join(tokens), x)
-    slots = budget.unpack(torch.randn(2, budget.total, 6)).masked_fill(~budget.valid[..., None], torch.nan)
-    assert budget.pack(slots).isfinite().all()
-
-
-def test_what_is_similar_to_padding_does_not_change_a_selection() -> None:
-    windows = make_windows(5, 7, WindowShape.TILE, 4)
-    budget = make_budget(windows.counts, 0.5)
-    assert windows.valid is not None
-    similarity = cosine_similarity(windows.split(torch.randn(3, 35, 6)))
-    clean = select(similarity, windows, budget)
-    padding = ~windows.valid
-    for poison in (1.0, -1.0):
-        poisoned = similarity.masked_fill(padding[:, None, :] | padding[:, :, None], poison)
-        assert torch.equal(select(poisoned, windows, budget), clean)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.loop import loop
 from tests.nodes.adapters.cards import a_card, balanced, compared, sampled
 from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH
 from tests.nodes.adapters.kv_helpers import failing, several_calls
-from tests.recorded_copies import RaceError
 
 KINDS = tuple(kind for kind in LAYOUTS if kind != "ernie")
 
@@ -89,17 +87,6 @@ def test_a_run_within_a_run(order: Any, model_of: Any) -> None:
     assert all(map(torch.equal, again, wanted[0]))
     assert len(found) == 5
     assert all(torch.equal(*pair) for each in found for pair in zip(each, wanted[1], strict=True))
-
-
-@loop("deaf", [None, ("up", "compute"), ("compute", "up"), ("compute", "down"), ("down", "compute")])
-def test_a_wait_that_is_missing_is_seen_in_a_run(deaf: Any, model_of: Any) -> None:
-    """The recording sees what it has to see."""
-    merged = balanced(model_of("z_image"))
-    with a_card(0.0, False, deaf=deaf) as card, ExitStack() as stack:
-        if deaf:
-            stack.enter_context(pytest.raises(RaceError))
-        sampled("z_image", merged)
-        card.copies.check()
 
 
 @loop("at", [1, 2, 3])

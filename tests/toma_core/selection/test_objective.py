@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from apricot import FacilityLocationSelection
 from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.selectors import facility_location
 from tests.loop import loop
-from tests.toma_core.selection.reference import best_value, naive_value
+from tests.toma_core.selection.reference import naive_value
 from toma_core import selection
 from toma_core.selection import chosen_similarity, cosine_similarity, in_parts, normalized
 
@@ -60,41 +59,6 @@ def test_value_is_that_of_the_loops(seed: int, slots: int, data: st.DataObject) 
     values = facility_location(S, torch.stack(dest_slots))
     for w in range(2):
         assert values[w].item() == pytest.approx(naive_value(S[w], dest_slots[w].tolist()), rel=1e-5, abs=1e-5)
-
-
-@given(seeds, st.integers(3, 10), st.data())
-def test_monotone_and_submodular(seed: int, slots: int, data: st.DataObject) -> None:
-    """f(A) <= f(A + j), and j adds no more to a larger set: what the (1 - 1/e) bound needs."""
-    S = similarity_of(seed, 1, slots)
-    order = data.draw(st.permutations(range(slots)))
-    j, rest = order[0], order[1:]
-    small = rest[: data.draw(st.integers(1, len(rest) - 1))]
-    large = rest[: data.draw(st.integers(len(small), len(rest)))]
-
-    def f(A: list[int]) -> float:
-        return facility_location(S, torch.tensor([A])).item()
-
-    gain_small, gain_large = f([*small, j]) - f(small), f([*large, j]) - f(large)
-    assert gain_large >= -1e-5
-    assert gain_small >= gain_large - 1e-5
-    assert f(large) >= f(small) - 1e-5 >= -1e-5
-
-
-def test_apricot_sees_the_same_value() -> None:
-    """apricot's gains on 1 + S add up to the objective of its ranking."""
-    S = similarity_of(0, 1, 30, 16)
-    outside = FacilityLocationSelection(11, metric="precomputed", optimizer="naive")
-    outside.fit((1 + S[0]).double().numpy())
-    ranking = torch.from_numpy(outside.ranking.copy()).long()[None]
-    assert facility_location(S, ranking).item() == pytest.approx(float(outside.gains.sum()), rel=1e-5)
-
-
-def test_the_brute_force_is_brute() -> None:
-    """Of two tight pairs the best two destinations are one of each, 2 + 1.8 + 2 + 1.8."""
-    S = torch.tensor([[1.0, 0.8, 0.0, 0.0], [0.8, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.8], [0.0, 0.0, 0.8, 1.0]])
-    assert best_value(S, 2) == pytest.approx(7.6)
-    assert naive_value(S, [0, 1]) == pytest.approx(6.0)
-    assert naive_value(S, []) == 0.0
 
 
 @loop("most", [1, 100, 10**9])

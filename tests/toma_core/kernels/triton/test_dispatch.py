@@ -28,7 +28,6 @@ from toma_core import (
 )
 from toma_core.kernels.dispatch import Choice, Dispatch, KernelName, NoTriton
 from toma_core.merge import MergePlan, unmerge
-from toma_core.reasons import Message
 
 CASE = Case(6, 10, 4, 0.5, 24)
 GRID = (CASE.height, CASE.width)
@@ -76,26 +75,6 @@ def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     for scope in "abc":
         plan_of(CASE.tokens(), where, scope)
     assert len(asked) == 1
-
-
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        (Case(6, 10, 4, 0.5, 24, torch.float64), NoTriton.DTYPE(dtype="float64")),
-        (Case(17, 17, 17, 0.5, 8), NoTriton.LARGE_WINDOWS(tokens=289, most=128)),
-    ],
-    ids=["dtype", "window"],
-)
-def test_what_kernels_cannot_do(case: Case, reason: Message, kernels: Any) -> None:
-    """Each limit has a readable reason."""
-    choice = Dispatch().choose(case.tokens(), *case.layout())
-    assert choice.kernels is None
-    assert choice.reason == (reason if DEVICE == "cuda" else NoTriton.NO_CUDA())
-
-
-def test_other_devices() -> None:
-    x, layout = CASE.tokens().to("meta"), CASE.layout()
-    assert Dispatch().choose(x, *layout).reason == NoTriton.NO_CUDA()
 
 
 def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -233,11 +212,6 @@ class TestFirstUse:
             assert (Dispatch().choose(case.tokens(), *case.layout(), propagates=True).kernels is None) == wrong
         assert made == ([False, True, True] if case.channels % 2 == 0 else [False, False])
         assert Dispatch().choose(case.tokens(), *case.layout()).kernels is not None
-
-    def test_works(self, kernels: Any) -> None:
-        where = evaluation()
-        assert isinstance(plan_of(CASE.tokens(), where).kernels, type(kernels))
-        assert where.run.stats.kernels == {KernelName.KERNEL(name="triton")}
 
 
 def test_a_run_on_kernels_equals_one_without(kernels: Any) -> None:

@@ -174,15 +174,6 @@ def test_weights_of_selected_and_of_given_picks_are_the_same(case: Case, kernels
     torch.testing.assert_close(kernels.weigh(x, dest_slots, windows, budget, SCALE), (M, back))
 
 
-@each(Case(13, 10, 8, 0.5, 40, HALF, batch=3))
-def test_images_do_not_touch_each_other(case: Case, kernels: Any) -> None:
-    x, (windows, budget) = case.tokens(), case.layout()
-    together = kernels.select_weigh(x, windows, budget, SCALE)
-    for image in range(case.batch):
-        alone = kernels.select_weigh(x[image : image + 1], windows, budget, SCALE)
-        assert all(torch.equal(a[0], b[image]) for a, b in zip(alone, together, strict=True))
-
-
 @each(Case(5, 6, 8, 0.5, 40, HALF, batch=2))
 def test_any_strides(case: Case, kernels: Any) -> None:
     """Image tokens are between text and reference tokens, as in Flux, or have strided channels."""
