@@ -57,15 +57,6 @@ def test_report_shows_what_was_merged_where_and_when(unet: Any, attach: Any, sho
     assert small.endswith("input.7.0-1, input.8.0-1, middle.0.0-1, output.0.0-1, output.1.0-1, output.2.0-1")
 
 
-def test_report_of_flux(flux: Any, attach: Any, shown: Any) -> None:
-    model = attach(flux, skip_first_blocks=1)
-    models.sample(model, 20, 28, steps=2)
-    text, _, _ = shown(model)
-    assert text.startswith("On: 50 % of the tokens merged, 4 of 6 blocks, 2 of 2 steps.\n")
-    assert "tokens: 140 -> 70 (10 x 14)\n" in text
-    assert f"  not merged ({Reason.SKIP_FIRST_BLOCKS(count=1)}): double.0, single.0" in text.splitlines()
-
-
 def test_report_does_not_claim_a_merge_that_never_was(unet: Any, attach: Any, shown: Any) -> None:
     model = attach(unet, min_tokens=1000)
     models.sample(model, 24, 24, steps=2)

@@ -56,11 +56,6 @@ def test_presets_skip_the_measured_blocks() -> None:
 
 
 @pytest.mark.compat
-def test_ratio_zero_passes_the_model_through(unet: Any) -> None:
-    assert nodes.ToMA.execute(unet, 0.0, "balanced").args[0] is unet
-
-
-@pytest.mark.compat
 def test_advanced_with_its_defaults_is_the_other_node(unet: Any) -> None:
     patched = nodes.ToMAAdvanced.execute(unet, **defaults(nodes.ToMAAdvanced)).args[0]
     simple = nodes.ToMA.execute(unet, **defaults(nodes.ToMA)).args[0]
@@ -182,21 +177,6 @@ def test_every_number_that_the_widgets_range_does_not_check_is_validated() -> No
     assert unchecked == {*WITH_A_LEAST_VALUE}
     found = inspect.signature(node.validate_inputs).parameters.keys()
     assert found == {"start_percent", "end_percent"} | unchecked
-
-
-def test_unknown_preset_lists_the_known_ones(unet: Any) -> None:
-    with pytest.raises(config.ConfigError, match=r"preset is 'best'.*balanced, quality, paper"):
-        nodes.ToMA.execute(unet, 0.5, "best")
-
-
-@pytest.mark.compat
-def test_unsupported_model_says_what_is_supported(stranger: Any) -> None:
-    for call in (
-        lambda: nodes.ToMA.execute(stranger, 0.5, "balanced"),
-        lambda: nodes.ToMAAdvanced.execute(stranger, **defaults(nodes.ToMAAdvanced)),
-    ):
-        with pytest.raises(ValueError, match=r"MMDiT.*Supported: UNet.*Flux"):
-            call()
 
 
 def test_nothing_is_stored_between_executions() -> None:

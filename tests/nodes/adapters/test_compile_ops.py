@@ -68,32 +68,6 @@ def prepared(evaluation: Any, site: Any = None, latent: Any = None) -> Any:
     return site
 
 
-def test_the_operators_do_what_eager_merging_does(graphs: Any, evaluate: Any) -> None:
-    core, evaluation = pack_module("toma_core"), evaluate()
-    site = prepared(evaluation)
-    assert (site.tokens, site.destinations) == (TOKENS, 30)
-    x = torch.randn(2, TOKENS, 8)
-    plan = evaluation.plan(x, GRID, "here")
-    reduced = site.enter(x, 0)
-    assert torch.equal(reduced, core.reduce(x, plan))
-    out = reduced * 2 + 1
-    assert torch.equal(site.leave(out, 0), core.restore(out, reduced, x, plan))
-    assert not site.pair
-    assert evaluation.run.stats.merged_blocks == {"first", "last"}
-
-
-def test_tokens_around_the_image_stay(graphs: Any, evaluate: Any) -> None:
-    site = prepared(evaluate())
-    x = torch.randn(2, BEFORE + TOKENS + 3, 8)
-    reduced = site.enter(x, BEFORE)
-    assert reduced.shape == (2, BEFORE + 30 + 3, 8)
-    assert torch.equal(reduced[:, :BEFORE], x[:, :BEFORE])
-    assert torch.equal(reduced[:, -3:], x[:, -3:])
-    out = site.leave(reduced + 1, BEFORE)
-    assert out.shape == x.shape
-    torch.testing.assert_close(out, x + 1)
-
-
 def test_a_full_step_caches_its_residual_in_new_tensors(graphs: Any, evaluate: Any) -> None:
     evaluation = evaluate(full_step_interval=2)
     assert evaluation.refreshes
@@ -130,14 +104,6 @@ def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evalua
     assert site.rows == {}
 
 
-def test_unmerged_parts_are_reported(graphs: Any, evaluate: Any) -> None:
-    evaluation = evaluate(min_tokens=TOKENS + 1)
-    site = begun(evaluation, ["a", "b"])
-    assert not site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Linear(8, 8), 8)
-    assert evaluation.run.stats.unmerged_names() == {Reason.TOO_FEW_TOKENS(least=TOKENS + 1): {"a", "b"}}
-    assert site.destinations == 0
-
-
 def test_a_batch_of_unequal_parts_is_left_to_the_hook(graphs: Any, evaluate: Any) -> None:
     site = prepared(evaluate(copies=(None, None)), latent=torch.randn(3, 4, 12, 20))
     assert site.destinations == 0
@@ -147,14 +113,6 @@ def test_blocks_of_unknown_width_are_left_to_the_hook(graphs: Any, evaluate: Any
     site = begun(evaluate(), ["a"])
     assert site.prepare(torch.randn(1, 4, 12, 20), torch.nn.Identity(), 0)
     assert site.destinations == 0
-
-
-def test_outside_of_a_trace_nothing_begins(graphs: Any, evaluate: Any) -> None:
-    site, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
-    assert not site.fits(x, 0)
-    site.release()
-    assert (site.tokens, site.destinations, site.pair) == (0, 0, ())
-    assert site.chain is None
 
 
 @loop(

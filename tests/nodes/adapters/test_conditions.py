@@ -15,10 +15,6 @@ from tests.loop import loop
 SIDE = 24
 # Batches of another size round differently, and sharp weights amplify it for tokens with two nearly equal destinations.
 # With fixed destinations and soft weights results can be compared.
-SMOOTH = {"selector": "grid", "sharpness": 20.0}
-NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values reach 500
-
-
 every_kind = loop("kind", ["unet", "flux", "qwen"])
 
 
@@ -32,16 +28,6 @@ def kinds(model: Any) -> int:
     return 1 if hasattr(model.model.diffusion_model, "transformer_blocks") else 2
 
 
-@pytest.fixture
-def apart(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """apart(): simulate short memory, so that every condition is a separate call."""
-
-    def start() -> None:
-        monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
-
-    return start
-
-
 @every_kind
 @pytest.mark.compat
 def test_cond_and_uncond_share_destinations_and_weights(model: Any, attach: Any, plan_calls: Any) -> None:
@@ -52,24 +38,6 @@ def test_cond_and_uncond_share_destinations_and_weights(model: Any, attach: Any,
             uncond, cond = getattr(call.plan, name).chunk(2)
             assert torch.equal(uncond, cond)
         assert not torch.equal(*call.plan.dest_slots[:2]), "two images should not look alike"
-
-
-@every_kind
-@pytest.mark.compat
-def test_split_calls_use_the_plans_of_the_joined_one(
-    model: Any, attach: Any, plan_calls: Any, stats_of: Any, apart: Any
-) -> None:
-    patched = attach(model, **SMOOTH)
-    joined = models.sample(patched, SIDE, SIDE, steps=1)
-    count, selections = len(plan_calls), stats_of(patched).selections
-    apart()
-    split = models.sample(patched, SIDE, SIDE, steps=1)
-    assert len(plan_calls) == 3 * count
-    assert {len(call.copies) for call in plan_calls[count:]} == {1}
-    assert stats_of(patched).selections == selections
-    for call, again in zip(plan_calls[count : 2 * count], plan_calls[2 * count :], strict=True):
-        assert again.plan is call.plan
-    torch.testing.assert_close(split, joined, **NEARLY)
 
 
 SEVERAL_DEVICES = pack_module("toma_core.reasons").Reason.SEVERAL_DEVICES()
@@ -156,19 +124,6 @@ def test_conditions_on_several_devices_are_merged_once_a_picture_is_predicted(
 
 
 @every_kind
-@loop(("positive", "negative"), [(5, 7), (1, 300), (77, 154), (14, 7)])
-def test_every_text_length(model: Any, attach: Any, stats_of: Any, positive: int, negative: int) -> None:
-    """Prompts of lengths that cannot be joined are two calls, and still share their plans."""
-    patched = attach(model)
-    conds = {
-        "positive": models.conditioning(model, positive, seed=1),
-        "negative": models.conditioning(model, negative, seed=2),
-    }
-    assert models.sample(patched, SIDE, SIDE, steps=2, **conds).isfinite().all()
-    assert stats_of(patched).selections == kinds(model)
-
-
-@every_kind
 @pytest.mark.compat
 def test_areas_of_one_size_at_two_offsets_have_separate_plans(
     model: Any, attach: Any, plan_calls: Any, stats_of: Any
@@ -194,21 +149,6 @@ def test_areas_of_one_size_at_two_offsets_have_separate_plans(
 
 
 @every_kind
-def test_area_is_computed_as_if_it_were_alone(model: Any, attach: Any, apart: Any) -> None:
-    """In joined and split calls, each area has the plan of its own tokens."""
-    area = (SIDE, SIDE // 2)
-    positive = [
-        *models.conditioning(model, seed=1, area=(*area, 0, 0)),
-        *models.conditioning(model, seed=3, area=(*area, 0, SIDE // 2)),
-    ]
-    patched = attach(model, **SMOOTH)
-    joined = models.sample(patched, SIDE, SIDE, steps=1, cfg=1.0, positive=positive)
-    apart()
-    split = models.sample(patched, SIDE, SIDE, steps=1, cfg=1.0, positive=positive)
-    torch.testing.assert_close(split, joined, **NEARLY)
-
-
-@every_kind
 @pytest.mark.compat
 def test_combined_and_timed_prompts_share_one_plan(model: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
     positive = [
@@ -221,37 +161,6 @@ def test_combined_and_timed_prompts_share_one_plan(model: Any, attach: Any, plan
     assert {len(call.copies) for call in plan_calls} >= {3, 4}
     assert len({key for call in plan_calls for key in call.copies}) == 1
     assert stats_of(patched).selections == kinds(model)
-
-
-@every_kind
-def test_images_of_a_batch_with_prompts_of_their_own_are_as_if_alone(model: Any, attach: Any) -> None:
-    text = torch.cat([models.conditioning(model, seed=s)[0][0] for s in (1, 3)])
-    pooled = torch.cat([models.conditioning(model, seed=s)[0][1]["pooled_output"] for s in (1, 3)])
-    both = [[text, {"pooled_output": pooled}]]
-    patched = attach(model, **SMOOTH)
-    batch = models.sample(patched, SIDE, SIDE, batch=2, steps=1, cfg=1.0, positive=both)
-    alone = models.sample(patched, SIDE, SIDE, batch=1, steps=1, cfg=1.0, positive=models.conditioning(model, seed=1))
-    torch.testing.assert_close(batch[:1], alone, **NEARLY)
-
-
-def test_windows_over_a_batch_have_plans_of_their_own(unet: Any, attach: Any, plan_calls: Any) -> None:
-    """ComfyUI's context windows: 5 images in windows of 2, each window a separate call."""
-    windows = pytest.importorskip("comfy.context_windows")
-    windowed = unet.clone()
-    windowed.model_options["context_handler"] = windows.IndexListContextHandler(
-        context_schedule=windows.get_matching_context_schedule(windows.ContextSchedules.STATIC_STANDARD),
-        fuse_method=windows.get_matching_fuse_method(windows.ContextFuseMethods.PYRAMID),
-        context_length=2,
-        context_overlap=1,
-        context_stride=1,
-        closed_loop=False,
-        dim=0,
-    )
-    windows.create_prepare_sampling_wrapper(windowed)
-    out = models.sample(attach(windowed), SIDE, SIDE, batch=5, steps=1)
-    assert out.isfinite().all()
-    keys = {key for call in plan_calls for key in call.copies}
-    assert {tuple(frames) for _, frames in keys} == {(0, 1), (1, 2), (2, 3), (3, 4)}
 
 
 @loop("granularity", ["module", "block"])

@@ -137,18 +137,6 @@ def test_a_late_prompt_makes_one_step_full(flux: Any, preset: Any, settled: Any,
     assert out.isfinite().all()
 
 
-def test_conditions_that_change_are_never_merged_plainly(flux: Any, attach: Any, settled: Any, stats_of: Any) -> None:
-    positive = [
-        *models.conditioning(flux, seed=1),
-        *(c for i in range(9) for c in models.conditioning(flux, seed=i, start_percent=i / 9, end_percent=(i + 1) / 9)),
-    ]
-    patched = attach(flux, full_step_interval=4)
-    models.sample(patched, SIDE, SIDE, steps=9, positive=positive)
-    assert "p" not in modes(settled)
-    assert modes(settled).count("m") <= 3
-    assert "nothing cached yet for a prompt" in stats_of(patched).text()
-
-
 @loop("apart", [False, True])
 def test_a_controlnet_that_begins_late_makes_one_step_full(
     flux: Any, preset: Any, settled: Any, plan_calls: Any, apart: bool

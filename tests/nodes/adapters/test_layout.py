@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 
@@ -145,6 +144,7 @@ def test_attention_patches_receive_all_tokens_and_their_layout(
         for name in ("attn1", "attn2"):
             model.set_model_patch(lambda n, c, v, options: (fits(n.shape[1], options), (n, c, v))[1], f"{name}_patch")
             model.set_model_patch(lambda n, options: (fits(n.shape[1], options), n)[1], f"{name}_output_patch")
+        model.set_model_patch(lambda n, options: (fits(n.shape[1], options), n)[1], "middle_patch")
     else:
         model.set_model_patch(lambda out, options: (fits(out.shape[1], options), out)[1], "attn1_output_patch")
     models.sample(attach(model, granularity=granularity), SIDE, SIDE, steps=1)
@@ -187,22 +187,3 @@ def test_the_callers_options_stay_as_they_are(
             handle.remove()
     assert "mine" in before
     assert differing == {"activations_shape" if kind == "unet" else "img_slice"}
-
-
-def test_missing_layouts_are_not_invented(pack: Any) -> None:
-    signature, unet = pack_module("nodes.adapters.signature"), pack_module("nodes.adapters.families.unet_layers")
-
-    def merged(options: dict[str, Any], *lengths: tuple[int, int]) -> dict[str, Any]:
-        reduction = signature.TokenReduction(0, lengths)
-        found: dict[str, Any] = signature.BlockSignature().merged_options(options, reduction)
-        return found
-
-    options: dict[str, Any] = {"block_index": 3}
-    assert unet.without_grid(options, 10, 5) is options
-    assert merged(options, (10, 6), (4, 3)) is options
-    said = {"activations_shape": [2, 64, 3, 4], "img_slice": [7, 19]}
-    assert unet.without_grid(said, 12, 12) is said
-    assert merged(said, (12, 12)) is said
-    assert unet.without_grid(said, 12, 6)["activations_shape"] == [2, 64, 1, 6]
-    assert merged(said, (12, 6))["img_slice"] == [7, 13]
-    assert said == {"activations_shape": [2, 64, 3, 4], "img_slice": [7, 19]}

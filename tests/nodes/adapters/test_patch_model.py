@@ -20,11 +20,6 @@ Reason = pack_module("toma_core.reasons").Reason
 SIDE = 24
 
 
-def other(model: Any) -> torch.Tensor:
-    """Sample another workflow: other size, other prompt, other seed."""
-    return models.sample(model, 18, 30, batch=2, steps=2, seed=8, cfg=1.0)
-
-
 every_kind = loop("kind", ["unet", "flux"])
 
 
@@ -68,24 +63,6 @@ def test_runs_that_never_merge_are_bit_identical(
     assert stats_of(patched).summary().startswith("Nothing was merged: ")
     assert stats_of(patched).headline().id.value == "nothing_merged"
     assert str(reason) in stats_of(patched).summary()
-
-
-@every_kind
-def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
-    model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks of the tiny models cost an H100 too little to merge; on a CPU they are merged from 256 tokens on."""
-    cost_model, side = pack_module("toma_core.cost_model"), 40
-    patched = attach(model, min_tokens=0)
-    models.sample(patched, side, side, steps=1)
-    stats = stats_of(patched)
-    assert stats.grids == {(20, 20): 200}
-    assert set(stats.unmerged) <= {Reason.TOO_FEW_TOKENS(least=256)}
-    monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132))
-    assert same(models.sample(patched, side, side, steps=1), models.sample(model, side, side, steps=1))
-    auto_stats, reason = stats_of(patched), Reason.TOO_LITTLE_WORK()
-    assert auto_stats.unmerged_names()[reason] == stats.merged_blocks
-    assert auto_stats.summary().count(str(reason)) <= 2
 
 
 @every_kind
@@ -144,31 +121,6 @@ def test_error_inside_a_block_leaves_nothing_behind(
 
 @every_kind
 @pytest.mark.compat
-def test_same_seed_same_image_whatever_ran_before(model: Any, attach: Any) -> None:
-    patched = attach(model, selection_interval=2, weight_interval=1)
-    first = models.sample(patched, SIDE, SIDE)
-    assert same(models.sample(patched, SIDE, SIDE), first)
-    other(patched)
-    torch.rand(3)
-    assert same(models.sample(patched, SIDE, SIDE), first)
-
-
-@every_kind
-def test_global_random_state_is_neither_used_nor_changed(model: Any, attach: Any) -> None:
-    patched = attach(model)
-    first = models.sample(patched, SIDE, SIDE, steps=1, sampler="euler")
-    torch.manual_seed(123)
-    state = torch.get_rng_state()
-    assert same(models.sample(patched, SIDE, SIDE, steps=1), first)
-    models.sample(model, SIDE, SIDE, steps=1)
-    after_plain = torch.get_rng_state()
-    torch.set_rng_state(state)
-    models.sample(patched, SIDE, SIDE, steps=1)
-    assert torch.equal(torch.get_rng_state(), after_plain)
-
-
-@every_kind
-@pytest.mark.compat
 def test_branches_of_one_loader_are_each_as_if_alone(model: Any, attach: Any, stats_of: Any) -> None:
     settings = [{"ratio": 0.25}, {"ratio": 0.75, "granularity": "module"}]
     alone = [models.sample(attach(model, **s), SIDE, SIDE) for s in settings]
@@ -193,30 +145,6 @@ def test_two_runs_at_once_keep_their_own_state(model: Any, attach: Any) -> None:
     assert same(out, alone[0])
     assert all(same(i, alone[1]) for i in inner)
     assert len(inner) == 2
-
-
-@every_kind
-@pytest.mark.compat
-@loop("order", ["before", "after"])
-def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order: str) -> None:
-    """A LoRA patches weights so."""
-    names = [n for n in model.model_state_dict() if "transformer_blocks.0.ff.net.2.weight" in n or "img_mlp.0.w" in n]
-    g = torch.Generator().manual_seed(3)
-    weights = model.model_state_dict()
-    patches = {n: ("diff", (0.1 * torch.randn(weights[n].shape, generator=g),)) for n in names}
-
-    def patched(m: Any) -> Any:
-        m = m.clone()
-        assert len(m.add_patches(patches, 0.8)) == len(names) > 0
-        return m
-
-    plain = models.sample(attach(model), SIDE, SIDE)
-    both = attach(patched(model)) if order == "before" else patched(attach(model))
-    out = models.sample(both, SIDE, SIDE)
-    assert not same(out, plain)
-    reference = models.sample(patched(attach(model)), SIDE, SIDE)
-    assert same(out, reference)
-    assert same(models.sample(attach(model), SIDE, SIDE), plain)
 
 
 @every_kind

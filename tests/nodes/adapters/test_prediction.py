@@ -64,27 +64,11 @@ def test_plans_are_of_the_step_before(model: Any, attach: Any, stats_of: Any, pl
 
 
 @every_kind
-@pytest.mark.compat
-def test_the_first_step_is_that_of_the_model_without_it(model: Any, attach: Any) -> None:
-    patched = attach(model, **SETTINGS)
-    assert torch.equal(models.sample(patched, steps=1), models.sample(model, steps=1))
-    assert not torch.equal(models.sample(patched, steps=2), models.sample(model, steps=2))
-
-
-@every_kind
 def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any, attach: Any, stats_of: Any) -> None:
     patched = attach(model, **SETTINGS)
     models.sample(patched, steps=3, sampler="heun")
     stats = stats_of(patched)
     assert (stats.evaluations, stats.merged_evaluations) == (5, 4)
-
-
-@every_kind
-def test_with_a_residual_cache_the_full_step_refreshes(model: Any, attach: Any, stats_of: Any) -> None:
-    patched = attach(model, **SETTINGS, full_step_interval=3)
-    models.sample(patched, steps=5)
-    assert sorted(stats_of(patched).merged_steps) == [1, 2]
-    assert stats_of(patched).cache_bytes
 
 
 @every_kind
@@ -152,12 +136,6 @@ def test_nothing_is_held_after_a_run_that_broke_off(
         models.sample(patched, steps=3)
     assert not held[0].trajectory._histories
     assert held[0].trajectory.latent is None
-
-
-@every_kind
-def test_the_same_twice_and_nothing_left(model: Any, attach: Any, no_state_left: None) -> None:
-    patched = attach(model, **SETTINGS)
-    assert torch.equal(models.sample(patched, steps=3), models.sample(patched, steps=3))
 
 
 def test_areas_are_cut_out_of_the_picture(pack: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 
@@ -67,13 +66,6 @@ def test_flux_sizes(flux: Any, attach: Any, stats_of: Any, decisions: Any, index
     check(flux, size, index + 3, attach, stats_of, decisions)
 
 
-def test_everyday_sdxl_grid_at_full_size(unet: Any, attach: Any, stats_of: Any) -> None:
-    """A latent of 104 x 152 has grids of 52 x 76 and 26 x 38."""
-    patched = attach(unet)
-    assert models.sample(patched, 104, 152, steps=1, cfg=1.0).isfinite().all()
-    assert stats_of(patched).grids == {(52, 76): 1976, (26, 38): 494}
-
-
 @pytest.mark.compat
 @loop("sampler", SAMPLERS)
 @loop("kind", ["unet", "flux"])
@@ -125,32 +117,3 @@ def test_part_of_a_schedule_keeps_its_clock(
     model = attach(request.getfixturevalue(kind), full_step_interval=2)
     models.sample(model, 16, 16, steps=6, start_step=2, last_step=4)
     assert [(d.step, d.merged_ratio) for d in decisions] == [(0, 0.0), (1, 0.5)]
-
-
-@loop("kind", ["unet", "flux"])
-def test_full_steps_are_those_of_the_model_without_it(request: pytest.FixtureRequest, attach: Any, kind: str) -> None:
-    """Single steps inside and outside of the range start from the same latent."""
-    base = request.getfixturevalue(kind)
-    model = attach(base, end_percent=0.5)
-    for first, equal in ((0, False), (5, True)):
-        outs = [models.sample(m, 16, 16, steps=6, start_step=first, last_step=first + 1) for m in (base, model)]
-        assert torch.equal(*outs) is equal
-
-
-@loop("size", [(20, 28), (21, 27), (1, 40), (7, 3)])
-def test_grid_is_the_one_flux_pads_to(flux: Any, attach: Any, stats_of: Any, size: tuple[int, int]) -> None:
-    model = attach(flux)
-    out = models.sample(model, *size, steps=1)
-    assert out.shape == (1, 16, *size)
-    assert out.isfinite().all()
-    grid = (size[0] + 1) // 2, (size[1] + 1) // 2
-    assert set(stats_of(model).grids) == {grid}
-    assert len(stats_of(model).merged_blocks) == 6
-
-
-def test_token_grid_rounds_up(pack: Any) -> None:
-    token_grid = pack_module("nodes.adapters.blocks").token_grid
-    assert token_grid(torch.empty(1, 16, 5, 8), 2) == (3, 4)
-    assert token_grid(torch.empty(1, 128, 5, 8), 1) == (5, 8)
-    assert token_grid(torch.empty(1, 16, 1, 5, 8), 2) == (3, 4)
-    assert token_grid(torch.empty(1, 16, 7, 5, 8), 2) == (7, 3, 4)

@@ -121,22 +121,6 @@ def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: 
 
 
 @every_kind
-def test_each_tile_is_represented_by_tokens_of_its_own(model: Any, attach: Any, apart: Any, plan_calls: Any) -> None:
-    """Merge and unmerge of a tile have a smaller error than with another tile's plan."""
-    core = pack_module("toma_core.merge")
-    apart(model)
-    sampled(tiled(attach(model), CORNERS[:2]), steps=1, cfg=1.0)
-    half = len(plan_calls) // 2
-
-    def loss(x: torch.Tensor, plan: Any) -> float:
-        return float((core.unmerge(core.merge(x, plan), plan) - x).norm() / x.norm())
-
-    own = [loss(call.x, call.plan) for call in plan_calls[half:]]
-    others = [loss(call.x, before.plan) for call, before in zip(plan_calls[half:], plan_calls, strict=False)]
-    assert sum(own) < 0.95 * sum(others)
-
-
-@every_kind
 def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: Any, plan_calls: Any) -> None:
     """Tiles move between steps or do not: every evaluation selects again, by its own content."""
     patched = attach(model, selection_interval=10, full_step_interval=3, skip_first_blocks=1)
@@ -168,13 +152,6 @@ def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any
     assert held[0] == (0, 0)
     assert held[1] == held[2] == held[3]
     assert held[1][0] == 0
-
-
-@every_kind
-def test_the_picture_of_a_tiled_run_can_be_drawn(model: Any, attach: Any, stats_of: Any) -> None:
-    patched = attach(model)
-    sampled(tiled(patched, CORNERS))
-    assert stats_of(patched).maps.keys() == stats_of(patched).grids.keys() != set()
 
 
 @every_kind

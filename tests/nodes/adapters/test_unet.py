@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -80,37 +79,6 @@ def test_modules_are_computed_on_merged_tokens_one_by_one(
     torch.testing.assert_close(call.out, x, **CLOSE)
 
 
-def test_weights_are_the_papers(unet: Any, attach: Any, plan_calls: Any, dense: Any) -> None:
-    """Check equations 3 to 6 for every window of a grid that tiles do not divide, from the tokens and destinations
-    alone."""
-    models.sample(attach(unet, granularity="block", sharpness=20.0, window_size=5), SIDE, 28, steps=1, cfg=1.0)
-    call = next(c for c in plan_calls if c.grid == (12, 14))
-    M, U = dense(call.plan)
-    rows, columns = call.plan.windows.cuts
-    window = torch.tensor(
-        [sum(y >= r for r in rows[1:]) * 100 + sum(x >= c for c in columns[1:]) for y in range(12) for x in range(14)]
-    )
-    destinations = call.plan.destinations[0]
-    assert len(destinations.unique()) == len(destinations) == 84
-    x = call.x[0] / call.x[0].norm(dim=-1, keepdim=True)
-    logits = 20.0 * x[destinations] @ x.T
-    logits[window[destinations][:, None] != window[None]] = -torch.inf
-    A = logits.softmax(0)
-    torch.testing.assert_close(U[0], A.T, **CLOSE)
-    torch.testing.assert_close(M[0], A / A.sum(1, keepdim=True), **CLOSE)
-
-
-def test_sd15_shape_has_attention_at_full_size(pack: Any, attach: Any, stats_of: Any) -> None:
-    model = attach(models.unet(depths=(1, 1, 0), middle=1))
-    models.sample(model, 16, 16, steps=1)
-    assert stats_of(model).grids[16, 16] == 128
-    assert stats_of(model).merged_blocks >= {f"{kind}.0" for kind in ("input.1", "input.2", *_outputs(6, 7, 8))}
-
-
-def _outputs(*numbers: int) -> list[str]:
-    return [f"output.{n}" for n in numbers]
-
-
 @loop("granularity", ["block", "stack"])
 @loop("amount", [4, 0.35])
 def test_last_stacks_are_skipped(unet: Any, attach: Any, stats_of: Any, granularity: str, amount: float) -> None:
@@ -121,69 +89,6 @@ def test_last_stacks_are_skipped(unet: Any, attach: Any, stats_of: Any, granular
     last = {"output.2.0", "output.2.1", "output.3.0", "output.4.0", "output.5.0"}
     assert stats.unmerged_names() == {Reason.SKIP_LAST_BLOCKS(count=amount): last}
     assert len(stats.merged_blocks) == 12
-
-
-def test_small_grids_are_not_merged(unet: Any, attach: Any, stats_of: Any) -> None:
-    model = attach(unet, min_tokens=100)
-    models.sample(model, SIDE, SIDE, steps=1)
-    stats = stats_of(model)
-    assert stats.grids == {(12, 12): 72}
-    assert len(stats.blocks) == 17
-    assert stats.unmerged_names() == {Reason.TOO_FEW_TOKENS(least=100): stats.blocks - stats.merged_blocks}
-    assert len(stats.merged_blocks) == 5
-
-
-def test_blocks_at_one_resolution_share_a_plan(unet: Any, attach: Any, stats_of: Any) -> None:
-    model = attach(unet, granularity="block")
-    models.sample(model, SIDE, SIDE, steps=1)
-    assert stats_of(model).selections == 2
-
-
-def core_node(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"comfy_extras.{module}"), name)
-
-
-def test_deep_shrink_changes_the_grid_of_a_resolution(unet: Any, attach: Any, stats_of: Any) -> None:
-    """PatchModelAddDownscale shrinks the activations in the early steps: each size has its own plans."""
-    node = core_node("nodes_model_downscale", "PatchModelAddDownscale")
-    shrunk = node.execute(unet, 4, 2.0, 0.0, 0.35, True, "bicubic", "bicubic").args[0]
-    model = attach(shrunk)
-    out = models.sample(model, 32, 32, steps=3)
-    assert out.isfinite().all()
-    assert {(8, 8), (4, 4), (16, 16)} <= set(stats_of(model).grids)
-
-
-@pytest.mark.compat
-@loop("granularity", ["module", "block", "stack"])
-def test_sag_reads_the_attention_map_of_all_tokens(
-    unet: Any, attach: Any, stats_of: Any, record: Any, granularity: str
-) -> None:
-    sag = core_node("nodes_sag", "SelfAttentionGuidance").execute(unet, 0.5, 2.0).args[0]
-    model = attach(sag, granularity=granularity)
-    queries = record(unet.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1.to_q)
-    assert models.sample(model, 32, 32, steps=2).isfinite().all()
-    assert {call.args[0].shape[1] for call in queries} == {64}
-    assert "middle.0.0 self-attention" in stats_of(model).unmerged_names()[Reason.BLOCK_REPLACED()]
-
-
-@loop("granularity", ["module", "stack"])
-@loop("kind", ["attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch"])
-def test_foreign_patches_see_all_tokens(unet: Any, attach: Any, kind: str, granularity: str) -> None:
-    seen: list[int] = []
-
-    def on_qkv(n: Tensor, context: Tensor, value: Tensor, extra_options: Any) -> Any:
-        seen.append(n.shape[1])
-        return n, context, value
-
-    def on_one(n: Tensor, extra_options: Any) -> Tensor:
-        seen.append(n.shape[1])
-        return n
-
-    foreign = unet.clone()
-    foreign.set_model_patch(on_qkv if kind in ("attn1_patch", "attn2_patch") else on_one, kind)
-    out = models.sample(attach(foreign, granularity=granularity), SIDE, SIDE, steps=1)
-    assert set(seen) == {144, 36}
-    assert out.isfinite().all()
 
 
 @loop("change", ["context", "value", "query", "longer context"])
@@ -230,31 +135,6 @@ def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, 
         "input.7.0 cross-attention",
         "input.7.1 cross-attention",
     }
-
-
-def test_control_is_added_to_unmerged_activations(unet: Any, attach: Any, stats_of: Any) -> None:
-    """A ControlNet's residuals are added between blocks, where all tokens are present."""
-    import comfy.controlnet
-
-    class Residuals(comfy.controlnet.ControlBase):
-        def get_control(self, x: Tensor, t: Any, cond: Any, batched: int, options: Any) -> Any:
-            coarse = torch.full((x.shape[0], 64, 6, 6), 3.0)
-            return {"middle": [coarse], "output": [None] * 8 + [coarse], "input": []}
-
-        def copy(self) -> Any:
-            return self
-
-        def get_models(self) -> list[Any]:
-            return []
-
-    model = attach(unet)
-    positive, negative = (
-        models.conditioning(unet, seed=s, control=Residuals(), control_apply_to_uncond=True) for s in (1, 2)
-    )
-    controlled = models.sample(model, SIDE, SIDE, steps=1, positive=positive, negative=negative)
-    assert controlled.isfinite().all()
-    assert not torch.equal(controlled, models.sample(model, SIDE, SIDE, steps=1))
-    assert len(stats_of(model).merged_blocks) == 17
 
 
 def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -105,17 +104,6 @@ def test_runs_of_the_preset(what: str, sampler: str, cfg: float, model_of: Any, 
     assert stats_of(merged).without_kv_cache is None
     assert all(map(torch.equal, sampled(merged, **asked), found))
     assert all(map(torch.equal, sampled(model, **asked), own))
-
-
-def test_keys_are_reckoned_as_wide_as_they_are(model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """56 heads of 128 have a third more channels than tokens of 5376."""
-    run, model, asked = pack_module("nodes.adapters.patch_model"), model_of("h3"), list[int]()
-    network = model.model.diffusion_model
-    assert network.blocks[0].attn.heads * network.blocks[0].attn.head_dim > network.hidden_size
-    merged, reserved = run.apply_toma(model, preset("balanced")), run.reserved
-    monkeypatch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
-    sampled(merged, steps=4)
-    assert asked == [stats_of(merged).cache_bytes]
 
 
 def in_int8(model: Any) -> Any:

@@ -124,19 +124,6 @@ def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) 
             assert torch.equal(found[0][:, :, 0], own[0][:, :, 0])
 
 
-@loop("sampler", ["euler", "res_multistep", "dpmpp_2m"])
-@loop("cfg", [1.0, 3.0])
-def test_the_audio_has_less_error_than_the_video(sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
-    """The audio is not merged and attends to every token of the video."""
-    model = model_of("ltx_av")
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
-    asked = {"sampler": sampler, "cfg": cfg, "steps": 8}
-    video, audio = errors(sampled(merged, **asked), sampled(model, **asked))
-    assert 0 < audio < video < 0.05
-    assert stats_of(merged).without_kv_cache is None
-    assert stats_of(merged).unmerged == {}
-
-
 def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise its error would be much larger."""
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")

@@ -14,7 +14,7 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, TEXT, WIDTH, errors, noise
-from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, preset
+from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated
 
 REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # fewer tokens than the image, more, as many
 CACHES = ("off", "auto", "cpu")
@@ -113,20 +113,6 @@ def test_comfyuis_cache_in_fewer_bits(
 
 
 @loop("in_place", FORMS)
-def test_the_error_grows_with_the_ratio(in_place: bool, made: Any, attach: Any) -> None:
-    model = made(in_place)
-    options: dict[str, Any] = {**conds(model, REFERENCES[:2]), "steps": 8, "cfg": 1.0}
-    settings = {**KEYS, "full_step_interval": 4}
-    own = sampled(at(model, "auto"), **options)
-    of = {
-        ratio: errors([sampled(at(attach(model, **settings, ratio=ratio), "auto"), **options)], [own])[0]
-        for ratio in (0.25, 0.5, 0.75)
-    }
-    assert 0 < of[0.25] < of[0.5] < of[0.75] < 0.5
-    assert attach(model, ratio=0.0) is model
-
-
-@loop("in_place", FORMS)
 @loop("cache", CACHES)
 def test_queries_of_destinations_see_keys_of_all(in_place: bool, cache: str, made: Any, attach: Any) -> None:
     """Text attends to what comes before the image, as in the model; the image to all keys at their own positions."""
@@ -194,60 +180,7 @@ def controlled(model: Any, seen: list[int]) -> Any:
     return model
 
 
-SIZES = [(21, 29, 1, 4.0), (17, 33, 2, 1.0), (2, 2, 1, 1.0), (33, 8, 3, 4.0)]
-
-
-@loop("in_place", FORMS)
-@loop(("height", "width", "batch", "cfg"), SIZES)
-def test_odd_sizes_batches_and_guidance(
-    in_place: bool, height: int, width: int, batch: int, cfg: float, made: Any, attach: Any
-) -> None:
-    """A reference larger than the image comes first in the step that fills ComfyUI's cache."""
-    model = at(made(in_place), "auto")
-    merged, run = attach(model, **KEYS), {"batch": batch, "cfg": cfg, **conds(model, ((34, 35),))}
-    out = models.sample(merged, height, width, **run)
-    assert out.isfinite().all()
-    assert torch.equal(models.sample(merged, height, width, **run), out)
-
-
 # The manual sigmas of ComfyUI's template for the turbo LoRA.
-TURBO = (1.0, 0.978, 0.954, 0.927, 0.895, 0.845, 0.705, 0.415, 0.0)
-
-
-@loop(("name", "steps"), [("balanced", 25), ("quality", 25), ("balanced", 8), ("quality", 8)])
-def test_steps_that_presets_merge(name: str, steps: int, made: Any, stats_of: Any) -> None:
-    """25 steps of `simple` are the template's for text to image and edits, 8 sigmas that of the turbo LoRA."""
-    import comfy.sample
-    from comfy.samplers import sampler_object
-
-    model = at(made(True), "auto")
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset(name))
-    given = conds(model, REFERENCES[:1])
-    if steps == len(TURBO) - 1:
-        latent = models.empty(model, 16, 16)
-        out = comfy.sample.sample_custom(
-            *(merged, comfy.sample.prepare_noise(latent, 5), 1.0, sampler_object("euler"), torch.tensor(TURBO)),
-            *(*given.values(), latent),
-            seed=5,
-            disable_pbar=True,
-        )
-    else:
-        out = models.sample(merged, 16, 16, steps=steps, cfg=1.0, **given)
-    assert out.isfinite().all()
-    stats = stats_of(merged)
-    assert stats.unmerged == {}
-    assert stats.without_kv_cache is None
-    assert sorted(stats.merged_steps) == MERGED[name, steps]
-
-
-MERGED = {
-    ("balanced", 25): [n for n in range(1, 24) if n % 4],
-    ("quality", 25): [n for n in range(1, 24) if n % 2],
-    ("balanced", 8): [1, 2, 3, 5, 6],
-    ("quality", 8): [1, 3, 5],
-}
-
-
 def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a card it takes keys and values of text and references in every block, for each condition of a step."""
     from comfy.sampler_helpers import convert_cond

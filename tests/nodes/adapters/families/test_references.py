@@ -26,7 +26,7 @@ from tests.nodes.adapters.families.layouts import (
     run,
 )
 
-REFERENCES = [("flux2", None), ("flux2", "index_timestep_zero"), ("qwen_image", None)]
+REFERENCES = [("flux", None), ("flux2", None), ("flux2", "index_timestep_zero"), ("qwen_image", None)]
 REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea2", "index_timestep_zero")]
 
 
@@ -157,14 +157,6 @@ def test_reference_as_large_as_the_image(
         made.setdefault((call.scope, call.step_plan.selection, call.copies), set()).add(id(call.plan))
     assert {len(plans) for plans in made.values()} == {1}
     assert {selection for _, selection, _ in made} == {0, 1, 2, pack_module("toma_core.schedule").LASTING}
-
-
-def test_small_references_are_not_merged(model_of: Any, attach: Any, plan_calls: Any) -> None:
-    model = model_of("flux")
-    conds = {"positive": models.conditioning(model, seed=1, **of_references(model, LAYOUTS["flux"][0], None))}
-    merged = attach(model, merge_references=True, min_tokens=30)  # they have 24 and 18
-    assert models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds).isfinite().all()
-    assert {call.grid for call in plan_calls} == {(10, 14)}
 
 
 @loop("cached", [False, True])

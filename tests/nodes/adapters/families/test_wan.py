@@ -19,7 +19,6 @@ from tests.nodes.adapters.families.layouts import (
     PREDICTED,
     WIDTH,
     by_hand,
-    current,
 )
 
 Reason = pack_module("toma_core.reasons").Reason
@@ -122,44 +121,6 @@ def test_frames_odd_sizes_and_guidance(
     assert torch.equal(models.sample(merged, height, width, **asked), out)
 
 
-def test_the_residual_cache_is_used_and_drawn(wan: Any, attach: Any, stats_of: Any) -> None:
-    asked = {"frames": 5, "steps": 4, "cfg": 1.0}
-    plain = models.sample(wan, HEIGHT, WIDTH, **asked)
-    uncached = models.sample(attach(wan), HEIGHT, WIDTH, **asked)
-    reusing = attach(wan, full_step_interval=2, selection_interval=2, weight_interval=2)
-    cached = models.sample(reusing, HEIGHT, WIDTH, **asked)
-    assert (cached - plain).norm() < (uncached - plain).norm()
-    drawn = stats_of(reusing).maps[5, HEIGHT // 2, WIDTH // 2]
-    assert (drawn.frames, len(drawn.destinations), len(drawn.owner)) == (5, FRAME // 2, FRAME)
-    assert "5 x 10 x 14" in stats_of(reusing).summary()
-    image = pack_module("nodes.merge_map_image").draw(stats_of(reusing).maps)
-    assert image.shape[1] > image.shape[2] // 2
-
-
-def test_plans_from_the_predicted_video(wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
-    """Each frame uses its own prediction: one plan per step for all blocks and both conditions."""
-    merged = attach(wan, **PREDICTED)
-    out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=3, cfg=5.0)
-    assert out.isfinite().all()
-    assert (sorted(stats_of(merged).merged_steps), stats_of(merged).selections) == ([1, 2], 2)
-    for call in plan_calls:
-        frame = call.plan.destinations // FRAME
-        assert all(one.bincount().tolist() == [FRAME // 2] * 5 for one in frame)
-    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=5, steps=3, cfg=5.0), out)
-
-
-@loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
-def test_conditions_in_calls_of_their_own(
-    settings: Any, wan: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    merged, asked = attach(wan, **settings), {"frames": 5, "steps": 2, "cfg": 5.0}
-    joined, plain = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, wan))
-    monkeypatch.setattr(type(wan.model), "memory_required", lambda *_, **__: 1e20)
-    split, plain_split = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, wan))
-    off = (plain_split - plain).abs().max()
-    assert (split - joined).abs().max() <= 10 * off + 1e-4 * joined.abs().max()
-
-
 def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
     """Sample a video in four steps by two consecutive models."""
     import comfy.sample
@@ -188,20 +149,6 @@ def test_presets_where_two_models_take_two_steps_each(
     assert in_two(*merged, frames=frames).isfinite().all()
     assert tuple(sorted(stats_of(m).merged_steps) for m in merged) == steps
     assert [stats_of(m).without_kv_cache for m in merged] == [None, None]
-
-
-@loop(("name", "steps"), [("balanced", [1, 2, 3, 4, 5]), ("quality", [1, 2, 3])])
-def test_presets_where_a_run_begins_flat(name: str, steps: list[int], wan: Any, stats_of: Any) -> None:
-    """With the sigmas of LTX's first stage, caches of the first step last until sigma falls."""
-    settings = pack_module("toma_core").UserSettings(name, {"min_tokens": 4})
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(wan, settings)
-    sigmas = torch.tensor([1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0])
-    for sampler in ("euler", "res_multistep"):
-        models.sample(merged, HEIGHT, WIDTH, frames=3, steps=8, cfg=3.0, sigmas=sigmas, sampler=sampler)
-        assert sorted(stats_of(merged).merged_steps) == steps
-        assert list(stats_of(merged).full_by) == [
-            Reason.SETTING(setting="full_step_interval", value=4 if name == "balanced" else 2)
-        ]
 
 
 def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no_state_left: None) -> None:
@@ -288,26 +235,6 @@ def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0), plain)
     assert seen == expected
     assert list(stats_of(merged).unmerged) == [Reason.ATTENTION_PATCH()]
-
-
-def test_a_patch_between_blocks_sees_every_frame(wan: Any, attach: Any, stats_of: Any) -> None:
-    """Uni3C's patch does so."""
-    if not current():
-        pytest.skip("this ComfyUI passes no tokens between blocks")
-    seen = []
-
-    def patch(args: dict[str, Any]) -> dict[str, Any]:
-        seen.append(args["img"].shape[1])
-        args["img"][:, :FRAME] += 0.1
-        return args
-
-    patched = wan.clone()
-    patched.set_model_patch(patch, "double_block")
-    merged = attach(patched)
-    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
-    assert seen == [3 * FRAME] * 4
-    assert stats_of(merged).unmerged == {}
-    assert not torch.equal(out, models.sample(attach(wan), HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0))
 
 
 def test_attention_receives_the_number_of_tokens_per_frame(wan: Any, attach: Any) -> None:

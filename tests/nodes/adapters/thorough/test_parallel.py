@@ -1,6 +1,6 @@
 """Two real processes sample a picture together: ToMA merges correctly or not at all, the same in both.
 
-compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions. ../test_shares.py runs the
+compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions. The matrix runs the
 shares in turn.
 """
 
