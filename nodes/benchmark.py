@@ -115,7 +115,7 @@ class ToMABenchmark(io.ComfyNode):
 
 
 class Measured(MessageId):
-    """What a measurement found."""
+    """The result of a measurement."""
 
     WITHOUT_TOMA = "without_toma"
     RATIO = "at_ratio"  # ratio

@@ -25,7 +25,7 @@ _PLACE = "ToMA goes after the LoRAs, before step caches, torch.compile and the s
 
 
 class Note(MessageId):
-    """What a node shows of its inputs."""
+    """The note of a node about its inputs."""
 
     OFF_RATIO = "off_ratio"
     OFF_STEPS = "off_steps"
@@ -42,7 +42,7 @@ def complaint(**values: Any) -> bool | str:
 
 
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
-    """Return the patched model. Its runs are shown on the node; a node that is off has none, and shows that at once."""
+    """Return the patched model. The node shows its runs; a node that is off shows at once that it has none."""
     with status_of(hidden) as status:
         settings, model = UserSettings(preset, overrides), validate_inputs.model(model)
         settings, ratio_schedule, notes = _profiled(model, settings, profile)

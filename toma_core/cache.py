@@ -132,7 +132,7 @@ class Cache:
             return held
 
     def read(self, keys: Keys, like: Tensor) -> Tensor | None:
-        """Return what is cached under the keys, concatenated: (B, N, C) with the shape, dtype and device of `like`.
+        """Return the tensors under the keys, concatenated: (B, N, C) with the shape, dtype and device of `like`.
 
         None if any part is missing or differs, so that cond and uncond are treated alike.
         """
@@ -164,7 +164,7 @@ class Cache:
                     return
 
     def free_staging(self, device: torch.device) -> None:
-        """End a call of the model on a device: of what lies in main memory nothing is left there."""
+        """End a call of the model on a device: free its copies of tensors that lie in main memory."""
         if self.host is not None:
             self.host.free_staging(device)
 

@@ -30,7 +30,7 @@ class WindowShape(str, Enum):
 
 
 class SimilarityFrom(str, Enum):
-    """What tokens are compared by, when destinations are selected and weighed."""
+    """The values by which tokens are compared when destinations are selected and weighed."""
 
     TOKENS = "tokens"
     PREDICTION = "prediction"

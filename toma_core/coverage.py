@@ -21,7 +21,7 @@ _SIGMA_FACTOR = 1.5
 
 
 class Origin(NamedTuple):
-    """What the entries of a condition are made of."""
+    """The inputs from which the entries of a condition were made."""
 
     step: int
     falling: float  # noise level given to the model, its inverse in unsampling: falls during a run

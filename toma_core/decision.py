@@ -28,7 +28,7 @@ _SMALL_SHARE = 0.03
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an evaluation before the model runs."""
+    """The facts that are known before the model runs."""
 
     sigma: float  # of the sampler
     step: int | None = None  # None if unknown
@@ -129,7 +129,7 @@ def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...],
     """Return the plan of a call of the model, and of all later ones of its evaluation: a refresh in place of a merged
     one whose chains the caches do not fit.
 
-    signatures: of the call's conditions. layout: what caches depend on beside them: latents and chains.
+    signatures: of the call's conditions. layout: of latents and chains.
     """
     if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.coverage.fits(signatures, layout):
         return plan

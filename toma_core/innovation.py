@@ -1,7 +1,7 @@
-"""What a condition's evaluations have shown: the predicted picture, and what is new in the latent of the next.
+"""The results of a condition's evaluations: the predicted picture, and the new part of the next latent.
 
 Not in the paper. A sampler without noise begins each step with a combination of latents and predictions that it has
-seen. What no combination of the recent ones gives is new: the noise that samplers such as `euler_ancestral` draw in
+seen. A part that no combination of the recent ones gives is new: noise that samplers such as `euler_ancestral` draw in
 every step, or another picture.
 """
 
@@ -43,7 +43,7 @@ class History:
             self._recent.popleft()
 
     def new_noise(self, latent: Tensor, sigma: float) -> Tensor | None:
-        """Return what is new in a latent of (B, C, ..., H, W) as a share of its noise, where the share is largest, a
+        """Return the new part of a latent of (B, C, ..., H, W) as a share of its noise, where the share is largest, a
         number on its device; None if there is nothing to compare it with. Nothing waits for the device.
 
         sigma: standard deviation of the noise.

@@ -1,10 +1,10 @@
-"""Propagate cached tensors by what every token knows of its own change: that of its latent.
+"""Propagate cached tensors by the one change that is known at every token: the change of its latent.
 
 Not in the paper. A merged step knows how keys, values and updates have changed at its D destinations. Part of that
 change answers to their noise, which no other token shares: with samplers that draw new noise at each step it is the
 larger part. But all tokens answer to their latents alike. So the change of destinations is regressed on their latents
-(with a small ridge and a constant), each token gets what its own latent explains, and only the rest is shared. Survey
-statistics call that a regression estimator. f: (D, F) features of destinations; G: (N, F) of all tokens; c: (D, C) the
+(with a small ridge and a constant), each token gets the part that its own latent explains, and only the rest is shared:
+the regression estimator of statistics. f: (D, F) features of destinations; G: (N, F) of all tokens; c: (D, C) the
 change at destinations; U: unmerging, where destinations keep their own value and others get `REST_WEIGHT` of the sum.
 
     A = (f'f + 0.1 F / D * mean diag(f'f))^-1 f' c  =  fit c
@@ -91,9 +91,9 @@ class Regression:
     spread: Tensor  # (B, N, F), the same
 
     def propagate(self, cached: Tensor, fresh: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Return what is cached of all tokens, of (B, N, C), with the change at destinations.
+        """Return the cached values of all tokens, (B, N, C), with the change at destinations.
 
-        fresh: (B, D, C), what destinations have now. rotation: of keys.
+        fresh: (B, D, C), the new values at destinations. rotation: of keys.
         """
         if kernels := kernels_for(self.plan, cached, fresh):
             return self._by_kernels(kernels, cached, fresh, rotation)
@@ -113,14 +113,14 @@ class Regression:
         return kernels.propagate(change, cached, answer, self.spread, R, self.plan.unmerge_weights, *layout)
 
     def _explain(self, shared: Tensor, change: Tensor) -> Tensor:
-        """Add to shared, of (B, N, C), what latents explain."""
+        """Add the part that latents explain to shared, of (B, N, C)."""
         answer = self.fit.to(change.dtype) @ change
         return shared.baddbmm_(self.spread.to(change.dtype), answer)
 
 
 @dataclass(eq=False)
 class LatentChange:
-    """The latent of a call, and the one of the call that wrote what it begins with."""
+    """The latent of a call, and the latent of the call that wrote its cached tensors."""
 
     latent: Tensor  # (B, C, ..., H, W)
     before: Tensor  # the same shape

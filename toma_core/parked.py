@@ -37,7 +37,7 @@ class Stream(Protocol):
 
 
 class Copier(Protocol):
-    """What a device offers; tests record it in place of CUDA's."""
+    """The operations of a device; tests record them in place of CUDA's."""
 
     def current(self, device: torch.device) -> Stream:
         """Return the stream on which the model computes."""
@@ -244,7 +244,7 @@ class Lane:
         return _Read(targets, self._copied(self.up, targets, sources, buffer.pinned))
 
     def take(self, parked: Parked) -> Tensor | Int4Tensor:
-        """Return a tensor on the device. If it is not the one that was expected, what was read ahead is dropped."""
+        """Return a tensor on the device. If another one was expected, the copies read ahead are dropped."""
         with self.lock:
             found = self.ahead.pop(parked, None)
             if found is None:
@@ -264,7 +264,7 @@ class Lane:
             return len(self.ahead) < MAX_STAGED
 
     def forget(self, reads: Iterable[Parked]) -> None:
-        """Drop what was read ahead."""
+        """Drop the copies that were read ahead."""
         with self.lock:
             now = self.copier.current(self.device)
             for parked in list(reads):

@@ -70,7 +70,7 @@ class Evaluation:
         return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
     def cached(self, block: str, x: Tensor, kv: bool = False, of_latent: bool = True) -> Refresh | Cached | None:
-        """Return what a block with tokens x of (B, N, C) stores in the caches or begins with; None if nothing cached
+        """Return the block's cache entry for tokens x of (B, N, C), to store or to begin with; None if nothing cached
         fits. Names are unique.
 
         kv: whether they are keys or values. of_latent: whether the tokens are the latent's, not those of a reference

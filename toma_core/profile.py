@@ -1,7 +1,7 @@
-"""Read and write what a calibration found out about one model: which ratio for which blocks at which noise level.
+"""Read and write the result of a calibration of one model: which ratio for which blocks at which noise level.
 
-A profile is JSON of less than 2 kB that is saved in a workflow, as the seed is. It goes by sigma, which means the same
-whatever the steps, the sampler and the scheduler, and names the model that it was made with.
+A profile is JSON of less than 2 kB that is saved in a workflow, as the seed is. Its ratios go by sigma, which does
+not depend on steps, sampler and scheduler. It names the model that it was made with.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def entry_of(names: Sequence[str]) -> str:
 
 
 def parsed(text: Any) -> Profile:
-    """Read a profile. Raises `ConfigError`, which names what is wrong and what runs instead."""
+    """Read a profile. Raises `ConfigError`, which names the fault and the settings that run instead."""
     if not isinstance(text, str) or len(text) > _MAX_TEXT:
         raise _unused(Refusal.PROFILE_NOT_TEXT())
     try:
@@ -125,5 +125,5 @@ def _damaged(what: object) -> ConfigError:
 
 
 def _one_line(text: str) -> str:
-    """Return text as it fits on one line of a node."""
+    """Return text, shortened to one line of a node."""
     return textwrap.shorten(text, _MAX_LINE, placeholder="...")

@@ -1,8 +1,8 @@
-"""What a block does with the caches: a refresh stores, a merged step begins with what is stored and propagates it.
+"""Store a block's updates, keys and values in a refresh; propagate the stored ones in a merged step.
 
 Not in the paper. Updates change slowly from step to step, above all in the fine structure that destinations cannot
-carry. With a KV cache a merged step propagates what is cached and stores it again. Without one it adds the share p of
-the cached update that destinations still show, and half of their change, and stores nothing.
+carry. With a KV cache a merged step propagates the cached tensors and stores the results. Without one it adds the
+share p of the cached update that destinations still show, and half of their change, and stores nothing.
 """
 
 from __future__ import annotations

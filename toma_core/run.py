@@ -107,7 +107,7 @@ class RunState:
         plan_keys: for each equal chunk of the batch, which part of the latent it shows. Chunks with one key (cond and
         uncond) hold the same images under different conditions and share the plan of the first.
         tile: the images of a call on tiles; the plan serves this evaluation only.
-        pictures: for each chunk (b, C', ..., H', W'), what plans are made from in place of x, for all scopes.
+        pictures: for each chunk (b, C', ..., H', W'), from which plans are made in place of x, for all scopes.
         """
         if tile is not None:
             return self._tile_plan(tile, x, grid, scope, step)

@@ -25,7 +25,7 @@ LASTING = 1 << 40
 
 
 class StepMode(Enum):
-    """What one evaluation of the model does with its tokens and with the caches of the run."""
+    """The mode of one evaluation of the model: how it treats its tokens and the caches of the run."""
 
     FULL = "full"  # computes all tokens and caches nothing
     REFRESH = "refresh"  # computes all tokens and refreshes the residual and KV caches
@@ -45,7 +45,7 @@ class StepMode(Enum):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one evaluation of the model does, decided once."""
+    """The plan of one evaluation of the model, decided once."""
 
     step: int  # sampling step, from 0
     mode: StepMode = StepMode.FULL

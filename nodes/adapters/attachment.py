@@ -1,4 +1,4 @@
-"""What a patched model carries, and the stats of its last runs."""
+"""The settings that a patched model carries, and the stats of its last runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Attachment:
-    """What a patched model carries."""
+    """The settings that a patched model carries."""
 
     settings: UserSettings | ToMAConfig  # as given; each run resolves them once, see `config_for`
     report_id: str  # of its runs in the report
@@ -39,7 +39,7 @@ class Attachment:
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:
-    """Return what `apply_toma` attached to this model or to the model that it is a clone of."""
+    """Return the attachment of `apply_toma` on this model or on the model that it was cloned from."""
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 
@@ -61,7 +61,7 @@ def last_stats(model: ModelPatcher) -> RunStats | None:
 
 
 def keep_stats(attachment: Attachment, stats: RunStats) -> None:
-    """Keep the stats of a run that is over in place of those of the run before."""
+    """Keep the stats of a finished run in place of those of the run before."""
     _reports.pop(attachment.report_id, None)
     _reports[attachment.report_id] = stats
     for oldest in list(_reports)[:-_MAX_REPORTS]:

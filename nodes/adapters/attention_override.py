@@ -80,8 +80,8 @@ class KVOverride:
         return self.called if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries else None
 
     def _default(self, function: Callable[..., Any], number: int | None) -> Callable[..., Any]:
-        """Return what computes this attention where no node has an override: ComfyUI skips what the checkpoint names
-        as soon as there is one."""
+        """Return the function of this attention if no node has an override: ComfyUI skips the
+        checkpoint's function as soon as there is an override."""
         if not self.preferred:
             return function
         named: Any = self.preferred[0 if number == 0 else -1].function

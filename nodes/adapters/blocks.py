@@ -32,7 +32,7 @@ class BlockFacts:
     width: int  # their channels, 0 if unknown
 
     def flops(self, ratio: float = 0.0, attends: bool = False) -> float:
-        """Return what an evaluation of one image costs at a ratio. attends: whether it attends to all tokens."""
+        """Return the FLOPs of an evaluation of one image at a ratio. attends: whether it attends to all tokens."""
         left = self.tokens - round(ratio * self.tokens)
         return self.work.flops(left, 1, self.width or 1024, self.tokens if attends else left)
 

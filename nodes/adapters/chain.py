@@ -33,7 +33,7 @@ from .signature import BlockSignature, CallArguments, TokenReduction
 class ChainSite:
     """The block of a model that a chain may begin at. Lives as long as the model.
 
-    torch.compile guards on what a graph reads of it: plain values.
+    A graph reads plain values of it, and torch.compile guards on these.
     """
 
     signature: BlockSignature  # how the blocks take their tokens
@@ -168,7 +168,7 @@ class ChainSite:
         return compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
 
     def note_attention(self, merged: bool, left: bool) -> None:
-        """Note whether another node's attention left that of merged tokens, or of all, to ComfyUI."""
+        """Note whether another node's attention left merged tokens, or all tokens, to ComfyUI."""
         if self.chain is not None:
             self.chain.evaluation.run.stats.attentions.add((merged, left))
 

@@ -1,4 +1,4 @@
-"""Find out before a run begins which conditions it evaluates in each step, and what its caches will hold of them.
+"""Find out before a run begins which conditions it evaluates in each step, and which of them its caches will hold.
 
 Guidance decides by itself what it evaluates, so a guider is asked: its `predict_noise` is called on zeros, without the
 model and without the functions of other nodes, which may hold state. Nothing of that changes the run.
@@ -36,7 +36,7 @@ _FOREIGN = ("sampler_", "model_function_wrapper", "context_handler", "denoise_ma
 
 
 def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Sequence[float]) -> list[Parts]:
-    """Return what each step of a run caches if it refreshes the caches.
+    """Return the entries that each step of a run would cache as a refresh.
 
     shape: of the latent as ComfyUI packs it. sigmas: of the steps; without any, one step in which every condition takes
     part is returned.
@@ -58,9 +58,9 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 
 
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
-    """Return the areas of what the caches of a run hold when they hold most.
+    """Return the areas of the entries in the caches of a run when they are fullest.
 
-    steps: what each step caches. size: of what is cached of an area.
+    steps: the entries of each step. size: of the entry of an area.
     """
     held: dict[Hashable, tuple[int, Area]] = {}  # step of the last refresh, and area
     most = [*max(steps, key=lambda parts: sum(map(size, parts.values()))).values()]
@@ -110,7 +110,7 @@ def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dic
 def _calls(
     guider: Any, sampler: Any, conds: Mapping[str, Any], model: Any, shape: Sequence[int], sigma: float | None
 ) -> Iterator[Call]:
-    """Yield what a guider evaluates at a noise level, and what functions of other nodes add."""
+    """Yield the calls of a guider at a noise level, and those that functions of other nodes add."""
     options = guider.model_options
     sampler_name = getattr(getattr(sampler, "sampler_function", None), "__name__", "cfg_pp")
     unguided_too = bool(options.get("disable_cfg1_optimization")) or "cfg_pp" in sampler_name
@@ -132,7 +132,7 @@ def _calls(
 def _asked(
     guider: Any, conds: Mapping[str, Any], model: Any, shape: Sequence[int], sigma: float, unguided_too: bool
 ) -> list[Call]:
-    """Return what a guider's own `predict_noise` evaluates; nothing if that cannot be found out."""
+    """Return the calls of a guider's own `predict_noise`; none if they cannot be found out."""
     calls = list[Call]()
 
     def noted(executor: Any, model: Any, conds: Sequence[Any], x: Tensor, timestep: Any, options: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a family of models declares, and how the hooks of all transformers are chosen from it.
+"""The declarations of a family of models, and how the hooks of all transformers are chosen from them.
 
 A family is a file in `families`: NAME, MODEL and `Hooks`, which names the blocks, how they take their tokens
 (`BlockSignature`), what they cost, and who reads the tokens between two of them.

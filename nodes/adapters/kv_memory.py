@@ -42,7 +42,7 @@ _MOVING = ("looped_uniform", "standard_uniform")
 
 @dataclass(frozen=True)
 class KVCachePlan:
-    """What a run caches so that merged blocks attend to all tokens."""
+    """The size and place of a run's KV cache."""
 
     bytes: int = 0  # size of the cache; 0 without
     quantized: bool = False  # keys and values have four bits a number
@@ -63,7 +63,7 @@ def plan_kv_cache(
     config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any, packed: Sequence[int], sigmas: Sequence[float] = ()
 ) -> KVCachePlan:
     """Decide what a run on latents of (B, C, ..., H, W) caches: keys and values at full precision where they fit beside
-    the model's weights, else in four bits, of fewer blocks if need be. What has no room on the card lies in main
+    the model's weights, else in four bits, of fewer blocks if need be. Parts without room on the card lie in main
     memory. Nothing where main memory is short too.
 
     packed: the shape of all streams as ComfyUI packs them. sigmas: of the steps, and the one at which the run ends;
@@ -147,7 +147,7 @@ def _numbers(
 def _four_bits(
     updates: int, keys: int, left: float, staging: float = 0.0, main: float = 0.0, skipped: float = 0.0
 ) -> KVCachePlan:
-    """Return the plan of a cache in four bits of which the card holds what fits into the `left` bytes.
+    """Return the plan of a cache in four bits; the card holds as much of it as fits into the `left` bytes.
 
     updates, keys: bytes. staging: share of keys and values through which they are copied. The others are those of
     `KVCachePlan`.
@@ -163,8 +163,8 @@ def _too_large(plan: KVCachePlan, limit: float) -> KVCachePlan:
 
 
 def copier_of(device: torch.device) -> Copier | None:
-    """Return what copies between a device and main memory beside the computation; None for devices that this pack does
-    not know, and where main memory is the card's: of a CPU, and of a card that shares it with the computer."""
+    """Return the copier between a device and main memory, beside the computation; None for unknown devices, for a CPU,
+    and for a card that shares main memory with the computer."""
     if device.type != "cuda" or _shares_memory(device):  # ROCm is "cuda" too
         return None
     return CudaCopier(model_management.pin_memory, model_management.unpin_memory)

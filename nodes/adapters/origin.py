@@ -21,7 +21,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def kinds_of(model: nn.Module) -> list[str]:
     """Return the names of those classes of a model that ComfyUI defines, most derived first. Other packs, and PyTorch
-    for several cards, derive theirs from it."""
+    for several cards, derive their classes from it."""
     return [kind.__name__ for kind in type(model).__mro__ if _by_comfyui(kind)]
 
 
@@ -44,21 +44,21 @@ def foreign_positions(model: nn.Module | None) -> str | None:
 
 
 def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
-    """Whether those of these methods that a model has are as ComfyUI wrote them."""
+    """Whether ComfyUI wrote each of these methods that the model has."""
     loops = [getattr(type(model), name) for name in methods if hasattr(type(model), name)]
     return vars(model).keys().isdisjoint(methods) and all(map(_in_its_own_file, loops))
 
 
 def has_forward_hooks(before: nn.Module, after: nn.Module) -> bool:
-    """Whether PyTorch hooks see the tokens between two blocks. PyTorch's own, of weights that are spread over several
-    cards (FSDP), do not read tokens."""
+    """Whether PyTorch hooks see the tokens between two blocks. Hooks by which PyTorch spreads weights over
+    several cards (FSDP) do not read tokens."""
     hooks = [hook for module in (before, unwrapped(before)) for hook in module._forward_hooks.values()]
     hooks += [hook for module in (after, unwrapped(after)) for hook in module._forward_pre_hooks.values()]
     return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
 def wrapped_by_others(transformer_options: Mapping[str, Any], kinds: Iterable[str]) -> bool:
-    """Whether another pack wraps what ComfyUI calls at one of these places (`WrappersMP`)."""
+    """Whether another pack has a wrapper at one of these places of ComfyUI (`WrappersMP`)."""
     wrappers = transformer_options.get("wrappers") or {}
     found = [each for kind in kinds for named in (wrappers.get(kind) or {}).values() for each in named]
     pack = __name__.rpartition(".")[0]

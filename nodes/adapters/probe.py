@@ -1,4 +1,4 @@
-"""Measure during an unmerged sampling run what merging would change: one site at a time, once in each band.
+"""Measure the error of merging during an unmerged sampling run: one site at a time, once in each band.
 
 At one step of each band the first condition is evaluated again with one site merged, by the pack's own hooks and plans:
 only the schedule has other ratios. The predicted clean images are compared.

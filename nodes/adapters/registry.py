@@ -1,4 +1,4 @@
-"""Find the family of a model, and what distinguishes it from other models.
+"""Find the family of a model, and the properties that tell it from other models.
 
 A new family is one file, its import here and its name in `_NAMES`.
 

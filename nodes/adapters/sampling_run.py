@@ -1,4 +1,4 @@
-"""One sampling run: which evaluation this is, which conditions take part in it, and what each call of it shows."""
+"""One sampling run: which evaluation this is, which conditions take part in it, and the tiles of each call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def records_gradients() -> bool:
 
 @dataclass(eq=False)
 class SamplingRun:
-    """One sampling run: its state, and what the evaluation in progress is to do."""
+    """One sampling run: its state, and the plan of the evaluation in progress."""
 
     run: RunState
     step_plan: StepPlan  # what the evaluation in progress is to do
@@ -227,7 +227,7 @@ class SamplingRun:
         self.merged_calls += self.step_plan.mode.merges
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
-        """Return what one call of the model on latents of (B, C, ..., H, W) is to do.
+        """Return the evaluation of one call of the model on latents of (B, C, ..., H, W).
 
         Conditions of one area share plans, made from the tokens of the first or, on several devices, from a predicted
         picture. A call on a piece of the latent, as tiled sampling makes them, is planned from what it shows, again in
@@ -281,8 +281,8 @@ class SamplingRun:
         self.step_plan = plan
 
     def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
-        """Return what a call on tiles shows. Only tiles of the first condition are kept; calls for the others, in any
-        order, are compared with these, so that comparisons stay few."""
+        """Return the tiles of a call. Only tiles of the first condition are kept, so that comparisons stay few; calls
+        for the other conditions come in any order and are compared with these tiles."""
         who = self.observed, chunks
         first, tiles = self.tiles.setdefault((x.shape[1:], x.device), (who, []))
         if who != first:
@@ -310,7 +310,7 @@ class SamplingRun:
         return len(x) != self.latent_shape[0] * len(uuids) or any(x.shape[2:] != size for size in sizes)
 
     def cond_keys(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        """Return what distinguishes each chunk of the batch in this evaluation, and count these calls."""
+        """Return a distinct key for each chunk of the batch in this evaluation, and count these calls."""
         chunks, frames = chunks_of(batch, transformer_options), frames_of(transformer_options)
         with self._lock:
             return self._keys(chunks, frames, self.counts)

@@ -124,7 +124,7 @@ class SigmaTracker:
         self._reported, self._since = step, 0
 
     def of(self, timestep: Tensor) -> SigmaStep:
-        """Return where the sampler is. timestep: (B,), what the model is given. Guidance may evaluate at another noise
+        """Return where the sampler is. timestep: (B,), of the model's call. Guidance may evaluate at another noise
         level: that is another tensor, and is read."""
         mine = timestep is self._given
         if mine and self._evaluation < len(self._scheduled):

@@ -112,7 +112,7 @@ class BlockSignature:
         return True
 
     def observe(self, call_args: CallArguments) -> None:
-        """Note what another signature of the model needs. Called outside of graphs, before all else."""
+        """Note the values that another signature of the model needs. Called outside of graphs, before all else."""
 
     def release(self) -> None:
         """Drop what was noted: the evaluation is over."""

@@ -18,7 +18,7 @@ _MAX_HISTORIES = 8
 
 @dataclass(eq=False)
 class Trajectory:
-    """What the evaluations of a sampler have shown, by the conditions that took part in them.
+    """The results of a sampler's evaluations, by the conditions that took part in them.
 
     A plan is never made of a picture that was predicted for other conditions.
     """

@@ -39,7 +39,7 @@ class NoTriton(MessageId):
 
 
 class KernelName(MessageId):
-    """What computes plans and merges."""
+    """The implementations that compute plans and merges."""
 
     KERNEL = "kernel"  # name
     KERNEL_BECAUSE = "kernel_because"  # name, reason
@@ -78,8 +78,8 @@ class Dispatch:
     ) -> Choice:
         """Return the choice for tokens x of (B, N, C).
 
-        features: (B, N, C'), what destinations are selected by; x if None. weighs: weights are also computed without a
-        selection. propagates: cached keys, values and updates are propagated.
+        features: (B, N, C'), by which destinations are selected; None for x. weighs: weights are also computed without
+        a selection. propagates: cached keys, values and updates are propagated.
         """
         features = (x if features is None else features).detach()
         kinds = (variant(t.shape[2], windows, budget) for t in (x, features))
@@ -99,7 +99,7 @@ class Dispatch:
         return quantized.dequantize() if kernels is None else kernels.dequantize(quantized)
 
     def _choice(self, key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
-        """Return the choice under a key. slots: of a window. correct: whether kernels compute what PyTorch does."""
+        """Return the choice under a key. slots: of a window. correct: whether kernels give PyTorch's results."""
         if self.given is None and key not in self._choices:
             self._choices[key] = _tried(key, x, slots, correct)
         return self.given or self._choices[key]
@@ -132,7 +132,7 @@ _trials: dict[Hashable, Message | None] = {}
 
 
 def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
-    """Return the kernels if their first use in this process computes what PyTorch does (`correct`), else why not.
+    """Return the kernels if their first use in this process gives PyTorch's results (`correct`), else why not.
 
     Triton compiles at first use and needs a C compiler and a driver. Only this trial is guarded and waits for the
     device: errors in the run itself are not hidden.
@@ -165,7 +165,7 @@ def _merges(
     weighs: bool,
     propagates: bool,
 ) -> bool:
-    """Return whether kernels compute what PyTorch does; called with each of them that the run will need."""
+    """Return whether kernels give PyTorch's results; called with each of them that the run will need."""
     used = budget.valid if budget.valid is not None else x.new_ones(len(windows.counts), budget.slots, dtype=torch.bool)
     priority = torch.ones(features.shape[:2], device=x.device) if propagates else None
     plan = MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0, priority))
@@ -187,7 +187,7 @@ def _merges(
 
 
 def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Tensor, Tensor]]:
-    """Return what kernels and what PyTorch propagates of cached, (B, N, C), without a rotation and with one. fresh:
+    """Return two results of propagation, of kernels and of PyTorch, (B, N, C), without a rotation and with one. fresh:
     (B, D, C). One number of features stands for all: kernels take it at run time."""
     batch, N, C = cached.shape
     features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES).expand(batch, -1, -1)

@@ -41,7 +41,7 @@ class SingleSignature(BlockSignature):
 
 
 class DoubleSignature(BlockSignature):
-    """[image | references]; the text beside them has its positions before theirs."""
+    """[image | references]; in positions, the text comes before them."""
 
     positional_args = ("img", "txt", "vec", "pe", "attn_mask")
     tokens_arg, text_arg, output_index = "img", "txt", 0
@@ -77,6 +77,6 @@ class Hooks(Transformer):
         )
 
     def works(self, model: Any) -> tuple[Block, Block]:
-        """Return what a double and a single block cost. Flux.2 and Klein have one modulation for all and wider MLPs."""
+        """Return the costs of double and single blocks. Flux.2 and Klein have one modulation for all and wider MLPs."""
         flux2 = getattr(model.params, "global_modulation", False)
         return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (DOUBLE, SINGLE)

@@ -36,7 +36,7 @@ class SingleSignature(BlockSignature):
 
 
 class DoubleSignature(SingleSignature):
-    """[reference | frames]; the text beside them has its positions before theirs."""
+    """[reference | frames]; in positions, the text comes before them."""
 
     positional_args = ("img", "txt", "vec", "pe", "attn_mask")
     tokens_arg, text_arg, output_index = "img", "txt", 0

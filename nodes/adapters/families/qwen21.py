@@ -1,6 +1,6 @@
 """Qwen-Image 2.1: one stream of [text and references | image]; blocks are given the function that computes attention.
 
-What comes before the image never attends to it. Where ComfyUI caches its keys, it runs in a call of its own, and then
+Tokens before the image never attend to it. Where ComfyUI caches their keys, they run in a call of their own, and then
 the block is called with the image alone.
 """
 

@@ -90,7 +90,7 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, int], like: Tensor, tokens: int, fixed: tuple[Any, ...], **options: int
     ) -> None:
-        """Prepare a kernel that takes its result, (B, tokens, C) as `like`, the tensors of a call, then `fixed`."""
+        """Prepare a kernel. Its arguments: the result, (B, tokens, C) as `like`; tensors of a call; `fixed`."""
         self._kernel, self._grid, self._fixed, self._options = kernel, (*grid, 1), fixed, options
         self._shape, self._dtype, self._device = (len(like), tokens, like.shape[2]), like.dtype, like.device
         self._alone = not like.is_cuda or torch.cuda.device_count() == 1
@@ -128,7 +128,7 @@ class Launch:
 
 
 def _bound(compiled: Any, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object] | None:
-    """Return what launches a binary on the then current stream, with the then current launch hooks; None in the
+    """Return a function that launches a binary on the current stream, with the current launch hooks; None in the
     interpreter, and before Triton 3.3, whose launchers do not take the kernel's arguments one by one."""
     try:
         bound: Callable[..., object] = compiled[grid]
