@@ -1,8 +1,8 @@
 """The noise level of an evaluation as a Python number.
 
-Samplers hold it in a tensor; reading that waits until the device has done all work before it, while a host that never
-waits launches kernels a step ahead. So a sampler that is known to evaluate once a step, at the sigmas of its schedule,
-gets them from the schedule; for all others they are read.
+Samplers hold the level in a tensor. Reading a tensor waits for the device; a host that never waits launches kernels a
+step ahead. So levels come from the schedule if the sampler is known to evaluate once a step, at the sigmas of the
+schedule. For all other samplers they are read.
 """
 
 from __future__ import annotations

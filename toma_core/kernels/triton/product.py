@@ -1,7 +1,7 @@
 """Merge and unmerge in one launch each (paper, section 4.2).
 
-Both are one small matrix product per window. Where changes are regressed on latents, unmerging adds the product of all
-tokens' features and answers, and rotates the sum, before it adds what is cached (`latent_regression`).
+Both are one small matrix product per window. If changes are regressed on latents (`latent_regression`), unmerging
+also adds the product of features and answers, rotates the sum, and then adds the cached tensor.
 Layout changes (tokens to windows, slots to destinations) are done by the addresses that a program reads and writes,
 without passes for gathering. Every destination and token is written once.
 """
