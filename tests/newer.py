@@ -1,9 +1,13 @@
-"""A pack with the nodes of templates that need a newer ComfyUI, for a server of the tested one."""
+"""What templates need: nodes of a newer ComfyUI, as a pack for a server of the tested one, and files for models."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from PIL import Image
+
+from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
 NODES = ("QwenImage21Cache", "TextEncodeQwenImage21")
@@ -22,3 +26,15 @@ def newer_pack(folder: Path) -> Path:
     (made / "prestartup_script.py").write_text(FIRST.format(root=str(ROOT)))
     (made / "__init__.py").write_text(Path(__file__).with_name("newer_nodes.py").read_text())
     return made
+
+
+def place_templates(server: ComfyServer) -> None:
+    """Make an empty file for every model that a template names, and the pictures that they load."""
+    for path in (ROOT / "workflows").glob("*.json"):
+        for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]:
+            for model in node.get("properties", {}).get("models", []):
+                file = server.base / "models" / model["directory"] / model["name"]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.touch()
+            if node["type"] == "LoadImage":
+                Image.new("RGB", (64, 64)).save(server.base / "input" / node["widgets_values"][0])

@@ -12,23 +12,18 @@ SECONDS = 30
 
 
 class Progress:
-    """Prints the number of tests, and while they run how many are done and which has run longest.
+    """Prints the number of tests, and while they run how many are done and which has run longest."""
 
-    Dots alone say little: tests that take minutes come first. `seconds`: the time between two lines.
-    """
-
-    def __init__(self, config: pytest.Config, seconds: float = SECONDS) -> None:
+    def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._seconds = seconds
         self._total = self._done = 0
         self._since: dict[str, float] = {}
-        self._stop = threading.Event()
 
     def announce(self, total: int, processes: int) -> None:
         """Print how many tests there are, once."""
         if self._total == 0 < total:
             self._total = total
-            self._write(f"{total} tests, processes: {processes}; a line follows every {self._seconds:g} s")
+            self._write(f"{total} tests, processes: {processes}; a line follows every {SECONDS} s")
             threading.Thread(target=self._watch, daemon=True).start()
 
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
@@ -44,18 +39,11 @@ class Progress:
         self._since.pop(nodeid, None)
         self._done += 1
 
-    def pytest_sessionfinish(self) -> None:
-        self._stop.set()
-
-    def line(self) -> str:
-        """Return what is going on."""
-        running = min(self._since.items(), key=lambda item: item[1], default=None)
-        now = f"; for {time.monotonic() - running[1]:.0f} s: {running[0].split('/')[-1]}" if running else ""
-        return f"{self._done} of {self._total} tests done{now}"
-
     def _watch(self) -> None:
-        while not self._stop.wait(self._seconds):
-            self._write(self.line())
+        while self._done < self._total:
+            time.sleep(SECONDS)
+            now = [f"; for {time.monotonic() - t:.0f} s: {name.split('/')[-1]}" for name, t in self._since.items()]
+            self._write(f"{self._done} of {self._total} tests done{''.join(now[:1])}")
 
     def _write(self, text: str) -> None:
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -22,46 +22,34 @@ from scripts.api_check.uses import VARIABLES, StandIn, Uses, uses_in
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import DEFAULT_RELEASE, RELEASES, ROOT, ComfyUI
 from testbed import models
-from tests.loop import loop
 
 WRITE = "make api-check ARGS='--write FOLDER', with a folder of each release that cannot be downloaded, writes it again"
 
 
-@pytest.fixture(scope="module")
-def pack_uses() -> tuple[Uses, dict[str, Family]]:
-    return uses_of(ROOT)
+class Pack(NamedTuple):
+    """What the pack uses, what known.json says of it, and what this ComfyUI has of it."""
+
+    uses: Uses
+    families: dict[str, Family]
+    known: compare.Known
+    facts: dict[str, str]
+    here: Path
 
 
 @pytest.fixture(scope="module")
-def uses(pack_uses: tuple[Uses, dict[str, Family]]) -> Uses:
-    return pack_uses[0]
-
-
-@pytest.fixture(scope="module")
-def families(pack_uses: tuple[Uses, dict[str, Family]]) -> dict[str, Family]:
-    return pack_uses[1]
-
-
-@pytest.fixture(scope="module")
-def known() -> compare.Known:
-    return compare.read()
-
-
-@pytest.fixture(scope="module")
-def here() -> Path:
-    return Path(os.environ["COMFYUI_PATH"])
-
-
-@pytest.fixture(scope="module")
-def facts(uses: Uses, families: dict[str, Family], here: Path) -> dict[str, str]:
-    return facts_of(here, uses, families)
+def all_of_it() -> Pack:
+    uses, families = uses_of(ROOT)
+    here = Path(os.environ["COMFYUI_PATH"])
+    return Pack(uses, families, compare.read(), facts_of(here, uses, families), here)
 
 
 # --- the data -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.compat
-def test_this_comfyui_has_what_the_pack_uses(uses: Uses, known: compare.Known, facts: Any, here: Path) -> None:
+def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
+    """Methods that run blocks are known: others could be replaced by step caches without the pack seeing it."""
+    uses, _, known, facts, here = all_of_it
     version = ComfyUI(here, "", here).version
     found = compare.differences(uses, facts, known, compare.nearest(known, version), here)
     unlisted = [str(each) for each in found if each.kind is Kind.UNLISTED]
@@ -69,48 +57,36 @@ def test_this_comfyui_has_what_the_pack_uses(uses: Uses, known: compare.Known, f
     assert [str(each) for each in found if each.fatal] == []
     if any(version in texts for texts in known.values()):
         assert [str(each) for each in found] == [], f"known.json has something else of {version}: {WRITE}"
-
-
-@pytest.mark.compat
-def test_methods_that_run_blocks_are_known(uses: Uses, facts: Any) -> None:
-    """Others could be replaced by step caches without the pack seeing it."""
     loops = {use.subject: set(facts[use.item].split(", ")) - use.allowed for use in uses.values() if use.kind == "loop"}
     assert {subject: left for subject, left in loops.items() if left - {GONE}} == {}
+    more = dict(uses)
+    uses_in("import comfy.sample\ncomfy.sample.nothing(1)\n", more, {})
+    new = dict.fromkeys(set(more) - set(uses), GONE)
+    found = compare.differences(more, {**facts, **new}, known, DEFAULT_RELEASE, here)
+    unlisted = [each.use.item for each in found if each.kind is Kind.UNLISTED]
+    assert {"name comfy.sample.nothing", "call comfy.sample.nothing"} <= {*unlisted}
 
 
-def test_data_has_every_release_and_nothing_else(uses: Uses, known: compare.Known) -> None:
+def test_data_has_every_release_and_nothing_else(all_of_it: Pack) -> None:
+    """Only models that came later, and what belongs to them, may be missing in a release."""
+    uses, known = all_of_it.uses, all_of_it.known
     assert set(known) <= set(uses), f"the pack uses some of these no longer: {WRITE}"
-    releases = {*RELEASES, pack_module("nodes.adapters.compat").NEWEST_TRIED}
+    newest = pack_module("nodes.adapters.compat").NEWEST_TRIED
+    releases = {*RELEASES, newest}
     assert {item: sorted(releases - set(texts)) for item, texts in known.items() if set(texts) != releases} == {}
-
-
-def test_what_a_release_lacks_the_pack_runs_without(uses: Uses, known: compare.Known) -> None:
-    """Only models that came later, and what belongs to them, may be missing."""
     for item, texts in known.items():
         use = uses[item]
         later = use.kind in ("path", "block", "loop", "derived") or use.subject.startswith("comfy.ldm.")
         assert use.optional or later or GONE not in texts.values(), item
-    newest = pack_module("nodes.adapters.compat").NEWEST_TRIED
     for release in {DEFAULT_RELEASE, newest}:
         models_of = {item for item, texts in known.items() if item.startswith("name comfy.ldm.")}
         assert sum(known[item][release] == "class" for item in models_of) > 15
 
 
-def test_use_that_is_not_listed_is_named(uses: Uses, known: compare.Known, facts: Any, here: Path) -> None:
-    more = dict(uses)
-    uses_in("import comfy.sample\ncomfy.sample.nothing(1)\n", more, {})
-    new = dict.fromkeys(set(more) - set(uses), GONE)
-    found = compare.differences(more, {**facts, **new}, known, DEFAULT_RELEASE, here)
-    assert {each.use.item for each in found if each.kind is Kind.UNLISTED} >= {
-        "name comfy.sample.nothing",
-        "call comfy.sample.nothing",
-    }
-
-
 # --- what is read from the pack -------------------------------------------------------------------------------------
 
 
-def test_uses_are_found(uses: Uses) -> None:
+def test_uses_are_found(all_of_it: Pack) -> None:
     source = """
 import comfy.utils
 from comfy.samplers import CFGGuider
@@ -141,22 +117,22 @@ wrappers = {WrappersMP.OUTER_SAMPLE: _sampled}
     assert found["call comfy.utils.ProgressBar"].named == {"node_id"}
     assert found["wrapper OUTER_SAMPLE"].read == {(3, "sigmas")}
     assert [found[f"name comfy.samplers.CFGGuider.{name}"].optional for name in ("cfg", "more")] == [False, True]
-    assert uses["wrapper CALC_COND_BATCH"].read >= {(1, "conds"), (3, "timestep"), (4, "model_options")}
+    assert all_of_it.uses["wrapper CALC_COND_BATCH"].read >= {(1, "conds"), (3, "timestep"), (4, "model_options")}
 
 
 @pytest.mark.compat
-@loop("kind", models.KINDS)
-def test_blocks_are_those_that_hooks_stand_in_for(kind: str, uses: Uses, facts: Any, here: Path) -> None:
+@pytest.mark.parametrize("kind", models.KINDS)
+def test_blocks_are_those_that_hooks_stand_in_for(kind: str, all_of_it: Pack) -> None:
     """Static reading finds the classes and signatures that models have, and judges as `compat.check` does."""
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     try:
         model = (models.unet if kind == "unet" else models.TRANSFORMERS[kind])().model.diffusion_model
     except (ImportError, AttributeError):
         pytest.skip("this ComfyUI has no such model")
-    if Source(here).module(type(model).__module__) is None:
+    if Source(all_of_it.here).module(type(model).__module__) is None:
         pytest.skip("a stand-in for a class that this ComfyUI does not have")
-    blocks = [use for use in uses.values() if use.kind == "block"]
-    forms = {form: use for use in blocks for form in facts[use.item].split("; ")}
+    blocks = [use for use in all_of_it.uses.values() if use.kind == "block"]
+    forms = {form: use for use in blocks for form in all_of_it.facts[use.item].split("; ")}
     for module, hook in registry.find(model).hook_pairs():
         names = [
             f"{p.name}=" if p.default is not p.empty else str(p).partition(":")[0]
@@ -180,20 +156,23 @@ FLUX_BLOCK = "block flux Flux.double_blocks"
 
 
 @pytest.fixture
-def some_files(tmp_path: Path, here: Path) -> Path:
+def some_files(tmp_path: Path, all_of_it: Pack) -> Path:
     """A folder with some files of this ComfyUI."""
     for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(here / name, tmp_path / name)
+        shutil.copy(all_of_it.here / name, tmp_path / name)
     return tmp_path
 
 
-def changed(folder: Path, file: str, *pairs: tuple[str, str]) -> None:
-    text = (folder / file).read_text(encoding="utf-8")
-    for old, new in pairs:
+def renamed(file: str, old: str, new: str) -> Callable[[Path], None]:
+    """Return a change of a file: one text in place of another."""
+
+    def change(folder: Path) -> None:
+        text = (folder / file).read_text(encoding="utf-8")
         assert old in text
-        text = text.replace(old, new)
-    (folder / file).write_text(text, encoding="utf-8")
+        (folder / file).write_text(text.replace(old, new), encoding="utf-8")
+
+    return change
 
 
 def with_argument(name: str, where: str) -> Callable[[Path], None]:
@@ -214,14 +193,11 @@ def with_argument(name: str, where: str) -> Callable[[Path], None]:
     return change
 
 
-def renamed(file: str, *pairs: tuple[str, str]) -> Callable[[Path], None]:
-    return lambda folder: changed(folder, file, *pairs)
-
-
 MODEL, LAYERS, SAMPLERS, PATCHER = FILES[0], FILES[1], FILES[2], FILES[3]
 ORDER = "wrapper_type: str, key: str, wrapper", "key: str, wrapper_type: str, wrapper"
 OTHER_SCHEDULE = "execute(noise, latent_image, sampler, sigmas", "execute(noise, sampler, sigmas"
 ONE_MORE = "disable_pbar, seed, latent_shapes=", "disable_pbar, seed, more, latent_shapes="
+LESS = renamed(PATCHER, "create_model_options_clone", "clone_options")
 
 
 def with_flux_3(folder: Path) -> None:
@@ -229,24 +205,23 @@ def with_flux_3(folder: Path) -> None:
     file.write_text("from .model import Flux\nclass Flux3(Flux): pass\n", encoding="utf-8")
 
 
-@loop(
+@pytest.mark.parametrize(
     ("item", "kind", "change"),
     [
-        (f"name {CLONE}", Kind.GONE, renamed(PATCHER, ("create_model_options_clone", "clone_options"))),
-        (f"call {ADD_WRAPPER}", Kind.UNFIT, renamed(PATCHER, ORDER)),
-        ("wrapper OUTER_SAMPLE", Kind.UNFIT, renamed(SAMPLERS, OTHER_SCHEDULE)),
-        ("wrapper OUTER_SAMPLE", Kind.CHANGED, renamed(SAMPLERS, ONE_MORE)),
+        (f"name {CLONE}", Kind.GONE, LESS),
+        (f"call {ADD_WRAPPER}", Kind.UNFIT, renamed(PATCHER, *ORDER)),
+        ("wrapper OUTER_SAMPLE", Kind.UNFIT, renamed(SAMPLERS, *OTHER_SCHEDULE)),
+        ("wrapper OUTER_SAMPLE", Kind.CHANGED, renamed(SAMPLERS, *ONE_MORE)),
         (FLUX_BLOCK, Kind.UNFIT, with_argument("region", "txt")),
         (FLUX_BLOCK, Kind.CHANGED, with_argument("region", "transformer_options")),
-        ("path flux double_blocks", Kind.GONE, renamed(MODEL, ("self.double_blocks", "self.joint"))),
-        ("loop flux Flux.double_blocks", Kind.NEW, renamed(MODEL, ("def forward_orig", "def run_blocks"))),
+        ("path flux double_blocks", Kind.GONE, renamed(MODEL, "self.double_blocks", "self.joint")),
+        ("loop flux Flux.double_blocks", Kind.NEW, renamed(MODEL, "def forward_orig", "def run_blocks")),
         ("derived flux", Kind.NEW, with_flux_3),
     ],
 )
-def test_change_is_found(
-    some_files: Path, uses: Uses, families: Any, facts: Any, item: str, kind: Kind, change: Any
-) -> None:
+def test_change_is_found(some_files: Path, all_of_it: Pack, item: str, kind: Kind, change: Any) -> None:
     change(some_files)
+    uses, families, _, facts, _ = all_of_it
     few = {each: use for each, use in uses.items() if " flux" in each or use.kind == "wrapper" or "patcher" in each}
     known = {each: {"1.0": facts[each]} for each in few}
     now = facts_of(some_files, few, {"flux": families["flux"]})
@@ -258,29 +233,26 @@ def test_change_is_found(
     assert (item in fatal) is (kind in (Kind.GONE, Kind.UNFIT))
 
 
-def test_folder_with_some_files(some_files: Path, uses: Uses, families: Any, facts: Any) -> None:
+def test_command_on_a_folder_with_some_files(
+    some_files: Path, all_of_it: Pack, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is in them is compared; nothing is said to be missing whose file is not there."""
+    uses, families, _, facts, here = all_of_it
     partial = facts_of(some_files, uses, families)
-    assert all(
-        partial[item] in (text, UNSEEN)
-        for item, text in facts.items()
-        if uses[item].kind not in ("key", "trait", "derived")
-    )
+    seen = [item for item in facts if uses[item].kind not in ("key", "trait", "derived")]
+    assert [item for item in seen if partial[item] not in (facts[item], UNSEEN)] == []
     assert partial[FLUX_BLOCK] == facts[FLUX_BLOCK]
     assert partial["wrapper OUTER_SAMPLE"] == facts["wrapper OUTER_SAMPLE"]
     assert partial["block wan WanModel.blocks"] == UNSEEN
-
-
-def test_command(some_files: Path, here: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([str(here)]) == 0
     assert "Nothing stops merging." in capsys.readouterr().out
-    changed(some_files, "comfy/model_patcher.py", ("create_model_options_clone", "clone_options"))
+    LESS(some_files)
     assert main([str(some_files), "--all"]) == 1
     printed = capsys.readouterr().out
     assert "some files only" in printed
     assert "Missing (1):\n  name comfy.model_patcher.create_model_options_clone\n" in printed
     assert "  wrapper OUTER_SAMPLE: (noise, latent_image, sampler, sigmas," in printed
-    assert main([str(tmp_path / "nothing")]) == 2
+    assert main([str(some_files / "nothing")]) == 2
 
 
 def test_names_are_followed_through_imports_and_bases(tmp_path: Path) -> None:

@@ -1,16 +1,14 @@
-"""The shipped workflows have the format of ComfyUI's page, a real server accepts them, and each has a thumbnail."""
+"""The shipped workflows and blueprints have the format of ComfyUI's page, a real server accepts them, and each workflow
+has a thumbnail."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import urllib.error
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 from PIL import Image, ImageChops, ImageStat
@@ -20,12 +18,10 @@ from scripts.comfy_pack import pack_module
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 from tests import newer
-from tests.loop import loop
 
 EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
 NOTES = {"Note", "MarkdownNote"}  # known to the page only
-TITLE_HEIGHT = 30
 # Room for what a node shows after a run, or, of nodes that grow around a picture, before it.
 MOST_HEIGHT = {"ToMA": 250, "ToMAAdvanced": 350, "ToMAReport": 290, "ToMABenchmark": 370, "ToMACalibrate": 370}
 # A list whose choices add widgets; "auto" adds none.
@@ -34,8 +30,8 @@ CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
 SEEDS = ("seed", "noise_seed")
 AFTER_SEED = ("fixed", "increment", "decrement", "randomize")
 
-every_example = loop("path", EXAMPLES, ids=lambda path: path.stem)
-every_workflow = loop("path", EXAMPLES + DEMOS, ids=lambda path: path.stem)
+every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+every_workflow = pytest.mark.parametrize("path", EXAMPLES + DEMOS, ids=lambda path: path.stem)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -88,13 +84,7 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServe
     names."""
     server = ComfyServer(packs=[ROOT / "demo", newer.newer_pack(tmp_path_factory.mktemp("packs"))])
     try:
-        for path in EXAMPLES:
-            for node in load(path)["nodes"]:
-                for model in node["properties"].get("models", []):
-                    file = server.base / "models" / model["directory"] / model["name"]
-                    file.parent.mkdir(exist_ok=True)
-                    file.touch()
-        Image.new("RGB", (8, 8)).save(server.base / "input" / "example.png")  # ComfyUI comes with one of this name
+        newer.place_templates(server)
         (server.base / "models" / "diffusion_models").mkdir(exist_ok=True)
         (server.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").touch()
         yield server.start()
@@ -117,7 +107,8 @@ def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
 
 
 @every_workflow
-def test_links_and_ids_fit(path: Path) -> None:
+def test_links_fit_and_it_opens_readable(path: Path) -> None:
+    """Below a scale of 0.5 the page draws nodes as grey boxes, and labels are unreadable on a coloured node."""
     workflow = load(path)
     assert workflow["version"] == 0.4
     nodes = {node["id"]: node for node in workflow["nodes"]}
@@ -131,81 +122,51 @@ def test_links_and_ids_fit(path: Path) -> None:
         assert slot["type"] in (kind, "*")
     links = {link[0] for link in workflow["links"]}
     assert {slot["link"] for node in nodes.values() for slot in node["inputs"]} - {None} == links
-
-
-@every_workflow
-def test_nodes_do_not_overlap(path: Path) -> None:
-    def box(node: dict[str, Any]) -> tuple[float, float, float, float]:
-        (x, y), (width, height) = node["pos"], node["size"]
-        return x, y - TITLE_HEIGHT, x + width, y + (0 if node["flags"].get("collapsed") else height)
-
-    workflow = load(path)
-    for one, other in combinations(workflow["nodes"], 2):
-        a, b = box(one), box(other)
-        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one["type"], other["type"])
+    assert 0.5 <= workflow["extra"]["ds"]["scale"] <= 1.0
+    assert len(workflow["extra"]["ds"]["offset"]) == 2
     for node in workflow["nodes"]:
-        left, top, right, bottom = box(node)
-        inside = [
-            group
-            for group in workflow["groups"]
-            if group["bounding"][0] <= left
-            and group["bounding"][1] <= top
-            and right <= group["bounding"][0] + group["bounding"][2]
-            and bottom <= group["bounding"][1] + group["bounding"][3]
-        ]
-        assert len(inside) == 1, f"{node['type']} is in {len(inside)} groups"
+        if node["type"] in MOST_HEIGHT:
+            assert not {"color", "bgcolor"} & set(node), node["type"]
+            assert not node.get("showAdvanced")
+            assert node["size"][1] <= MOST_HEIGHT[node["type"]]
 
 
-@every_workflow
-def test_opens_at_a_scale_at_which_text_shows(path: Path) -> None:
-    """Below 0.5 the page draws nodes as grey boxes; without a scale it cannot draw at all."""
-    view = load(path)["extra"]["ds"]
-    assert 0.5 <= view["scale"] <= 1.0
-    assert len(view["offset"]) == 2
+LINKS = re.compile(r"\(https:[^)]*\)|\*\*models/[^*]*")
 
 
 @every_example
-def test_says_where_its_models_come_from(path: Path) -> None:
+def test_note_says_where_its_models_come_from(path: Path) -> None:
+    """The page opens a template with the note of its language (web/notes.js); all name the same files."""
     nodes = load(path)["nodes"]
-    note = next(node for node in nodes if node["type"] in NOTES)["widgets_values"][0]
-    asked = {
-        value
-        for node in nodes
-        for value in node.get("widgets_values", [])
-        if isinstance(value, str) and value.endswith(".safetensors")
-    }
+    (of_note,) = [node for node in nodes if node["type"] in NOTES]
+    note, theirs = of_note["widgets_values"][0], of_note["properties"]["toma_note"]
+    values = {value for node in nodes for value in node.get("widgets_values", []) if isinstance(value, str)}
     models = {model["name"]: model for node in nodes for model in node["properties"].get("models", [])}
-    assert asked == set(models)
+    assert {value for value in values if value.endswith(".safetensors")} == set(models)
     for name, model in models.items():
         assert model["url"].endswith(f"/{name}")
         assert model["url"] in note
         assert f"models/{model['directory']}" in note
     assert "`" not in note  # on a coloured note the page renders code in blue on brown
-
-
-@every_workflow
-def test_widgets_are_in_place_and_in_range(path: Path, demo_server: ComfyServer) -> None:
-    for node in to_prompt(load(path), demo_server).values():
-        for name, kind, options in node_inputs(demo_server.object_info(node["class_type"])):
-            value = node["inputs"].get(name)
-            if not is_widget(kind) or value is None or isinstance(value, list):
-                continue
-            where = f"{node['class_type']}.{name} = {value!r}"
-            choices = kind if isinstance(kind, list) else options.get("options")
-            if kind == CHOICE_WITH_MORE:
-                assert value in [choice["key"] for choice in choices], where
-            elif choices is not None:
-                assert value in choices, where
-            else:
-                types = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool}[kind.partition(",")[0]]
-                assert isinstance(value, types), where
-                assert isinstance(value, bool) == (kind == "BOOLEAN"), where
-                assert options.get("min", value) <= value <= options.get("max", value), where
+    assert sorted(theirs) == ["zh", "zh-TW"]
+    for text in theirs.values():
+        assert LINKS.findall(text) == LINKS.findall(note)
+        assert text.count("\n") == note.count("\n")
+        assert len(re.findall("[\u4e00-\u9fff]", text)) > 60
 
 
 @every_workflow
 def test_server_accepts_it(path: Path, demo_server: ComfyServer) -> None:
+    """The server checks types, ranges and choices. A template opens on ComfyUI with only this pack."""
     assert refused(demo_server, to_prompt(load(path), demo_server)) == set()
+    for node in load(path)["nodes"] if path in EXAMPLES else ():
+        ours = node["type"].startswith("ToMA")
+        assert node["properties"]["cnr_id"] == ("toma-token-merge" if ours else "comfy-core")
+        if node["type"] not in NOTES:
+            module = demo_server.object_info(node["type"])["python_module"]
+            newest = "custom_nodes.newer" if node["type"] in newer.NODES else "comfy_extras."
+            known = (f"custom_nodes.{PACK_FOLDER}",) if ours else ("nodes", "comfy_extras.", newest)
+            assert module.startswith(known), module
 
 
 def test_server_would_notice_a_wrong_value(demo_server: ComfyServer) -> None:
@@ -215,90 +176,92 @@ def test_server_would_notice_a_wrong_value(demo_server: ComfyServer) -> None:
     assert refused(demo_server, prompt) == {sampler}
 
 
-@every_example
-def test_is_listed_and_served_with_its_thumbnail(path: Path, server: ComfyServer) -> None:
-    assert path.stem in server.get("/api/workflow_templates")[PACK_FOLDER]
-    folder = f"/api/workflow_templates/{PACK_FOLDER}"
-    assert json.loads(server.fetch(f"{folder}/{quote(path.name)}")) == load(path)
-    thumbnail = server.fetch(f"{folder}/{quote(path.stem)}.jpg")
-    assert len(thumbnail) < 100_000
-    assert Image.open(io.BytesIO(thumbnail)).size == (512, 512)
-
-
-def test_every_workflow_has_a_thumbnail_that_can_be_made_again() -> None:
-    names = {path.stem for path in EXAMPLES}
-    assert [int(name[:2]) for name in sorted(names)] == list(range(1, len(names) + 1)), "in the order of need"
+def test_every_workflow_has_a_thumbnail_that_can_be_made_again(pack: Any) -> None:
+    names = sorted(path.stem for path in EXAMPLES)
+    assert [int(name[:2]) for name in names] == list(range(1, len(names) + 1)), "in the order of need"
     assert 10 < len(names) < 20
-    assert sorted(names)[0] == "01 SDXL"
-    assert {path.stem for path in (ROOT / "workflows").iterdir() if path.suffix == ".jpg"} == names
-    assert list(THUMBNAILS) == sorted(names)
-
-
-@every_workflow
-def test_nodes_of_ours_are_folded_and_have_no_colour(path: Path) -> None:
-    """Labels are unreadable on a coloured node."""
-    for node in load(path)["nodes"]:
-        if node["type"] in MOST_HEIGHT:
-            assert not {"color", "bgcolor"} & set(node), node["type"]
-            assert not node.get("showAdvanced")
-            assert node["size"][1] <= MOST_HEIGHT[node["type"]]
-
-
-@every_example
-def test_thumbnail_has_the_steps_and_says_more_than_the_name(path: Path) -> None:
-    thumbnail = THUMBNAILS[path.stem]
-    assert not {*thumbnail.purpose.lower().split()} & {*path.stem.lower().split()} - {"to"}
-    steps = [merged for run in merged_steps(path.stem) for merged in run]
-    note = next(node for node in load(path)["nodes"] if node["type"] in NOTES)["widgets_values"][0]
-    said = re.search(r"Of (?:the )?(\d+) steps (?:\*\*balanced\*\* merges )?(\w+)", note)
-    if said and len(thumbnail.runs) == 1:
-        assert len(steps) == int(said[1])
-        assert sum(steps) == int({"two": "2", "five": "5"}.get(said[2], said[2]))
-    counts = [node["widgets_values"][2] for node in load(path)["nodes"] if node["type"] == "KSampler"]
-    assert not thumbnail.runs or not counts or list(thumbnail.runs) == counts
-
-
-def test_thumbnails_know_the_preset(pack: Any) -> None:
+    assert names[0] == "01 SDXL"
+    assert sorted(path.stem for path in (ROOT / "workflows").glob("*.jpg")) == list(THUMBNAILS) == names
     core = pack_module("toma_core")
     assert core.UserSettings("balanced").resolved(core.ModelKind.TRANSFORMER).full_step_interval == FULL_STEP_INTERVAL
 
 
 @every_example
-def test_translated_notes_name_the_same_files(path: Path) -> None:
-    """The page opens a template with the note of its language (web/notes.js)."""
-    (note,) = [node for node in load(path)["nodes"] if node["type"] in NOTES]
-    english, theirs = note["widgets_values"][0], note["properties"]["toma_note"]
-    assert sorted(theirs) == ["zh", "zh-TW"]
-    for text in theirs.values():
-        assert re.findall(r"\(https:[^)]*\)|\*\*models/[^*]*", text) == re.findall(
-            r"\(https:[^)]*\)|\*\*models/[^*]*", english
-        )
-        assert text.count("\n") == english.count("\n")
-        assert len(re.findall("[\u4e00-\u9fff]", text)) > 60
-
-
-@every_example
 def test_thumbnail_is_of_this_workflow(path: Path) -> None:
-    """A new drawing equals the thumbnail up to JPEG compression and the version of the font."""
-    saved, made = Image.open(path.with_suffix(".jpg")).convert("RGB"), drawn(path.stem)
-    assert ImageStat.Stat(ImageChops.difference(saved, made)).mean < [4.0] * 3, "python -m demo.thumbnails"
+    """A new drawing equals the thumbnail up to JPEG compression and the version of the font; it shows the steps that
+    the note says, and more than the name."""
+    thumbnail, saved = THUMBNAILS[path.stem], Image.open(path.with_suffix(".jpg")).convert("RGB")
+    assert ImageStat.Stat(ImageChops.difference(saved, drawn(path.stem))).mean < [4.0] * 3, "python -m demo.thumbnails"
+    assert saved.size == (512, 512)
     assert path.with_suffix(".jpg").stat().st_size < MOST_BYTES
-    boxes = chain(load(path))
+    boxes, nodes = chain(load(path)), load(path)["nodes"]
     assert boxes[0].endswith("model")
     assert [box for box in boxes if "ToMA" in box]
     assert ("report" in boxes) == ("report" in path.stem)
-    assert any(box.endswith("LoRA") for box in boxes) == any("Lora" in node["type"] for node in load(path)["nodes"])
+    assert any(box.endswith("LoRA") for box in boxes) == any("Lora" in node["type"] for node in nodes)
+    assert not {*thumbnail.purpose.lower().split()} & {*path.stem.lower().split()} - {"to"}
+    steps = [merged for run in merged_steps(path.stem) for merged in run]
+    note = next(node for node in nodes if node["type"] in NOTES)["widgets_values"][0]
+    said = re.search(r"Of (?:the )?(\d+) steps (?:\*\*balanced\*\* merges )?(\w+)", note)
+    if said and len(thumbnail.runs) == 1:
+        assert len(steps) == int(said[1])
+        assert sum(steps) == int({"two": "2", "five": "5"}.get(said[2], said[2]))
+    counts = [node["widgets_values"][2] for node in nodes if node["type"] == "KSampler"]
+    assert not thumbnail.runs or not counts or list(thumbnail.runs) == counts
 
 
-@every_example
-def test_nodes_are_the_packs_or_comfyuis_own(path: Path, demo_server: ComfyServer) -> None:
-    """The workflow opens without missing nodes on ComfyUI with only this pack, and names the packs of its nodes."""
-    for node in load(path)["nodes"]:
-        ours = node["type"].startswith("ToMA")
-        assert node["properties"]["cnr_id"] == ("toma-token-merge" if ours else "comfy-core")
-        if node["type"] not in NOTES:
-            module = demo_server.object_info(node["type"])["python_module"]
-            newest = "custom_nodes.newer" if node["type"] in newer.NODES else "comfy_extras."
-            assert module.startswith(
-                (f"custom_nodes.{PACK_FOLDER}",) if ours else ("nodes", "comfy_extras.", newest)
-            ), module
+# --- the blueprint ---------------------------------------------------------------------------------------------------
+
+BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
+INPUT, OUTPUT = -10, -20  # ids of the subgraph's input and output nodes
+
+
+def test_blueprint_is_consistent_and_exposes_what_people_change() -> None:
+    ((outside, inside, name),) = [
+        (load(path)["nodes"][0], load(path)["definitions"]["subgraphs"][0], path.stem) for path in BLUEPRINTS
+    ]
+    assert outside["type"] == inside["id"]
+    assert outside["title"] == inside["name"] == name == "Text to Image (SDXL with ToMA)"
+    names = [slot["name"] for slot in outside["inputs"]]
+    assert names == [slot["name"] for slot in inside["inputs"]]
+    assert {"prompt", "negative_prompt", "ratio", "preset", "width", "height", "seed", "steps"} <= {*names}
+    nodes = {node["id"]: node for node in inside["nodes"]}
+    assert "ToMA" in {node["type"] for node in inside["nodes"]}
+    assert inside["description"]
+    assert [model["name"] for node in inside["nodes"] for model in node["properties"].get("models", [])]
+    for link in inside["links"]:
+        if link["origin_id"] == INPUT:
+            assert inside["inputs"][link["origin_slot"]]["linkIds"] == [link["id"]]
+        else:
+            output = nodes[link["origin_id"]]["outputs"][link["origin_slot"]]
+            assert (output["type"], link["id"] in output["links"]) == (link["type"], True)
+        if link["target_id"] == OUTPUT:
+            assert inside["outputs"][link["target_slot"]]["linkIds"] == [link["id"]]
+        else:
+            slot = nodes[link["target_id"]]["inputs"][link["target_slot"]]
+            assert (slot["type"], slot["link"]) == (link["type"], link["id"])
+    for node_id, widget in outside["properties"]["proxyWidgets"]:
+        assert widget in {slot["name"] for slot in nodes[int(node_id)]["inputs"]} | {"control_after_generate"}
+
+
+def test_server_accepts_the_blueprint(demo_server: ComfyServer) -> None:
+    """As a graph with the picture saved, every exposed widget at its value."""
+    (path,) = BLUEPRINTS
+    ((key, entry),) = [(k, e) for k, e in demo_server.get("/global_subgraphs").items() if e["name"] == path.stem]
+    assert entry["info"]["node_pack"] == f"custom_nodes.{PACK_FOLDER}"
+    assert json.loads(demo_server.get(f"/global_subgraphs/{key}")["data"]) == load(path)
+    (inside,) = load(path)["definitions"]["subgraphs"]
+    links = {link["id"]: [link["id"], link["origin_id"], link["origin_slot"]] for link in inside["links"]}
+    flat = [link for link in links.values() if link[1] != INPUT]
+    for node in inside["nodes"]:
+        for slot in node["inputs"]:
+            slot["link"] = None if "widget" in slot else slot["link"]
+        later = [""] * (node["type"] == "ToMA")  # a profile, which the page fills in
+        node["widgets_values"] = [*node.get("widgets_values", []), *later]
+    prompt = to_prompt({"links": flat, "nodes": inside["nodes"]}, demo_server)
+    assert [node["inputs"]["ratio"] for node in prompt.values() if node["class_type"] == "ToMA"] == [0.5]
+    (picture,) = [links[link["id"]] for link in inside["links"] if link["target_id"] == OUTPUT]
+    inputs = {"images": [str(picture[1]), picture[2]], "filename_prefix": "x"}
+    prompt["save"] = {"class_type": "SaveImage", "inputs": inputs}
+    checkpoint = demo_server.base / "models" / "checkpoints"
+    assert refused(demo_server, prompt) == set(), sorted(file.name for file in checkpoint.iterdir())

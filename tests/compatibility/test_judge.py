@@ -12,7 +12,6 @@ from torch import Tensor
 from compatibility.judge import Verdict, judge
 from compatibility.kit import AbsentError, Kit, node
 from compatibility.row import MERGED, Expected, Graph, NotFor, Refused, Row, unmerged
-from tests.loop import loop
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +41,11 @@ def brighter(args: dict[str, Any]) -> Tensor:
 def test_what_holds_passes(kit: Kit) -> None:
     assert verdict(kit, Graph(after_cfg(brighter))) == Verdict("merged", {})
     assert verdict(kit, Graph(), NotFor("for others")) == Verdict("for others", {})
-
-
-def test_several_graphs_are_counted(kit: Kit) -> None:
     graphs = [Graph(steered=False, name=str(i)) for i in range(2)]
-    row = Row("feature", "group", lambda _: iter(graphs), {"flux": MERGED})
-    assert judge(row, kit).cell == "merged (2)"
+    assert judge(Row("feature", "group", lambda _: iter(graphs), {"flux": MERGED}), kit).cell == "merged (2)"
 
 
-@loop(
+@pytest.mark.parametrize(
     ("expected", "complaint"),
     [
         (Expected(unmerged={"no such reason": 1}), "not merged: {}, expected"),
@@ -64,40 +59,22 @@ def test_another_report_than_expected(kit: Kit, expected: Any, complaint: str) -
         verdict(kit, Graph(after_cfg(brighter)), expected)
 
 
-def seeing_toma(args: dict[str, Any]) -> Tensor:
-    """Change the result if ToMA is in the model."""
-    return args["denoised"] + ("toma" in args["model_options"]["transformer_options"])
-
-
-def not_a_number(args: dict[str, Any]) -> Tensor:
-    return args["denoised"] * float("nan")
-
-
 def merging(args: dict[str, Any]) -> bool:
     sampling = args["model_options"]["transformer_options"].get("toma_sampling")
     return sampling is not None and bool(sampling.run.stats.merged_blocks)
 
 
-def nan_when_merged(args: dict[str, Any]) -> Tensor:
-    return args["denoised"] * (float("nan") if merging(args) else 1.0)
+SEES_TOMA = "merging nothing differs from running without ToMA"
 
 
-def backwards_when_merged(args: dict[str, Any]) -> Tensor:
-    return args["denoised"] + (-1.0 if merging(args) else 1.0)
-
-
-def unchanged(args: dict[str, Any]) -> Tensor:
-    return args["denoised"]
-
-
-@loop(
+@pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (seeing_toma, "merging nothing differs from running without ToMA"),
-        (not_a_number, "the feature alone gives no finite result"),
-        (nan_when_merged, "not finite"),
-        (backwards_when_merged, "its change differs from that without ToMA"),
-        (unchanged, "does nothing even without ToMA"),
+        (lambda args: args["denoised"] + ("toma" in args["model_options"]["transformer_options"]), SEES_TOMA),
+        (lambda args: args["denoised"] * float("nan"), "the feature alone gives no finite result"),
+        (lambda args: args["denoised"] * (float("nan") if merging(args) else 1.0), "not finite"),
+        (lambda args: args["denoised"] + (-1.0 if merging(args) else 1.0), "its change differs from that without ToMA"),
+        (lambda args: args["denoised"], "does nothing even without ToMA"),
     ],
 )
 def test_another_result_than_expected(kit: Kit, change: Any, complaint: str) -> None:
@@ -137,7 +114,7 @@ def test_named_graph_and_check(kit: Kit) -> None:
         verdict(kit, Graph(after_cfg(brighter), same_as={}, name="this one"))
 
 
-@loop("path", ["nodes_freelunch.NoSuchNode", "nodes_no_such_module.Node", "nodes.NoSuchNode"])
+@pytest.mark.parametrize("path", ["nodes_freelunch.NoSuchNode", "nodes_no_such_module.Node", "nodes.NoSuchNode"])
 def test_absent_nodes_are_named(kit: Kit, path: str) -> None:
     with pytest.raises(AbsentError, match="this ComfyUI has no"):
         node(path)

@@ -1,0 +1,56 @@
+"""Graphs with small models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import safetensors.torch
+
+from scripts.comfy_client import Run
+from scripts.comfy_server import ComfyServer
+
+STEPS = 4
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def sampling(
+    kind: str, toma: dict[str, Any] | None = None, *, seed: int = 5, size: int = 192, steps: int = STEPS
+) -> dict[str, Any]:
+    """Return the graph loader -> ToMA -> KSampler -> report and latent. toma: class and inputs of the node, None to
+    omit it."""
+    empty = "EmptyLatentImage" if kind == "unet" else "EmptySD3LatentImage"
+    inputs = {"positive": ["1", 1], "negative": ["1", 2], "latent_image": ["3", 0], "seed": seed, "steps": steps}
+    how = {"cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+    graph = {
+        "1": node("TinyModel", kind=kind, seed=0),
+        "3": node(empty, width=size, height=size, batch_size=1),
+        "5": node("KSampler", model=["4" if toma else "1", 0], **inputs, **how),
+        "7": node("SaveLatent", samples=["5", 0], filename_prefix="test"),
+    }
+    if toma:
+        graph["4"] = node(model=["1", 0], **toma)
+        graph["8"] = node("ToMAReport", model=["4", 0], latent=["5", 0])
+        graph["9"] = node("PreviewAny", source=["8", 0])
+    return graph
+
+
+def simple(ratio: float = 0.5) -> dict[str, Any]:
+    return {"class_type": "ToMA", "ratio": ratio, "preset": "balanced"}
+
+
+def advanced(server: ComfyServer, **settings: Any) -> dict[str, Any]:
+    """Return ToMAAdvanced with the defaults that the server sends to the page, and other settings on top."""
+    required = server.object_info("ToMAAdvanced")["input"]["required"]
+    defaults = {name: spec[1]["default"] for name, spec in required.items() if name != "model"}
+    return {"class_type": "ToMAAdvanced", **defaults, "min_tokens": 16, **settings}
+
+
+def latent(server: ComfyServer, run: Run, node_id: str = "7") -> bytes:
+    """Return the numbers of the saved latent, without the prompt in its file."""
+    assert run.status == "success", run.error
+    file = safetensors.torch.load(server.view(run.outputs[node_id]["latents"][0]))
+    assert file["latent_tensor"].isfinite().all()
+    return file["latent_tensor"].numpy().tobytes()
