@@ -142,7 +142,7 @@ def problems(runner: Runner, output: Tensor, base: Tensor, farthest: float = FAR
     """Return the reasons against reporting this variant's speed."""
     found = []
     if runner.stats is not None and not runner.stats.merged_blocks:
-        found.append(runner.stats.summary())
+        found.append(pack_module("nodes.adapters.report_text").summary(runner.stats))
     if output.shape == base.shape and torch.isfinite(output).all():
         far = bench.relative_error(output, base)
         if far > farthest:

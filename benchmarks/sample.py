@@ -91,7 +91,7 @@ def measure(
             merged = f"{len(stats.merged_steps)}/{max(stats.total_steps, steps)} steps merged"
             row.note = "; ".join(t for t in (row.note, merged, ", ".join(sorted(map(str, stats.kernels)))) if t)
             if not stats.merged_blocks:
-                found.append(stats.summary())
+                found.append(pack_module("nodes.adapters.report_text").summary(stats))
             if shares and variant is chosen[0]:
                 seen = profiled(model, shape, min(steps, PROFILED), cfg)
                 row.shares, row.profile = seen.shares, seen.top

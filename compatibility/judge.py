@@ -142,7 +142,8 @@ class Trial:
         self.demand(
             parts == dict(self.expected.unmerged), f"not merged: {parts}, expected: {dict(self.expected.unmerged)}"
         )
-        text = report.text()
+        report_text = pack_module("nodes.adapters.report_text")
+        text = report_text.summary(report)
         self.demand(
             all(str(reason) in text for reason in (*report.unmerged, *report.unmerged_calls)),
             "a reason is not in the report",
@@ -153,7 +154,8 @@ class Trial:
         else:
             self.demand(not report.merged_blocks, f"merged after all: {sorted(report.merged_blocks)}")
             self.demand(
-                report.headline().id.value == "nothing_merged", "the report does not say that nothing was merged"
+                report_text.headline(report).id.value == "nothing_merged",
+                "the report does not say that nothing was merged",
             )
 
     def is_followed(self, result: Tensor, alone: Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..toma_core.reasons import Message, MessageError, MessageId
 from ..toma_core.stats import RunStats
+from .adapters import report_text
 
 _EVENT = "toma.said"
 Line = Message | str  # a message, or text that needs no translation, as an empty line
@@ -42,10 +43,10 @@ class NodeStatus:
 
     def ended(self, stats: RunStats) -> None:
         """Show what a run merged, or why it merged nothing."""
-        lines = stats.headline(), *stats.work(), *self.notes
+        lines = report_text.headline(stats), *report_text.work(stats), *self.notes
         # The page times the sampler that ends now, see web/timing.js.
         first_full = min(stats.steps, default=0) not in stats.merged_steps
-        self.say(*lines, details=stats.details(), run=True, first_full=first_full, preset=dict(self.preset))
+        self.say(*lines, details=report_text.details(stats), run=True, first_full=first_full, preset=dict(self.preset))
 
     def measures(self, run: int, runs: int) -> None:
         """Show that one of several runs begins, counted from 1."""

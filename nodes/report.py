@@ -7,9 +7,10 @@ from typing import Any
 from comfy_api.latest import io, ui
 
 from ..toma_core.reasons import Message, MessageId
-from ..toma_core.stats import Line, RunStats
+from ..toma_core.stats import RunStats
 from . import validate_inputs
 from .adapters.attachment import attachment_of, last_stats
+from .adapters.report_text import Line, report
 from .merge_map_image import draw
 from .node_status import said, status_of
 from .report_charts import Caption, blocks_chart, steps_chart
@@ -68,7 +69,7 @@ class ToMAReport(io.ComfyNode):
             none = NoReport.NO_RUN() if attachment_of(validate_inputs.model(model)) else NoReport.NO_NODE()
             image = None if image is None else validate_inputs.image(image)
         last = last_stats(model)
-        lines, stats = ([none], RunStats()) if last is None else (last.report(), last)
+        lines, stats = ([none], RunStats()) if last is None else (report(last), last)
         text = "\n".join(map(str, lines))
         sheet = draw(stats.maps, image, [steps_chart(stats), blocks_chart(stats)] if stats.steps else [])
         shown = {**ui.PreviewImage(sheet, cls=cls).as_dict(), "text": (text,), **said([*lines, *_captions(stats)])}

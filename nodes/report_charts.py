@@ -13,7 +13,8 @@ from functools import cache
 from PIL import Image, ImageDraw, ImageFont
 
 from ..toma_core.reasons import MessageId
-from ..toma_core.stats import RunStats, natural_order
+from ..toma_core.stats import RunStats
+from .adapters.report_text import natural_order
 
 Colour = tuple[int, int, int]
 # PAPER is as dark as ComfyUI's page; BLACK is drawn on colours.

@@ -22,6 +22,7 @@ from ..toma_core import ToMAConfig, UserSettings
 from ..toma_core.reasons import Message
 from .adapters.attachment import last_stats
 from .adapters.patch_model import apply_toma
+from .adapters.report_text import headline
 from .task import Task, error, progress
 
 _WARM_UP_STEPS = 3  # the first and the last step are full: with one between them both kinds of steps are warm
@@ -86,7 +87,7 @@ def measure(
             if index == 0:
                 unmerged = latent if unmerged is None else unmerged  # the first run is the one without ToMA
                 timing.error, stats = error(latent, unmerged), last_stats(patched)
-                timing.merged = None if stats is None else stats.headline()
+                timing.merged = None if stats is None else headline(stats)
     return timings
 
 

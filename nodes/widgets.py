@@ -11,8 +11,8 @@ from comfy_api.latest import io
 
 from ..toma_core.config import ToMAConfig, setting_spec
 from ..toma_core.presets import PRESETS, ModelKind
-from ..toma_core.reasons import label
 from ..toma_core.user_settings import UserSettings
+from .adapters.report_text import label
 
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]

@@ -134,14 +134,13 @@ def test_presets_on_pages_exist() -> None:
 
 
 def test_the_table_of_settings_is_the_codes() -> None:
-    config, reasons = pack_module("toma_core.config"), pack_module("toma_core.reasons")
-    core = pack_module("toma_core")
+    config, core = pack_module("toma_core.config"), pack_module("toma_core")
     kinds = core.ModelKind.UNET, core.ModelKind.TRANSFORMER
     rows = []
     for item in fields(config.ToMAConfig):
         if config.setting_spec(item.name).internal:
             continue
-        row = [reasons.label(item.name)]
+        row = [pack_module("nodes.adapters.report_text").label(item.name)]
         for kind in kinds:
             values = [getattr(core.UserSettings(name).resolved(kind), item.name) for name in core.PRESETS]
             shown = [_shown(value) for value in values]

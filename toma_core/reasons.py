@@ -1,23 +1,19 @@
-"""Keep reasons and messages as data: the code compares ids, and text is formatted where it is shown.
+"""Keep reasons and messages as data: the code compares ids, and text is made where it is shown.
 
-Python formats the log, the report and errors with the English table, `web/i18n/en.json`; the page formats the same
-messages with the table of its own language.
+The core has no texts: alone it writes a message as its id and parameters, see `plain`. Inside the pack
+`nodes/adapters/report_text.py` sets `reader` to one that knows the English texts, for errors, the log and the report;
+the page formats the same messages with the texts of its own language.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
-from pathlib import Path
 from typing import Any, Union
 
 Value = Union[int, float, str, "Message", tuple["Value", ...]]
-
-_TABLE = Path(__file__).parents[1] / "web" / "i18n" / "en.json"
 
 
 class MessageId(str, Enum):
@@ -82,10 +78,6 @@ class Reason(MessageId):
     SEVERAL_DEVICES = "several_devices"
 
 
-# What the user chose, by a setting or a profile.
-CHOSEN = {Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK}
-
-
 @dataclass(frozen=True)
 class Message:
     """One message: an id and the values that its text names."""
@@ -95,25 +87,24 @@ class Message:
     params: tuple[tuple[str, Value], ...] = ()
 
     def __str__(self) -> str:
-        """Return the English text."""
-        shown = {name: _shown(name, value) for name, value in self.params}
-        return english()["messages"][self.id.value].format(label=_Labels(), **shown)
+        """Return the text that `reader` gives it."""
+        return reader(self)
 
     def json(self) -> dict[str, Any]:
         """Return the message as data for the page."""
         return {"id": self.id.value, "params": {name: _json(value) for name, value in self.params}}
 
 
-@cache
-def english() -> Mapping[str, Mapping[str, str]]:
-    """Return the English table: labels of settings by their id, and texts by message id."""
-    tables: dict[str, dict[str, str]] = json.loads(_TABLE.read_text(encoding="utf-8"))
-    return tables
+def plain(value: Value) -> str:
+    """Return a message without its text, as `out_of_range: setting=ratio, value=2`, or another value."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(plain, value))})"
+    if not isinstance(value, Message) or not value.params:
+        return value.id.value if isinstance(value, Message) else str(value)
+    return f"{value.id.value}: {', '.join(f'{name}={plain(each)}' for name, each in value.params)}"
 
 
-def label(setting: str) -> str:
-    """Return the English label of a setting, or of another input of a node."""
-    return english()["labels"].get(setting, setting.replace("_", " "))
+reader: Callable[[Message], str] = plain
 
 
 class MessageError(ValueError):
@@ -126,30 +117,6 @@ class MessageError(ValueError):
         super().__init__(" ".join((f"{self.prefix}{message}", *map(str, details))))
         self.message = message
         self.details = details
-
-
-class _Labels:
-    """Format `{label.ratio}` in a text as the label of the setting `ratio`."""
-
-    def __getattr__(self, setting: str) -> str:
-        return label(setting)
-
-
-class _Number(float):
-    """Format a number without trailing zeros unless the text asks for decimals, as in `{ratio:.2f}`."""
-
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec or ".10g")
-
-
-def _shown(name: str, value: Value) -> Any:
-    if name == "setting":
-        return label(str(value))
-    if isinstance(value, float):
-        return _Number(value)
-    if isinstance(value, tuple):
-        return ", ".join(str(_shown("", each)) for each in value)
-    return str(value) if isinstance(value, Message) else value
 
 
 def _json(value: Value) -> Any:

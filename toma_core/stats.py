@@ -1,57 +1,15 @@
-"""Count what a run does as plain numbers while sampling, and report it as messages at its end."""
+"""Count what a run does, as plain numbers and reasons."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 from .merge import MergeMap
-from .reasons import CHOSEN, Message, MessageId, Reason
+from .reasons import Message, Reason
 from .windows import Grid
-
-
-class Line(MessageId):
-    """The lines of a report."""
-
-    NOTHING_MERGED = "nothing_merged"  # reason
-    ON = "on"  # share, merged_blocks, blocks, merged_steps, steps
-    ON_OTHERS = "on_others"  # line, reason
-    WORK = "work"  # percent
-    SENTENCE = "sentence"  # sentence
-    INDENTED = "indented"  # line
-    PERCENT = "percent"  # value
-    UP_TO = "up_to"  # share
-    # titles of sections
-    WHERE = "where"
-    WHEN = "when"
-    NOT_MERGED = "not_merged"
-    HOW = "how"
-    # what sections say
-    TOKENS = "tokens"  # sizes
-    MERGED_BLOCKS = "merged_blocks"  # blocks
-    MERGED_STEPS = "merged_steps"  # steps, ratios
-    FULL_STEPS = "full_steps"  # steps
-    FULL_STEPS_BY = "full_steps_by"  # steps, by: messages
-    FULL_BY_NEED = "full_by_need"  # steps, reason
-    EVALUATIONS = "evaluations"  # total, merged
-    UNMERGED = "unmerged"  # reason, blocks
-    UNMERGED_CALLS = "unmerged_calls"  # reason
-    PLANS = "plans"  # selections, weightings
-    RESIDUAL_CACHE = "residual_cache"  # size: MB
-    RESIDUAL_CACHE_DISABLED = "residual_cache_disabled"
-    NO_KV_CACHE = "no_kv_cache"  # reason
-    KV_PLACE = "kv_place"  # card, main: GB
-    KV_NOT_PINNED = "kv_not_pinned"
-    KV_FEWER_BLOCKS = "kv_fewer_blocks"  # percent
-    ATTENTION_LEFT = "attention_left"
-    KERNELS = "kernels"  # names
-    COMFYUI = "comfyui"  # version
-    UNTRIED_COMFYUI = "untried_comfyui"  # version, tried
 
 
 class Unmerged(NamedTuple):
@@ -167,125 +125,8 @@ class RunStats:
         """Return the names of what was not merged, by reason."""
         return {reason: set(map(str, each)) for reason, each in self.unmerged.items()}
 
-    def headline(self) -> Message:
-        """Return the verdict."""
-        reasons, total, ratios = self.unmerged_reasons(), len(self.blocks), self.ratios_in_blocks
-        if not ratios:
-            return Line.NOTHING_MERGED(reason=next((why for why in (*self.unmerged_calls, *reasons)), self._why_full()))
-        steps = len(ratios)
-        # Blocks that merge in some of these steps count for their share.
-        merged = max(1, round(sum(len(at & ratios.keys()) for at in self.merged_at.values()) / steps))
-        share = self._at_most(Line.PERCENT(value=100 * sum(ratios.values()) / steps))
-        every = max(self.total_steps, len(self.steps))
-        line = Line.ON(share=share, merged_blocks=merged, blocks=total, merged_steps=steps, steps=every)
-        others = [reason for reason in reasons if reason.id not in CHOSEN]
-        return Line.ON_OTHERS(line=line, reason=others[0]) if others and 2 * merged < total else line
-
-    def work(self) -> list[Message]:
-        """Return how much less work the run was, counted; nothing if that is unknown."""
-        times = self.times_less_work
-        return [] if times is None or times < 1.05 else [Line.WORK(percent=100 - 100 / times)]
-
-    def details(self) -> list[Message]:
-        """Return the facts behind the headline, a line each."""
-        return [line for lines in self._sections().values() for line in lines]
-
-    def summary(self) -> str:
-        """Return the headline and the details as one English line for the log."""
-        return "; ".join(map(str, [self.headline(), *self.work(), *self.details()]))
-
-    def report(self) -> list[Message | str]:
-        """Return the headline and the details in titled sections: a message or an empty string for each line."""
-        found: list[Message | str] = [Line.SENTENCE(sentence=line) for line in (self.headline(), *self.work())]
-        for title, lines in self._sections().items():
-            if lines:
-                found += ["", title(), *(Line.INDENTED(line=line) for line in lines)]
-        return found
-
-    def text(self) -> str:
-        """Return the report in English."""
-        return "\n".join(map(str, self.report()))
-
-    def _sections(self) -> dict[Line, list[Message]]:
-        merged = self.ratios_in_blocks
-        where, when = list[Message](), list[Message]()
-        if merged:
-            more = "+" if self.by_profile else ""
-            sizes = tuple(
-                f"{math.prod(grid)} -> {destinations}{more} ({' x '.join(map(str, grid))})"
-                for grid, destinations in sorted(self.grids.items(), reverse=True)
-            )
-            where = [Line.TOKENS(sizes=sizes), Line.MERGED_BLOCKS(blocks=_names(self.merged_blocks))]
-            ratios = tuple(dict.fromkeys(self._at_most(float(f"{ratio:.3g}")) for ratio in merged.values()))
-            when.append(Line.MERGED_STEPS(steps=_steps(merged), ratios=ratios))
-        if full := _steps(self.steps - set(self.merged_steps if merged else ())):
-            by = self.full_by
-            when.append(Line.FULL_STEPS_BY(steps=full, by=by) if by else Line.FULL_STEPS(steps=full))
-        when += [Line.FULL_BY_NEED(steps=_steps(steps), reason=why) for why, steps in self.full_reasons.items()]
-        when.append(Line.EVALUATIONS(total=self.evaluations, merged=sum(self.merged_in[step] for step in merged)))
-        names = self.unmerged_names()
-        not_merged = [Line.UNMERGED(reason=why, blocks=_names(names[why])) for why in self.unmerged_reasons()]
-        not_merged += [Line.UNMERGED_CALLS(reason=why) for why in self.unmerged_calls]
-        return {Line.WHERE: where, Line.WHEN: when, Line.NOT_MERGED: not_merged, Line.HOW: self._how()}
-
     def unmerged_reasons(self) -> list[Message]:
         """Return why blocks and reference images were not merged, the reason of most of them first."""
         # A profile's choice is no reason in a run that would not have merged anyway.
         found = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]
         return sorted(found, key=lambda reason: -len(self.unmerged[reason]))
-
-    def _why_full(self) -> Message:
-        """Return why no step was merged."""
-        if self.full_reasons:
-            return max(self.full_reasons, key=lambda reason: len(self.full_reasons[reason]))
-        if Reason.TOO_FEW_STEPS() in self.full_by:
-            return Reason.TOO_FEW_STEPS()
-        return Reason.EVERY_STEP_FULL_BY(by=self.full_by) if self.full_by else Reason.EVERY_STEP_FULL()
-
-    def _at_most(self, share: Message | float) -> Message | float:
-        return Line.UP_TO(share=share) if self.by_profile else share
-
-    def _how(self) -> list[Message]:
-        names = tuple(sorted(self.kernels, key=str))
-        lines = [
-            self.merged_blocks and Line.PLANS(selections=self.selections, weightings=self.weighings),
-            self.cache_bytes and Line.RESIDUAL_CACHE(size=self.cache_bytes / 1e6),
-            self.cache_disabled and Line.RESIDUAL_CACHE_DISABLED(),
-            self.without_kv_cache and Line.NO_KV_CACHE(reason=self.without_kv_cache),
-            self.kv_place[1] and Line.KV_PLACE(card=self.kv_place[0] / 1e9, main=self.kv_place[1] / 1e9),
-            not self.kv_pinned and Line.KV_NOT_PINNED(),
-            self.kv_skipped and Line.KV_FEWER_BLOCKS(percent=100 * self.kv_skipped),
-            self.attentions >= {(False, False), (True, True)} and Line.ATTENTION_LEFT(),
-            names and Line.KERNELS(names=names),
-            *self.comfyui,
-        ]
-        return [line for line in lines if isinstance(line, Message)]
-
-
-def natural_order(name: str) -> list[tuple[int, int | str]]:
-    """Return a sorting key for names with numbers in them: block 2 before block 10."""
-    parts = name.replace(".", " ").split()
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
-
-
-def _names(blocks: set[str]) -> str:
-    """Return the names of blocks, consecutive ones of a stack as a range: double.0-18, single.0."""
-    stacks: dict[str, list[int]] = {}
-    for name in sorted(blocks, key=natural_order):
-        stack, dot, number = name.rpartition(".")
-        if number.isdigit():
-            stacks.setdefault(stack + dot, []).append(int(number))
-        else:
-            stacks[name] = []
-    return ", ".join(_ranges(numbers, stack) if numbers else stack for stack, numbers in stacks.items())
-
-
-def _steps(steps: Iterable[int]) -> str:
-    """Return steps counted from 1, consecutive ones as a range."""
-    return _ranges([step + 1 for step in sorted(steps)])
-
-
-def _ranges(numbers: Iterable[int], prefix: str = "") -> str:
-    # The difference between a number and its place is the same in a run of consecutive numbers.
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{prefix}{run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...toma_core.reasons import Message, MessageError, Reason
-from ...toma_core.stats import Line
+from .report_text import Line
 
 NEWEST_TRIED = "0.33.0"  # the newest ComfyUI that all tests have run on; `make api-check` says what a newer one changed
 _warned: set[str] = set()

@@ -50,6 +50,7 @@ from .kv_memory import KVCachePlan, host_of, measure_room, plan_kv_cache, reserv
 from .merged_call import merged_call
 from .model_hooks import ATTACHMENT, GRAPHS, RIDING, SAMPLING
 from .origin import unwrapped, wrapped_by_others
+from .report_text import summary
 from .sampling_run import SamplingRun
 from .sigmas import SigmaTracker, enlarges
 
@@ -155,7 +156,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         with warned(), own_code():
             stats = sampling.close()
             keep_stats(attachment, stats)
-            logging.info("ToMA: %s", stats.summary())
+            logging.info("ToMA: %s", summary(stats))
             if attachment.watcher is not None:
                 attachment.watcher.ended(stats)
 

@@ -18,6 +18,7 @@ calibrate = pack_module("nodes.calibrate")
 patch = pack_module("nodes.toma")
 run = pack_module("nodes.adapters.patch_model")
 profiles = pack_module("toma_core.profile")
+report_text = pack_module("nodes.adapters.report_text")
 Node = calibrate.ToMACalibrate
 STEPS = 4
 
@@ -296,9 +297,9 @@ def test_a_profile_is_said_on_the_node_and_in_the_report(unet: Any, stats_of: An
     assert run.attachment_of(answer.args[0]).watcher is None
     sampled(answer.args[0])
     stats = stats_of(answer.args[0])
-    assert str(stats.headline()).startswith("On: up to 75 % of the tokens merged, 2 of ")
-    assert "400 -> 100+ (20 x 20)" in stats.summary()
-    assert "at ratio up to 0.75" in stats.text()
+    assert str(report_text.headline(stats)).startswith("On: up to 75 % of the tokens merged, 2 of ")
+    assert "400 -> 100+ (20 x 20)" in report_text.summary(stats)
+    assert "at ratio up to 0.75" in report_text.summary(stats)
 
 
 def test_off_is_off_and_no_profile_is_none(unet: Any) -> None:

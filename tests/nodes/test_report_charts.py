@@ -13,6 +13,7 @@ from tests.loop import loop
 charts = pack_module("nodes.report_charts")
 Stats = pack_module("toma_core.stats").RunStats
 Reason = pack_module("toma_core.reasons").Reason
+report_text = pack_module("nodes.adapters.report_text")
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_numbers_in_squares_are_those_of_the_report(stats: Any) -> None:
     for block in range(5):
         stats.not_merged(f"late.{block}", Reason.NOTHING_TO_MERGE())
     assert stats.unmerged_reasons()[0] == Reason.NOTHING_TO_MERGE()
-    first = next(line for line in stats.text().splitlines() if "not merged (" in line)
+    first = next(line for line in map(str, report_text.report(stats)) if "not merged (" in line)
     assert "late.0-4" in first
 
 

@@ -13,15 +13,16 @@ from scripts.comfyui import ROOT
 from testbed import models
 from tests.loop import loop
 
+report_text = pack_module("nodes.adapters.report_text")
+
 ENGLISH = json.loads((ROOT / "web" / "i18n" / "en.json").read_text(encoding="utf-8"))["messages"]
 
 
 @pytest.fixture
 def nameless(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace every text by its id."""
-    reasons = pack_module("toma_core.reasons")
     messages = {name: f"<{name}>" for name in ENGLISH}
-    monkeypatch.setattr(reasons, "english", lambda: {"labels": {}, "messages": messages})
+    monkeypatch.setattr(report_text, "english", lambda: {"labels": {}, "messages": messages})
 
 
 def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str, Any]:
@@ -33,8 +34,8 @@ def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str
     return {
         "latent": latent.tolist(),
         "unmerged": stats.unmerged,
-        "report": [line if isinstance(line, str) else line.json() for line in stats.report()],
-        "headline": stats.headline(),
+        "report": [line if isinstance(line, str) else line.json() for line in report_text.report(stats)],
+        "headline": report_text.headline(stats),
         "chart": charts.steps_chart(stats, 400).tobytes(),
     }
 

@@ -26,10 +26,11 @@ from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 from testbed import models
 
+report_text = pack_module("nodes.adapters.report_text")
+
 CASES = int(os.environ["TOMA_FUZZ"])
 OURS = sorted(json.loads((ROOT / "tests" / "nodes" / "schema.json").read_text()))
 core, config = pack_module("toma_core"), pack_module("toma_core.config")
-reasons = pack_module("toma_core.reasons")
 
 
 def cases(share: float) -> Any:
@@ -182,7 +183,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
         assert out.isfinite().all() or not plain.isfinite().all(), "not finite with ToMA alone"
     if stats:
         assert all(0 < remaining < math.prod(grid) for grid, remaining in stats.grids.items())
-        assert stats.text().startswith(f"{stats.headline()}.\n")
+        assert str(report_text.report(stats)[0]) == f"{report_text.headline(stats)}."
     if again:
         assert torch.equal(sample(patched, task), out), "another picture from the same settings"
 
@@ -215,7 +216,7 @@ def test_any_value_is_taken_or_refused_in_words(name: str, value: Any) -> None:
     except config.ConfigError as error:
         message = str(error)
         assert_readable(message)
-        assert reasons.label(name) in message
+        assert report_text.label(name) in message
     else:
         # Accepted values have the setting's type.
         assert type(getattr(taken, name)) is type(config.setting_spec(name).default)

@@ -89,7 +89,7 @@ def test_python_does_none_of_what_is_refused(shipped: dict[str, str]) -> None:
     found = [complaint for name, text in files.items() for complaint in complaints(name, text)]
     # The only files that are read: the English table of messages in the archive, and what Linux tells a container.
     assert {re.sub(r":\d+", "", complaint) for complaint in found} == {
-        "toma_core/reasons.py: _TABLE.read_text",
+        "nodes/adapters/report_text.py: _TABLE.read_text",
         "nodes/adapters/main_memory.py: (_CGROUPS / name).read_text",
         "nodes/adapters/main_memory.py: (_CGROUPS / limit).with_name('memory.stat').read_text",
     }

@@ -28,7 +28,7 @@ from toma_core import (
 from toma_core.decision import Facts
 from toma_core.merge import MergePlan, gather_destinations
 from toma_core.propagation import DELTA_WEIGHT, Cached
-from toma_core.stats import Line, RunStats
+from toma_core.reasons import Reason
 
 GRID = (8, 8)
 SETTINGS = {"min_tokens": 4, "full_step_interval": 3, "weight_interval": 10}
@@ -199,9 +199,7 @@ def test_a_condition_without_a_cache_makes_a_step_a_refresh_for_all_and_the_next
     assert following.step_plan.mode is StepMode.MERGED_CACHED
     out, plan = passed(later, following)
     torch.testing.assert_close(out, reused(later, x, plan))
-    assert {str(why): steps for why, steps in run.stats.full_reasons.items()} == {
-        "nothing cached yet for a prompt, size or part of the picture": {1}
-    }
+    assert run.stats.full_reasons == {Reason.NOT_CACHED(): {1}}
 
 
 def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
@@ -309,14 +307,13 @@ def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
         out, _ = passed(features(0), at(run, 0, "cond"), name)
         assert torch.equal(out, block(features(0)))
     assert [at(run, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.FULL] * 2
-    assert [str(reason) for reason in run.stats.full_reasons] == ["no memory for the cache"]
+    assert list(run.stats.full_reasons) == [Reason.CACHE_DISABLED()]
     skipping = run_of(skip_first_blocks=1)
     skipping.coverage.disable()
     assert [at(skipping, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.MERGED, StepMode.FULL]
     assert run.cache._entries == {}
     stats = run.close()
-    stats.merged("a", 1)
-    assert str(Line.RESIDUAL_CACHE_DISABLED()) in stats.summary()
+    assert stats.cache_disabled
 
 
 def test_a_residual_is_held_and_counted_as_long_as_one_of_its_parts() -> None:
@@ -374,14 +371,6 @@ def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluati
         torch.testing.assert_close(run.cache.read((("block", "cond"),), x), block(x) - x)
     passed(x, at(run, 4, "cond"))
     assert at(run, 5, "cond").step_plan.mode is StepMode.MERGED_CACHED
-
-
-def test_memory_is_reported() -> None:
-    stats = RunStats()
-    stats.merged("single.3", 0)
-    assert "cache" not in stats.summary()
-    stats.cache_bytes = 41_900_000
-    assert "residual cache of 41.9 MB" in stats.summary()
 
 
 def test_propagated_residuals_are_within_the_limits_of_half_precision() -> None:

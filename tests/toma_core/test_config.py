@@ -19,7 +19,6 @@ from toma_core.config import (
     resolve_count,
     setting_spec,
 )
-from toma_core.reasons import label
 
 FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
 ENUMS = [name for name in FIELDS if isinstance(setting_spec(name).default, Enum)]
@@ -33,11 +32,7 @@ def refused(name: str, value: Any) -> str:
         ToMAConfig(**{name: value})
     message = str(caught.value)
     assert message.startswith("ToMA: ")
-    assert label(name) in message
-    assert "Allowed: " in message
-    assert any(
-        fix in message for fix in ("Try ", "true or false", "Choose one", "set the ratio to 0", "Lower start percent")
-    )
+    assert name in message
     return message
 
 
@@ -72,8 +67,7 @@ def test_numbers_keep_to_their_range(name: str) -> None:
     assert check(name, spec.maximum) == spec.maximum
     for value in (spec.minimum - 1, spec.maximum + 1, float("inf"), float("-inf"), -1e300, 1e300):
         message = refused(name, value)
-        assert f"{spec.minimum:.10g} to {spec.maximum:.10g}" in message
-        assert f"Try {setting_spec(name).default:.10g}." in message
+        assert message.endswith(f"low={spec.minimum}, high={spec.maximum}, usual={spec.default}")
 
 
 @loop("name", NUMBERS)
@@ -92,7 +86,7 @@ def test_integers_may_be_floats_without_a_fraction(name: str) -> None:
     default = setting_spec(name).default
     value = check(name, float(default))
     assert (value, type(value)) == (default, int)
-    assert "whole number" in refused(name, default + 0.5)
+    assert "kind=a_whole_number" in refused(name, default + 0.5)
 
 
 @loop("name", [name for name in NUMBERS if name not in INTEGERS])
@@ -127,7 +121,7 @@ def test_the_kv_cache_takes_true_and_false_too() -> None:
 @loop("name", SWITCHES)
 @loop("value", [0, 1, "true", None, 1.0], ids=repr)
 def test_switches_are_true_or_false(name: str, value: Any) -> None:
-    assert "true or false" in refused(name, value)
+    assert "not_a_switch: " in refused(name, value)
 
 
 @loop(
@@ -140,18 +134,18 @@ def test_switches_are_true_or_false(name: str, value: Any) -> None:
 )
 def test_the_message_shows_the_value_as_it_was(name: str, value: float, shown: str) -> None:
     """A rounded value would give "ratio is 0.95. Allowed: 0 to 0.95"."""
-    assert f"{label(name)} is {shown}." in refused(name, value)
+    assert f"setting={name}, value={shown}," in refused(name, value)
 
 
 def test_start_after_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Start percent \(0\.6\) is larger than end percent \(0\.5\)"):
+    with pytest.raises(ConfigError, match=r"start_after_end: start=0\.6, end=0\.5$"):
         ToMAConfig(start_percent=0.6, end_percent=0.5)
-    with pytest.raises(ConfigError, match=r"\(0\.50000001\) is larger than end percent \(0\.5\).*Lower start percent"):
+    with pytest.raises(ConfigError, match=r"start=0\.50000001, end=0\.5$"):
         ToMAConfig(start_percent=0.50000001, end_percent=0.5)
 
 
 def test_full_at_every_step_is_refused() -> None:
-    assert "every step would be a full step" in refused("full_step_interval", 1)
+    assert refused("full_step_interval", 1) == "ToMA: full_step_interval_one"
     assert [ToMAConfig(full_step_interval=n).full_step_interval for n in (0, 2, 3)] == [0, 2, 3]
 
 

@@ -24,7 +24,9 @@ def test_an_option_is_a_dataclass_field_with_its_spec() -> None:
 
 def test_what_is_in_no_range_is_refused() -> None:
     for value in (math.inf, -math.inf, math.nan, 2.0):
-        with pytest.raises(ConfigError, match=r"^ToMA: x is .*\. Allowed: a number from 0 to 1\. Try 0\.5\.$"):
+        with pytest.raises(
+            ConfigError, match=r"^ToMA: out_of_range: .*kind=a_number, low=0\.0, high=1\.0, usual=0\.5$"
+        ):
             checked("x", value, SettingSpec(0.5, "", 0.0, 1.0))
 
 

@@ -14,7 +14,7 @@ from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.kv_helpers import preset
 
-Line = pack_module("toma_core.stats").Line
+report_text = pack_module("nodes.adapters.report_text")
 # By kind, the module of ComfyUI's that calls attention, the attentions of a block in the order in which they are
 # called, and the size of the latent.
 KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
@@ -159,7 +159,7 @@ def test_the_attention_of_another_node(
     assert len(stats_of(merged).merged_steps) == 3
     assert len(override.calls) == expected == len(calls)
     assert any(a < b for a, b, _ in override.calls)
-    assert (Line.ATTENTION_LEFT() in stats_of(merged).details()) is said
+    assert (report_text.Line.ATTENTION_LEFT() in report_text.details(stats_of(merged))) is said
     assert stats_of(merged).without_kv_cache is None
 
 

@@ -17,6 +17,7 @@ from tests.loop import loop
 
 contract = pack_module("nodes.adapters.compat")
 hooks = pack_module("nodes.adapters.model_hooks")
+report_text = pack_module("nodes.adapters.report_text")
 
 
 class Hook(hooks.Hook):  # type: ignore[misc, name-defined]
@@ -166,8 +167,8 @@ def test_report_says_which_comfyui_it_is(
     monkeypatch.setattr(contract, "NEWEST_TRIED", "0.33.0")
     patched = attach(models.unet())
     models.sample(patched, 16, 16, steps=1)
-    text = stats_of(patched).text()
-    assert f"  ComfyUI {version}\n" in f"{text}\n"
+    text = report_text.summary(stats_of(patched))
+    assert f"; ComfyUI {version};" in f"{text};"
     assert (
         f"this ComfyUI ({version}) is newer than the newest that ComfyUI-ToMA was tried on (0.33.0)" in text
     ) is newer

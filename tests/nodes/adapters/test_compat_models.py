@@ -18,6 +18,7 @@ from testbed import models
 from tests.loop import loop
 
 Reason = pack_module("toma_core.reasons").Reason
+report_text = pack_module("nodes.adapters.report_text")
 
 SIDE = 16
 STEPS = 2
@@ -110,7 +111,9 @@ def test_forward_with_another_signature(
     (warning,) = warnings()
     assert f"{name}.forward(" in warning
     assert "Sampling goes on without merging" in warning
-    assert stats_of(patched).summary().startswith(f"Nothing was merged: unknown to this version: {name}.forward(")
+    assert report_text.summary(stats_of(patched)).startswith(
+        f"Nothing was merged: unknown to this version: {name}.forward("
+    )
 
 
 def test_new_unused_argument_is_no_obstacle_in_flux(
@@ -205,7 +208,7 @@ def test_attribute_with_another_name(
     assert torch.equal(sample(patched), plain)
     (warning,) = warnings()
     assert attribute in warning
-    assert attribute in stats_of(patched).summary()
+    assert attribute in report_text.summary(stats_of(patched))
 
 
 @loop(("kind", "option"), [("unet", "activations_shape"), ("flux", "img_slice")])
@@ -220,7 +223,7 @@ def test_blocks_without_token_offsets(attach: Any, stats_of: Any, kind: str, opt
             )
     patched = attach(model, skip_first_blocks=1)  # the double blocks, whose options would inform the others
     assert torch.equal(sample(patched), plain)
-    assert "Nothing was merged" in stats_of(patched).summary()
+    assert "Nothing was merged" in report_text.summary(stats_of(patched))
 
 
 @loop("granularity", ["module", "stack"])

@@ -21,6 +21,7 @@ from tests.loop import loop
 
 compat = pack_module("nodes.adapters.compat")
 run = pack_module("nodes.adapters.patch_model")
+report_text = pack_module("nodes.adapters.report_text")
 SIDE = 16
 STEPS = 2
 
@@ -117,7 +118,7 @@ def test_own_errors_do_not_end_a_run(
     if name in ("run_config", "observe", "evaluation"):
         assert all(torch.equal(image, plain) for image in images)
     if name in ("observe", "evaluation"):
-        assert "ComfyUI-ToMA itself failed" in stats_of(merged).summary()
+        assert "ComfyUI-ToMA itself failed" in report_text.summary(stats_of(merged))
 
 
 @loop("name", ["observe", "evaluation"])

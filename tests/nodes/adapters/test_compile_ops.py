@@ -13,6 +13,7 @@ from testbed import models
 from tests.loop import loop
 
 Reason = pack_module("toma_core.reasons").Reason
+report_text = pack_module("nodes.adapters.report_text")
 
 GRID = (6, 10)
 TOKENS, BEFORE = 60, 7
@@ -151,7 +152,7 @@ def test_a_model_that_must_be_one_graph_is_not_merged(flux: Any, attach: Any, st
     model = attach(flux)
     model.model_options["torch_compile_kwargs"] = {"backend": "inductor", "fullgraph": True}
     assert torch.equal(models.sample(model, steps=1), models.sample(flux, steps=1))
-    assert "switch fullgraph off" in stats_of(model).summary()
+    assert "switch fullgraph off" in report_text.summary(stats_of(model))
 
 
 @loop(("before", "after"), [(8, 64), (1000, 1000)])

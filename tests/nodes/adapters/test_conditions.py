@@ -12,6 +12,8 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 
+report_text = pack_module("nodes.adapters.report_text")
+
 SIDE = 24
 # Batches of another size round differently, and sharp weights amplify it for tokens with two nearly equal destinations.
 # With fixed destinations and soft weights results can be compared.
@@ -112,7 +114,7 @@ def test_conditions_on_several_devices_are_merged_once_a_picture_is_predicted(
     assert torch.equal(models.sample(tokens, SIDE, SIDE, **asked), own)
     stats = stats_of(tokens)
     assert (stats.merged_evaluations, stats.merged_steps, stats.selections) == (0, {}, 0)
-    assert "several GPUs" in str(stats.headline())
+    assert "several GPUs" in str(report_text.headline(stats))
 
     picture = on_two_devices(attach(model, similarity_from="prediction", kv_cache=True, full_step_interval=3), other)
     found = models.sample(picture, SIDE, SIDE, **asked)
@@ -188,7 +190,7 @@ def test_negative_model_of_another_class_is_not_merged(
     stats = stats_of(patched)
     (reason,) = stats.unmerged_calls
     assert (reason.id.value, stats.unmerged) == ("unknown_model", {})
-    assert "6 of 6 blocks" in str(stats.headline())
+    assert "6 of 6 blocks" in str(report_text.headline(stats))
     assert len(stats.merged_blocks) == 6
 
 

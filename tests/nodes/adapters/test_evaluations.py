@@ -21,6 +21,8 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
 
+report_text = pack_module("nodes.adapters.report_text")
+
 # Steps, side in pixels, guidance scale, and guidance as a FluxGuidance node sets it.
 KINDS: dict[str, tuple[int, int, float, float | None]] = {"few": (8, 32, 1.0, 8.0), "dit": (12, 64, 2.0, None)}
 # Sequences of evaluations that are tried with each model.
@@ -178,7 +180,7 @@ def test_a_prompt_for_every_step(
     else:
         assert error < plain
         assert len(stats.merged_steps) <= steps // 3
-        assert "nothing cached yet for a prompt" in stats.text()
+        assert "nothing cached yet for a prompt" in report_text.summary(stats)
 
 
 def test_an_area_with_too_few_tokens(trained: Trained, plain: float, usual: dict[int, float], stats_of: Any) -> None:

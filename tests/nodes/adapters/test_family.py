@@ -11,6 +11,7 @@ from testbed import models
 from tests.loop import loop
 
 patch_model = pack_module("nodes.adapters.patch_model")
+report_text = pack_module("nodes.adapters.report_text")
 SHOWN = {"attn1_patch": lambda n, context, value, options: (n, context, value), "double_block": lambda args: args}
 
 
@@ -65,13 +66,13 @@ def test_full_steps_save_nothing(unet: Any) -> None:
 
 def test_it_stands_below_the_verdict(unet: Any) -> None:
     run = run_of(unet)
-    (work,) = run.work()
+    (work,) = report_text.work(run)
     assert str(work) == f"About {100 - 100 / run.times_less_work:.0f} % less work, counted"
-    assert f"{work}." in run.text().splitlines()[1]
-    assert str(work) in run.summary()
+    assert str(report_text.report(run)[1]) == f"{work}."
+    assert str(work) in report_text.summary(run)
 
 
 def test_a_run_that_merges_nothing_says_nothing(unet: Any) -> None:
     run = run_of(unet, min_tokens=1 << 20)
     assert run.times_less_work is None
-    assert run.work() == []
+    assert report_text.work(run) == []

@@ -14,6 +14,7 @@ from testbed import models
 from tests.loop import loop
 
 Reason = pack_module("toma_core.reasons").Reason
+report_text = pack_module("nodes.adapters.report_text")
 
 HEIGHT, WIDTH = 20, 28  # a grid of 10 x 14: windows of 5 x 7
 TOKENS, TEXT = 140, 7
@@ -53,7 +54,7 @@ def test_blocks_with_dropped_tokens_are_not_merged(flux: Any, attach: Any, stats
     stats = stats_of(model)
     assert (stats.merged_blocks, len(stats.blocks)) == (set(), 6)
     assert stats.unmerged_names() == {Reason.TOKENS_CHANGED(): stats.blocks}
-    assert str(Reason.TOKENS_CHANGED()) in stats.summary()
+    assert str(Reason.TOKENS_CHANGED()) in report_text.summary(stats)
 
 
 @pytest.mark.compat

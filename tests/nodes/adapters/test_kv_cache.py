@@ -15,6 +15,7 @@ from tests.nodes.adapters.families.layouts import ALONE, HEIGHT, LAYOUTS, WIDTH
 from tests.nodes.adapters.kv_helpers import KEYS, Watch, drifting, evaluated, preset, several_calls
 
 Reason = pack_module("toma_core.reasons").Reason
+report_text = pack_module("nodes.adapters.report_text")
 
 SHOWN = [name for name in LAYOUTS if name != "ernie"]
 # A family for each layout of blocks; thorough/test_other_kv_cache.py has the others.
@@ -147,7 +148,7 @@ def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, wi
     own = models.sample(model, HEIGHT, WIDTH, **asked)
     merged, without = (run.apply_toma(model, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
-    assert str(NOT_ASKED) in stats_of(merged).summary()
+    assert str(NOT_ASKED) in report_text.summary(stats_of(merged))
     # The second step is full too: it refreshes the cache for other blocks than the first.
     assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
     assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]

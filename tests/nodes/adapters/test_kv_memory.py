@@ -17,6 +17,7 @@ from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, preset, several_calls
 
 Reason = pack_module("toma_core.reasons").Reason
+report_text = pack_module("nodes.adapters.report_text")
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
@@ -69,7 +70,7 @@ def test_after_out_of_memory_all_steps_are_full(
     assert all(torch.equal(clip, own) for clip in found)
     stats = stats_of(merged)
     assert stats.cache_disabled
-    assert "out of memory for the KV cache" in stats.summary()
+    assert "out of memory for the KV cache" in report_text.summary(stats)
 
 
 @loop("at", [0, 1, 2, 7])
@@ -97,7 +98,7 @@ def test_where_packing_runs_out_of_memory_in_a_merged_step(
     stats = stats_of(merged)
     assert stats.cache_disabled
     assert (stats.merged_evaluations, stats.merged_steps) == (0, {})
-    assert str(stats.headline()) == f"Nothing was merged: {Reason.KV_CACHE_DISABLED()}"
+    assert str(report_text.headline(stats)) == f"Nothing was merged: {Reason.KV_CACHE_DISABLED()}"
 
 
 @contextmanager
@@ -224,7 +225,7 @@ def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monk
     )
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=8) for m in (merged, without)))
     assert stats_of(merged).without_kv_cache.id is Reason.KV_TOO_LARGE
-    assert "do not attend to all tokens" in stats_of(merged).summary()
+    assert "do not attend to all tokens" in report_text.summary(stats_of(merged))
     assert stats_of(without).without_kv_cache is None
 
 

@@ -18,6 +18,7 @@ from tests.recorded_copies import Copies
 memory = pack_module("nodes.adapters.kv_memory")
 main_memory = pack_module("nodes.adapters.main_memory")
 Reason = pack_module("toma_core.reasons").Reason
+report_text = pack_module("nodes.adapters.report_text")
 
 
 @pytest.fixture
@@ -112,10 +113,10 @@ def test_a_run_skips_these_blocks_and_says_so(stats_of: Any) -> None:
     stats = stats_of(merged)
     assert len(stats.merged_blocks) == 7
     assert other.peak[1] == pytest.approx(0.7 * card.peak[1])
-    assert "the first 30 % of the blocks are not merged" in stats.text()
+    assert "the first 30 % of the blocks are not merged" in report_text.summary(stats)
     with a_card(0.0, quantized=True, main=0.75 * card.peak[1]) as unused:
         sampled("z_image", merged, cfg=1.0, sampler="ipndm_v")
-    assert "% of the blocks are not merged" not in stats_of(merged).text(), "all steps are full"
+    assert "% of the blocks are not merged" not in report_text.summary(stats_of(merged)), "all steps are full"
     assert not unused.hosts
 
 
@@ -126,11 +127,11 @@ def test_the_report_says_where_they_lie(stats_of: Any) -> None:
     stats = stats_of(merged)
     stats.kv_place = tuple(1000 * each for each in stats.kv_place)
     on_card, in_main = (f"{each / 1e9:.1f} GB" for each in stats.kv_place)
-    assert f"keys and values: {on_card} on the card, {in_main} in main memory" in stats.text()
+    assert f"keys and values: {on_card} on the card, {in_main} in main memory" in report_text.summary(stats)
     assert 0.0 not in stats.kv_place
     with a_card(1.0, quantized=True):
         sampled("z_image", merged, cfg=1.0)
-    assert "keys and values" not in stats_of(merged).text()
+    assert "keys and values" not in report_text.summary(stats_of(merged))
 
 
 @loop(
@@ -246,7 +247,7 @@ def test_memory_that_cannot_be_pinned(stats_of: Any) -> None:
     with a_card(0.0, quantized=True, pins=False) as card:
         sampled("z_image", merged, cfg=1.0)
     card.ended()
-    assert "could not be pinned" in stats_of(merged).text()
+    assert "could not be pinned" in report_text.summary(stats_of(merged))
 
 
 def test_pinning_that_fails_raises_nothing() -> None:

@@ -17,6 +17,7 @@ from tests.loop import loop
 
 run = pack_module("nodes.adapters.patch_model")
 Reason = pack_module("toma_core.reasons").Reason
+report_text = pack_module("nodes.adapters.report_text")
 SIDE = 24
 
 
@@ -60,9 +61,9 @@ def test_runs_that_never_merge_are_bit_identical(
     patched = attach(model, **settings)
     assert same(models.sample(patched, SIDE, SIDE), models.sample(model, SIDE, SIDE))
     assert stats_of(patched).merged_blocks == set()
-    assert stats_of(patched).summary().startswith("Nothing was merged: ")
-    assert stats_of(patched).headline().id.value == "nothing_merged"
-    assert str(reason) in stats_of(patched).summary()
+    assert report_text.summary(stats_of(patched)).startswith("Nothing was merged: ")
+    assert report_text.headline(stats_of(patched)).id.value == "nothing_merged"
+    assert str(reason) in report_text.summary(stats_of(patched))
 
 
 @every_kind
@@ -280,7 +281,7 @@ def test_one_log_line_a_run(model: Any, attach: Any, stats_of: Any, caplog: pyte
     with caplog.at_level(logging.INFO):
         models.sample(patched, SIDE, SIDE)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ToMA")]
-    assert lines == [f"ToMA: {stats_of(patched).summary()}"]
+    assert lines == [f"ToMA: {report_text.summary(stats_of(patched))}"]
     assert "144 -> 72 (12 x 12)" in lines[0]
     assert "3 of 3 steps" in lines[0]
 

@@ -22,6 +22,8 @@ from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.test_evaluations import Trained
 
+report_text = pack_module("nodes.adapters.report_text")
+
 STEPS, HEIGHT, WIDTH = 6, 18, 26
 REPORTS: dict[str, Callable[[Lab], None]] = {}
 # Reports of `REPORTS` that are left out of `make test`.
@@ -273,7 +275,7 @@ def a_picture_to_edit(lab: Lab) -> None:
 def a_range_in_which_nothing_happens(lab: Lab) -> None:
     merged = lab.patched(lab.model, start_percent=0.9)
     assert torch.equal(lab.drawn(merged), lab.plain)
-    text = lab.stats_of(merged).text()
+    text = report_text.summary(lab.stats_of(merged))
     assert "start percent" in text
     assert not text.startswith("On")
 
@@ -298,7 +300,7 @@ def a_batch_that_another_node_splits(lab: Lab) -> None:
         model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "halves", halves)
     outs = [lab.drawn(model, batch=2) for model in split]
     torch.testing.assert_close(*outs)
-    assert "changed the number of images" in lab.stats_of(split[0]).text()
+    assert "changed the number of images" in report_text.summary(lab.stats_of(split[0]))
     lab.same_again()
 
 

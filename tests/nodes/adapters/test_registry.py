@@ -15,6 +15,7 @@ from testbed import models
 from tests.loop import loop
 
 registry = pack_module("nodes.adapters.registry")
+report_text = pack_module("nodes.adapters.report_text")
 
 
 @pytest.mark.compat
@@ -75,7 +76,7 @@ def test_a_run_of_too_few_steps_says_so(steps: int, pack: Any, stats_of: Any) ->
     )
     outs = [models.sample(each, 18, 26, steps=steps) for each in (merged, model)]
     assert torch.equal(*outs)
-    assert str(stats_of(merged).headline()) == "Nothing was merged: too few steps for this preset"
+    assert str(report_text.headline(stats_of(merged))) == "Nothing was merged: too few steps for this preset"
 
 
 def test_known_models_have_hooks_of_their_own(unet: Any, flux: Any) -> None:

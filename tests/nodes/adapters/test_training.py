@@ -12,6 +12,8 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 
+report_text = pack_module("nodes.adapters.report_text")
+
 # ComfyUI's Flux overwrites tensors that its backward pass needs: only gradient checkpointing trains it.
 # kind, with checkpointing, preset: 7 seconds each.
 CASES = [("unet", False, "paper"), ("unet", True, "balanced"), ("flux", True, "paper"), ("z_image", False, "balanced")]
@@ -60,7 +62,7 @@ def test_training_is_as_without(model: Any, pack: Any, stats_of: Any, preset: st
     assert all(torch.equal(lora[name], expected[name]) for name in lora)
     stats = stats_of(patched)
     assert stats.merged_evaluations == 0
-    assert "gradients" in str(stats.headline())
+    assert "gradients" in str(report_text.headline(stats))
     assert stats.cache_bytes == 0
 
 

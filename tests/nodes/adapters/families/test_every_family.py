@@ -29,6 +29,7 @@ from tests.nodes.adapters.families.layouts import (
 )
 
 Reason = pack_module("toma_core.reasons").Reason
+report_text = pack_module("nodes.adapters.report_text")
 
 BLOCKS = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
 block_kinds = loop(("family", "layout"), BLOCKS, ids=[f"{f}-{la.blocks}" for f, la in BLOCKS])
@@ -218,7 +219,7 @@ def test_block_with_a_renamed_argument_is_not_merged(
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=1), plain)
     (warning,) = warnings()
     assert f"new_{layout.tokens}" in warning
-    assert "Nothing was merged" in stats_of(merged).summary()
+    assert "Nothing was merged" in report_text.summary(stats_of(merged))
 
 
 REPLACED = ("flux", "flux2", "chroma", "qwen_image", "lens", "sd3", "wan", "hunyuan", "ltx", "ltx_av", "h3")

@@ -26,6 +26,8 @@ from tests.nodes.adapters.families.layouts import (
     run,
 )
 
+report_text = pack_module("nodes.adapters.report_text")
+
 REFERENCES = [("flux", None), ("flux2", None), ("flux2", "index_timestep_zero"), ("qwen_image", None)]
 REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea2", "index_timestep_zero")]
 
@@ -181,7 +183,7 @@ def test_each_reference_is_merged_that_can_be(
         }
         small = "reference 2" if order == 1 else "reference 1"
         assert unmerged == ({small} if least == 20 else {"reference 1", "reference 2"})
-        assert small in stats_of(merged).text()
+        assert small in report_text.summary(stats_of(merged))
 
 
 @loop("family", ["z_image", "omnigen2"])

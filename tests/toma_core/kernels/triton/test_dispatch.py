@@ -31,7 +31,7 @@ from toma_core.merge import MergePlan, unmerge
 
 CASE = Case(6, 10, 4, 0.5, 24)
 GRID = (CASE.height, CASE.width)
-HERE = "triton" if DEVICE == "cuda" else "torch (no CUDA device)"
+HERE = "kernel: name=triton" if DEVICE == "cuda" else "kernel_because: name=torch, reason=no_cuda"
 
 
 def evaluation(given: Choice | None = None, **settings: Any) -> Evaluation:
@@ -56,8 +56,6 @@ def test_unasked(kernels: Any) -> None:
     plan = plan_of(CASE.tokens(), where)
     assert (plan.kernels is None) == (DEVICE == "cpu")
     assert set(map(str, where.run.stats.kernels)) == {HERE}
-    where.run.stats.merged("block", 0)
-    assert f"; kernels: {HERE}" in where.run.stats.summary()
 
 
 def test_a_given_choice_is_taken(kernels: Any) -> None:
@@ -96,7 +94,8 @@ def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         layout = Case(17, 17, 17, 0.5, 8).layout()
         assert Dispatch().choose(on_a_gpu(), *layout).reason == NoTriton.LARGE_WINDOWS(tokens=289, most=128)
     monkeypatch.setitem(sys.modules, "toma_core.kernels.triton", None)
-    assert str(Dispatch().choose(on_a_gpu(), *CASE.layout()).reason).startswith("Triton failed: ModuleNotFoundError")
+    reason = Dispatch().choose(on_a_gpu(), *CASE.layout()).reason
+    assert str(reason).startswith("triton_failed: error=ModuleNotFoundError")
 
 
 class TestFirstUse:

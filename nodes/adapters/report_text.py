@@ -1,0 +1,224 @@
+"""Lay out what a run did as messages, for the node, the report and the log, and write messages in English."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ...toma_core import reasons
+from ...toma_core.reasons import Message, MessageId, Reason, Value
+from ...toma_core.stats import RunStats
+
+_TABLE = Path(__file__).parents[2] / "web" / "i18n" / "en.json"
+# What the user chose, by a setting or a profile.
+_CHOSEN = {Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK}
+
+
+class Line(MessageId):
+    """The lines of a report."""
+
+    NOTHING_MERGED = "nothing_merged"  # reason
+    ON = "on"  # share, merged_blocks, blocks, merged_steps, steps
+    ON_OTHERS = "on_others"  # line, reason
+    WORK = "work"  # percent
+    SENTENCE = "sentence"  # sentence
+    INDENTED = "indented"  # line
+    PERCENT = "percent"  # value
+    UP_TO = "up_to"  # share
+    # titles of sections
+    WHERE = "where"
+    WHEN = "when"
+    NOT_MERGED = "not_merged"
+    HOW = "how"
+    # what sections say
+    TOKENS = "tokens"  # sizes
+    MERGED_BLOCKS = "merged_blocks"  # blocks
+    MERGED_STEPS = "merged_steps"  # steps, ratios
+    FULL_STEPS = "full_steps"  # steps
+    FULL_STEPS_BY = "full_steps_by"  # steps, by: messages
+    FULL_BY_NEED = "full_by_need"  # steps, reason
+    EVALUATIONS = "evaluations"  # total, merged
+    UNMERGED = "unmerged"  # reason, blocks
+    UNMERGED_CALLS = "unmerged_calls"  # reason
+    PLANS = "plans"  # selections, weightings
+    RESIDUAL_CACHE = "residual_cache"  # size: MB
+    RESIDUAL_CACHE_DISABLED = "residual_cache_disabled"
+    NO_KV_CACHE = "no_kv_cache"  # reason
+    KV_PLACE = "kv_place"  # card, main: GB
+    KV_NOT_PINNED = "kv_not_pinned"
+    KV_FEWER_BLOCKS = "kv_fewer_blocks"  # percent
+    ATTENTION_LEFT = "attention_left"
+    KERNELS = "kernels"  # names
+    COMFYUI = "comfyui"  # version
+    UNTRIED_COMFYUI = "untried_comfyui"  # version, tried
+
+
+@cache
+def english() -> Mapping[str, Mapping[str, str]]:
+    """Return the English table: labels of settings by their id, and texts by message id."""
+    tables: dict[str, dict[str, str]] = json.loads(_TABLE.read_text(encoding="utf-8"))
+    return tables
+
+
+def label(setting: str) -> str:
+    """Return the English label of a setting, or of another input of a node."""
+    return english()["labels"].get(setting, setting.replace("_", " "))
+
+
+class _Labels:
+    """Format `{label.ratio}` in a text as the label of the setting `ratio`."""
+
+    def __getattr__(self, setting: str) -> str:
+        return label(setting)
+
+
+class _Number(float):
+    """Format a number without trailing zeros unless the text asks for decimals, as in `{ratio:.2f}`."""
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec or ".10g")
+
+
+def _english(message: Message) -> str:
+    shown = {name: _shown(name, value) for name, value in message.params}
+    return english()["messages"][message.id.value].format(label=_Labels(), **shown)
+
+
+def _shown(name: str, value: Value) -> Any:
+    if name == "setting":
+        return label(str(value))
+    if isinstance(value, float):
+        return _Number(value)
+    if isinstance(value, tuple):
+        return ", ".join(str(_shown("", each)) for each in value)
+    return str(value) if isinstance(value, Message) else value
+
+
+reasons.reader = _english
+
+
+def headline(stats: RunStats) -> Message:
+    """Return the verdict."""
+    unmerged, total, ratios = stats.unmerged_reasons(), len(stats.blocks), stats.ratios_in_blocks
+    if not ratios:
+        return Line.NOTHING_MERGED(reason=next(iter((*stats.unmerged_calls, *unmerged)), _why_full(stats)))
+    steps = len(ratios)
+    # Blocks that merge in some of these steps count for their share.
+    merged = max(1, round(sum(len(at & ratios.keys()) for at in stats.merged_at.values()) / steps))
+    share = _at_most(stats, Line.PERCENT(value=100 * sum(ratios.values()) / steps))
+    every = max(stats.total_steps, len(stats.steps))
+    line = Line.ON(share=share, merged_blocks=merged, blocks=total, merged_steps=steps, steps=every)
+    others = [reason for reason in unmerged if reason.id not in _CHOSEN]
+    return Line.ON_OTHERS(line=line, reason=others[0]) if others and 2 * merged < total else line
+
+
+def work(stats: RunStats) -> list[Message]:
+    """Return how much less work the run was, counted; nothing if that is unknown."""
+    times = stats.times_less_work
+    return [] if times is None or times < 1.05 else [Line.WORK(percent=100 - 100 / times)]
+
+
+def details(stats: RunStats) -> list[Message]:
+    """Return the facts behind the headline, a line each."""
+    return [line for lines in _sections(stats).values() for line in lines]
+
+
+def summary(stats: RunStats) -> str:
+    """Return the headline and the details as one English line for the log."""
+    return "; ".join(map(str, [headline(stats), *work(stats), *details(stats)]))
+
+
+def report(stats: RunStats) -> list[Message | str]:
+    """Return the headline and the details in titled sections: a message or an empty string for each line."""
+    found: list[Message | str] = [Line.SENTENCE(sentence=line) for line in (headline(stats), *work(stats))]
+    for title, lines in _sections(stats).items():
+        if lines:
+            found += ["", title(), *(Line.INDENTED(line=line) for line in lines)]
+    return found
+
+
+def _sections(stats: RunStats) -> dict[Line, list[Message]]:
+    merged = stats.ratios_in_blocks
+    where, when = list[Message](), list[Message]()
+    if merged:
+        more = "+" if stats.by_profile else ""
+        sizes = tuple(
+            f"{math.prod(grid)} -> {destinations}{more} ({' x '.join(map(str, grid))})"
+            for grid, destinations in sorted(stats.grids.items(), reverse=True)
+        )
+        where = [Line.TOKENS(sizes=sizes), Line.MERGED_BLOCKS(blocks=_names(stats.merged_blocks))]
+        ratios = tuple(dict.fromkeys(_at_most(stats, float(f"{ratio:.3g}")) for ratio in merged.values()))
+        when.append(Line.MERGED_STEPS(steps=_steps(merged), ratios=ratios))
+    if full := _steps(stats.steps - set(stats.merged_steps if merged else ())):
+        by = stats.full_by
+        when.append(Line.FULL_STEPS_BY(steps=full, by=by) if by else Line.FULL_STEPS(steps=full))
+    when += [Line.FULL_BY_NEED(steps=_steps(steps), reason=why) for why, steps in stats.full_reasons.items()]
+    when.append(Line.EVALUATIONS(total=stats.evaluations, merged=sum(stats.merged_in[step] for step in merged)))
+    names = stats.unmerged_names()
+    not_merged = [Line.UNMERGED(reason=why, blocks=_names(names[why])) for why in stats.unmerged_reasons()]
+    not_merged += [Line.UNMERGED_CALLS(reason=why) for why in stats.unmerged_calls]
+    return {Line.WHERE: where, Line.WHEN: when, Line.NOT_MERGED: not_merged, Line.HOW: _how(stats)}
+
+
+def _why_full(stats: RunStats) -> Message:
+    """Return why no step was merged."""
+    if stats.full_reasons:
+        return max(stats.full_reasons, key=lambda reason: len(stats.full_reasons[reason]))
+    if Reason.TOO_FEW_STEPS() in stats.full_by:
+        return Reason.TOO_FEW_STEPS()
+    return Reason.EVERY_STEP_FULL_BY(by=stats.full_by) if stats.full_by else Reason.EVERY_STEP_FULL()
+
+
+def _at_most(stats: RunStats, share: Message | float) -> Message | float:
+    return Line.UP_TO(share=share) if stats.by_profile else share
+
+
+def _how(stats: RunStats) -> list[Message]:
+    names = tuple(sorted(stats.kernels, key=str))
+    lines = [
+        stats.merged_blocks and Line.PLANS(selections=stats.selections, weightings=stats.weighings),
+        stats.cache_bytes and Line.RESIDUAL_CACHE(size=stats.cache_bytes / 1e6),
+        stats.cache_disabled and Line.RESIDUAL_CACHE_DISABLED(),
+        stats.without_kv_cache and Line.NO_KV_CACHE(reason=stats.without_kv_cache),
+        stats.kv_place[1] and Line.KV_PLACE(card=stats.kv_place[0] / 1e9, main=stats.kv_place[1] / 1e9),
+        not stats.kv_pinned and Line.KV_NOT_PINNED(),
+        stats.kv_skipped and Line.KV_FEWER_BLOCKS(percent=100 * stats.kv_skipped),
+        stats.attentions >= {(False, False), (True, True)} and Line.ATTENTION_LEFT(),
+        names and Line.KERNELS(names=names),
+        *stats.comfyui,
+    ]
+    return [line for line in lines if isinstance(line, Message)]
+
+
+def natural_order(name: str) -> list[tuple[int, int | str]]:
+    """Return a sorting key for names with numbers in them: block 2 before block 10."""
+    parts = name.replace(".", " ").split()
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+
+
+def _names(blocks: set[str]) -> str:
+    """Return the names of blocks, consecutive ones of a stack as a range: double.0-18, single.0."""
+    stacks: dict[str, list[int]] = {}
+    for name in sorted(blocks, key=natural_order):
+        stack, dot, number = name.rpartition(".")
+        if number.isdigit():
+            stacks.setdefault(stack + dot, []).append(int(number))
+        else:
+            stacks[name] = []
+    return ", ".join(_ranges(numbers, stack) if numbers else stack for stack, numbers in stacks.items())
+
+
+def _steps(steps: Iterable[int]) -> str:
+    """Return steps counted from 1, consecutive ones as a range."""
+    return _ranges([step + 1 for step in sorted(steps)])
+
+
+def _ranges(numbers: Iterable[int], prefix: str = "") -> str:
+    # The difference between a number and its place is the same in a run of consecutive numbers.
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{prefix}{run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)

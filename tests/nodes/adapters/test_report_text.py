@@ -1,0 +1,202 @@
+"""The report of a run, one line for the log and lines for readers, and the English text of messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scripts.comfy_pack import pack_module
+from tests.loop import loop
+
+report_text = pack_module("nodes.adapters.report_text")
+core = pack_module("toma_core")
+Line, Reason = report_text.Line, pack_module("toma_core.reasons").Reason
+RunStats = pack_module("toma_core.stats").RunStats
+
+
+def stats_of_a_run() -> Any:
+    """Return stats of six steps, four merged, with 64x64 and 32x32 tokens, one unmerged and one partly merged block."""
+    stats = RunStats(total_steps=6)
+    for step, ratio in enumerate((0.0, 0.5, 0.5, 0.0, 0.25, 0.25)):
+        stats.count_evaluation(step, ratio)
+    stats.count_evaluation(1, 0.5)
+    stats.count_plan((32, 32), 512, selected=True)
+    stats.count_plan((64, 64), 2048, selected=True)
+    stats.count_plan((64, 64), 2048, selected=False)
+    for block in ("input.10", "input.2"):
+        for step in (1, 2, 4, 5):
+            stats.merged(block, step)
+    stats.not_merged("middle.0", Reason.SKIP_FIRST_BLOCKS(count=1))
+    stats.not_merged("input.2", Reason.ATTENTION_PATCH(), "attn2")
+    return stats
+
+
+def test_one_line_for_the_log() -> None:
+    assert report_text.summary(stats_of_a_run()) == (
+        "On: 38 % of the tokens merged, 2 of 3 blocks, 4 of 6 steps; tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 "
+        "(32 x 32); merged blocks: input.2, input.10; merged steps: 2-3, 5-6, at ratio 0.5, 0.25; full steps: 1, 4; "
+        "model evaluations: 7, merged: 5; not merged (skip first blocks = 1): middle.0; not merged (an attention patch "
+        "of another custom node needs all tokens): input.2 attn2; 2 selections, 3 weightings"
+    )
+
+
+def test_consecutive_blocks_are_a_range() -> None:
+    stats = stats_of_a_run()
+    for name in ("output.0", "output.1", "output.2", "output.4", "output.9.0", "output.9.1", "refiner"):
+        stats.not_merged(name, Reason.TOKENS_CHANGED())
+    assert f"({Reason.TOKENS_CHANGED()}): output.0-2, output.4, output.9.0-1, refiner;" in report_text.summary(stats)
+
+
+def test_several_lines_for_a_reader() -> None:
+    stats = stats_of_a_run()
+    assert [str(line) for line in report_text.report(stats)] == [
+        "On: 38 % of the tokens merged, 2 of 3 blocks, 4 of 6 steps.",
+        "",
+        "Where",
+        "  tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 (32 x 32)",
+        "  merged blocks: input.2, input.10",
+        "",
+        "When",
+        "  merged steps: 2-3, 5-6, at ratio 0.5, 0.25",
+        "  full steps: 1, 4",
+        "  model evaluations: 7, merged: 5",
+        "",
+        "Not merged",
+        "  not merged (skip first blocks = 1): middle.0",
+        "  not merged (an attention patch of another custom node needs all tokens): input.2 attn2",
+        "",
+        "How",
+        "  2 selections, 3 weightings",
+    ]
+    ids = [line if isinstance(line, str) else line.id.value for line in report_text.report(stats)]
+    assert ids[:4] == ["sentence", "", "where", "indented"]
+
+
+@loop(("ratio", "words"), [(0.25, "25 %"), (1 / 3, "33 %"), (0.95, "95 %")])
+def test_the_headline_names_the_shares(ratio: float, words: str) -> None:
+    stats = RunStats(total_steps=2)
+    for step in range(2):
+        stats.count_evaluation(step, ratio)
+        stats.merged("input.1", step)
+    assert str(report_text.headline(stats)) == f"On: {words} of the tokens merged, 1 of 1 blocks, 2 of 2 steps"
+
+
+def test_the_headline_counts_blocks_alone() -> None:
+    """Neither the model nor a reference image is a block, and names of blocks may have spaces."""
+    stats = RunStats(total_steps=1)
+    stats.count_evaluation(0, 0.5)
+    for n in range(7):
+        stats.merged(f"double {n}", 0)
+    stats.call_not_merged(Reason.OUT_OF_MEMORY())
+    stats.reference_not_merged(2, Reason.TOO_FEW_TOKENS(least=9))
+    stats.not_merged("double 3", Reason.ATTENTION_PATCH(), "attention")
+    assert str(report_text.headline(stats)) == "On: 50 % of the tokens merged, 7 of 7 blocks, 1 of 1 steps"
+    assert Line.UNMERGED_CALLS(reason=Reason.OUT_OF_MEMORY()) in report_text.details(stats)
+    assert Line.UNMERGED(reason=Reason.TOO_FEW_TOKENS(least=9), blocks="reference 2") in report_text.details(stats)
+    assert Line.UNMERGED(reason=Reason.ATTENTION_PATCH(), blocks="double 3 attention") in report_text.details(stats)
+
+
+def test_a_block_counts_for_the_steps_in_which_it_was_merged() -> None:
+    """A step counts as merged if some block was merged in it."""
+    stats = RunStats(total_steps=6)
+    for step in range(6):
+        stats.count_evaluation(step, 0.5 if step else 0.0)
+    for step in (1, 3, 4):
+        stats.merged("double.0", step)
+    for block in ("double.1", "double.2"):
+        stats.merged(block, 3)
+        stats.not_merged(block, Reason.ATTENTION_PATCH())
+    # Five pairs in three steps.
+    assert str(report_text.headline(stats)) == "On: 50 % of the tokens merged, 2 of 3 blocks, 3 of 6 steps"
+    lines = list(map(str, report_text.details(stats)))
+    assert "merged steps: 2, 4-5, at ratio 0.5" in lines
+    assert "full steps: 1" in lines
+    assert "model evaluations: 6, merged: 3" in lines
+    stats.discard_evaluations(3, 1, 1)
+    assert stats.merged_blocks == {"double.0"}
+    assert str(report_text.headline(stats)).startswith("On: 50 % of the tokens merged, 1 of 3 blocks, 2 of 6 steps.")
+
+
+def test_the_reason_that_concerns_most_comes_first() -> None:
+    stats, few = RunStats(), Reason.TOO_FEW_TOKENS(least=256)
+    stats.not_merged("output.5", Reason.SKIP_LAST_BLOCKS(count=1))
+    for n in range(4):
+        stats.not_merged(f"input.{n}", few)
+    assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=few)
+    assert report_text.summary(stats).startswith(f"Nothing was merged: {few}; ")
+
+
+def test_other_blocks_are_in_the_headline_unless_the_user_chose_so() -> None:
+    stats = RunStats(total_steps=1)
+    stats.count_evaluation(0, 0.5)
+    stats.merged("input.0", 0)
+    for n in range(1, 5):
+        stats.not_merged(f"input.{n}", Reason.SKIP_FIRST_BLOCKS(count=4))
+    assert report_text.headline(stats).id is Line.ON
+    stats.not_merged("input.5", Reason.BLOCK_REPLACED())
+    assert dict(report_text.headline(stats).params)["reason"] == Reason.BLOCK_REPLACED()
+
+
+def test_a_run_that_merged_nothing_says_why() -> None:
+    stats = RunStats()
+    assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=Reason.EVERY_STEP_FULL())
+    stats.full_by = (Reason.SETTING(setting="full_step_interval", value=2),)
+    assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=Reason.EVERY_STEP_FULL_BY(by=stats.full_by))
+    stats.full_by = (Reason.TOO_FEW_STEPS(),)
+    assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=Reason.TOO_FEW_STEPS())
+    unknown = Reason.UNKNOWN_MODEL(model="X")
+    stats.call_not_merged(unknown)
+    assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=unknown)
+    assert str(Line.UNMERGED_CALLS(reason=unknown)) in report_text.summary(stats)
+    assert Line.WHERE() not in report_text.report(stats)
+
+
+def test_memory_is_reported() -> None:
+    stats = RunStats()
+    stats.merged("single.3", 0)
+    assert "cache" not in report_text.summary(stats)
+    stats.cache_bytes, stats.cache_disabled = 41_900_000, True
+    assert "residual cache of 41.9 MB" in report_text.summary(stats)
+    assert str(Line.RESIDUAL_CACHE_DISABLED()) in report_text.summary(stats)
+
+
+def test_text_comes_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        "labels": {"ratio": "share"},
+        "messages": {
+            "kv_too_large": "{needed:.1f} of {limit}",
+            "setting": "{setting}: {value} {label.ratio}",
+        },
+    }
+    monkeypatch.setattr(report_text, "english", lambda: table)
+    assert str(Reason.KV_TOO_LARGE(needed=7.26, limit=2.0)) == "7.3 of 2"
+    assert str(Reason.SETTING(setting="ratio", value=0.5)) == "share: 0.5 share"
+    inner = Reason.KV_TOO_LARGE(needed=1, limit=2)
+    nested = Reason.SETTING(setting="steps", value=(3, inner))
+    assert str(nested) == "steps: 3, 1.0 of 2 share"
+    assert nested.json()["params"]["value"] == [3, inner.json()]
+
+
+@loop(
+    ("values", "text"),
+    [
+        ({"window_size": 0}, "window size is 0. Allowed: a whole number from 2 to 64. Try 8."),
+        ({"ratio": True}, "ratio is True. Allowed: a number from 0 to 0.95. Try 0.5."),
+        ({"granularity": "x"}, "granularity is 'x'. Allowed: module, block, stack. Choose one of them."),
+        (
+            {"start_percent": 0.6, "end_percent": 0.5},
+            "Start percent (0.6) is larger than end percent (0.5), so nothing would be merged. Lower start percent or "
+            "raise end percent.",
+        ),
+        (
+            {"full_step_interval": 1},
+            "full step interval is 1, so every step would be a full step. Allowed: 0 (never) or 2 and more. To switch "
+            "ToMA off, set the ratio to 0.",
+        ),
+    ],
+)
+def test_errors_are_sentences(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(core.ConfigError) as refused:
+        core.ToMAConfig(**values)
+    assert str(refused.value) == f"ToMA: {text}"
