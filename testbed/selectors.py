@@ -91,7 +91,7 @@ def rule(name: str, seed: int = 0) -> Rule:
         found: Rule = selection.select
         return found
 
-    def picked(similarity: Tensor, windows: Any, budget: Any) -> Tensor:
+    def picked(similarity: Tensor, windows: Any, budget: Any, priority: Tensor | None = None) -> Tensor:
         batch, count = similarity.shape[:2]
         if name == "random":
             order = random_order(windows.counts, budget.slots, seed)

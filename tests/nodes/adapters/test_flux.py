@@ -131,3 +131,18 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
     assert out.isfinite().all()
     assert not torch.equal(out, plain)
     assert torch.equal(models.sample(attach(foreign, min_tokens=1000), HEIGHT, WIDTH, steps=2), plain)
+
+
+def test_attention_override_still_runs_and_sees_merged_tokens(flux: Any, attach: Any) -> None:
+    """Packs with other attention kernels use it; their speed-up adds to ToMA's."""
+    lengths = []
+
+    def override(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        lengths.append((q.shape[2], k.shape[2]))
+        return func(q, k, v, *args, **kwargs)
+
+    other = flux.clone()
+    other.model_options["transformer_options"]["optimized_attention_override"] = override
+    out = models.sample(attach(other), HEIGHT, WIDTH, steps=1)
+    assert set(lengths) == {(TEXT + TOKENS // 2, TEXT + TOKENS // 2)}
+    assert torch.equal(out, models.sample(attach(flux), HEIGHT, WIDTH, steps=1))

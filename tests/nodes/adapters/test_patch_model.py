@@ -307,3 +307,45 @@ def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_st
             )
 
     assert same(call(patched), call(model))
+
+
+@every_kind
+def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
+    model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of the tiny models cost an H100 too little to merge; on a CPU they are merged from 256 tokens on."""
+    cost_model, side = pack_module("toma_core.cost_model"), 40
+    patched = attach(model, min_tokens=0)
+    models.sample(patched, side, side, steps=1)
+    stats = stats_of(patched)
+    assert stats.grids == {(20, 20): 200}
+    assert set(stats.unmerged) <= {Reason.TOO_FEW_TOKENS(least=256)}
+    monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132))
+    assert same(models.sample(patched, side, side, steps=1), models.sample(model, side, side, steps=1))
+    auto_stats, reason = stats_of(patched), Reason.TOO_LITTLE_WORK()
+    assert auto_stats.unmerged_names()[reason] == stats.merged_blocks
+    assert auto_stats.summary().count(str(reason)) <= 2
+
+
+@every_kind
+@pytest.mark.compat
+@loop("order", ["before", "after"])
+def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order: str) -> None:
+    """A LoRA patches weights so."""
+    names = [n for n in model.model_state_dict() if "transformer_blocks.0.ff.net.2.weight" in n or "img_mlp.0.w" in n]
+    g = torch.Generator().manual_seed(3)
+    weights = model.model_state_dict()
+    patches = {n: ("diff", (0.1 * torch.randn(weights[n].shape, generator=g),)) for n in names}
+
+    def patched(m: Any) -> Any:
+        m = m.clone()
+        assert len(m.add_patches(patches, 0.8)) == len(names) > 0
+        return m
+
+    plain = models.sample(attach(model), SIDE, SIDE)
+    both = attach(patched(model)) if order == "before" else patched(attach(model))
+    out = models.sample(both, SIDE, SIDE)
+    assert not same(out, plain)
+    reference = models.sample(patched(attach(model)), SIDE, SIDE)
+    assert same(out, reference)
+    assert same(models.sample(attach(model), SIDE, SIDE), plain)

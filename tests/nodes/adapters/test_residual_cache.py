@@ -211,3 +211,82 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
     middle = {name for name in kept if name.startswith("middle")}
     assert middle == {"middle.0.0", "middle.0.2-middle.0.3"}
     assert {name for name, found in asked if name.startswith("middle") and found} == middle
+
+
+def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach: Any, stats_of: Any) -> None:
+    """Without the ControlNet the chain is longer and nothing of it is cached: the step is full."""
+    import comfy.controlnet
+
+    class Once(comfy.controlnet.ControlBase):
+        calls = 0
+
+        def get_control(self, *args: Any) -> Any:
+            Once.calls += 1
+            return {"input": [torch.zeros(1, 1, 48)] * 3, "output": []} if Once.calls == 1 else None
+
+        def copy(self) -> Any:
+            return self
+
+        def get_models(self) -> list[Any]:
+            return []
+
+    positive = models.conditioning(flux, seed=1)
+    positive[0][1].update(control=Once(), control_apply_to_uncond=True)
+    patched = attach(flux, **REUSE)
+    out = models.sample(patched, SIDE, SIDE, **FIRST[2], cfg=1.0, positive=positive)
+    stats = stats_of(patched)
+    assert (stats.evaluations, stats.merged_evaluations) == (2, 0)
+    assert "nothing cached yet" in str(stats.headline())
+    Once.calls = 0
+    assert torch.equal(out, models.sample(flux, SIDE, SIDE, **FIRST[2], cfg=1.0, positive=positive))
+
+
+@loop("patched", [True, False])
+def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
+    flux: Any, attach: Any, monkeypatch: Any, patched: bool
+) -> None:
+    """Its first evaluation refreshes only its own cache; the others continue with theirs."""
+    import comfy.samplers
+    from comfy.model_patcher import set_model_options_patch_replace
+
+    begins = flux.get_model_object("model_sampling").percent_to_sigma(0.15)
+    found = []
+    pipeline = pack_module("toma_core.pipeline").Evaluation
+    original = pipeline.cached
+
+    def spy(self: Any, block: str, x: torch.Tensor, **named: Any) -> Any:
+        block_cache = original(self, block, x, **named)
+        found.append(
+            (
+                self.step_plan.step,
+                "none" if block_cache is None else "reused" if hasattr(block_cache, "update") else "stored",
+            )
+        )
+        return block_cache
+
+    def guidance(args: dict[str, Any]) -> torch.Tensor:
+        if float(args["sigma"][0]) >= begins:
+            return args["denoised"]
+        options = args["model_options"]
+        if patched:
+            options = set_model_options_patch_replace(options.copy(), lambda a, _: a, "dit", "single_block", 1)
+        start = len(found)
+        noisy = args["input"] if patched else args["input"] * 0.9
+        (other,) = comfy.samplers.calc_cond_batch(args["model"], [args["cond"]], noisy, args["sigma"], options)
+        late.extend(found[start:])
+        return args["denoised"] + args["cond_denoised"] - other
+
+    late: list[tuple[int, str]] = []
+    monkeypatch.setattr(pipeline, "cached", spy)
+    model = attach(flux, full_step_interval=5).clone()
+    model.set_model_sampler_post_cfg_function(guidance)
+    models.sample(model, SIDE, SIDE, steps=8, last_step=5)
+    first = late[0][0]
+    assert 1 <= first < 3
+
+    def of(step: int, within: list[tuple[int, str]]) -> set[str]:
+        return {how for at, how in within if at == step}
+
+    assert [of(step, late) for step in range(first, first + 2)] == [{"stored"}, {"reused"}]
+    assert of(first, found) == {"stored", "reused"}
+    assert of(first + 1, found) == {"reused"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -148,3 +149,41 @@ def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:
     stack = SpatialVideoTransformer(64, 4, 16, depth=1, context_dim=48, use_linear=True, timesteps=2)
     video.input_blocks[4][1] = stack
     assert not pack_module("nodes.adapters.registry").is_of(adapter, video)
+
+
+@pytest.mark.compat
+@loop("granularity", ["module", "block", "stack"])
+def test_sag_reads_the_attention_map_of_all_tokens(
+    unet: Any, attach: Any, stats_of: Any, record: Any, granularity: str
+) -> None:
+    sag = import_module("comfy_extras.nodes_sag").SelfAttentionGuidance.execute(unet, 0.5, 2.0).args[0]
+    model = attach(sag, granularity=granularity)
+    queries = record(unet.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1.to_q)
+    assert models.sample(model, 32, 32, steps=2).isfinite().all()
+    assert {call.args[0].shape[1] for call in queries} == {64}
+    assert "middle.0.0 self-attention" in stats_of(model).unmerged_names()[Reason.BLOCK_REPLACED()]
+
+
+def test_control_is_added_to_unmerged_activations(unet: Any, attach: Any, stats_of: Any) -> None:
+    """A ControlNet's residuals are added between blocks, where all tokens are present."""
+    import comfy.controlnet
+
+    class Residuals(comfy.controlnet.ControlBase):
+        def get_control(self, x: Tensor, t: Any, cond: Any, batched: int, options: Any) -> Any:
+            coarse = torch.full((x.shape[0], 64, 6, 6), 3.0)
+            return {"middle": [coarse], "output": [None] * 8 + [coarse], "input": []}
+
+        def copy(self) -> Any:
+            return self
+
+        def get_models(self) -> list[Any]:
+            return []
+
+    model = attach(unet)
+    positive, negative = (
+        models.conditioning(unet, seed=s, control=Residuals(), control_apply_to_uncond=True) for s in (1, 2)
+    )
+    controlled = models.sample(model, SIDE, SIDE, steps=1, positive=positive, negative=negative)
+    assert controlled.isfinite().all()
+    assert not torch.equal(controlled, models.sample(model, SIDE, SIDE, steps=1))
+    assert len(stats_of(model).merged_blocks) == 17
