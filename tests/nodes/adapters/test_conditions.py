@@ -206,6 +206,16 @@ def test_an_area_outside_of_a_latent_is_no_error() -> None:
     assert min(area_size((8, 8, 16, 0), (8, 6))) < 0
 
 
+@pytest.fixture
+def apart(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """apart(): simulate short memory, so that every condition is a separate call."""
+
+    def start() -> None:
+        monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+
+    return start
+
+
 @every_kind
 def test_area_is_computed_as_if_it_were_alone(model: Any, attach: Any, apart: Any) -> None:
     """In joined and split calls, each area has the plan of its own tokens."""
