@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scripts.comfy_pack import pack_module
+
 REFUSED = "refused"
 
 
@@ -30,24 +32,6 @@ def device_here() -> torch.device:
 def say(text: str) -> None:
     """Print a line that is not part of any result."""
     print(text, file=sys.stderr, flush=True)
-
-
-class Progress:
-    """A progress bar on a terminal, nothing in a log. total: number of calls of `step`."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.done, self.start = what, total, 0, time.monotonic()
-        self.shown = sys.stderr.isatty()
-
-    def step(self, doing: str) -> None:
-        """Advance the bar by one."""
-        self.done += 1
-        if not self.shown:
-            return
-        filled = 24 * self.done // self.total
-        line = f"\r{self.what} [{'#' * filled}{'.' * (24 - filled)}] {self.done}/{self.total} {doing}"
-        end = f" in {time.monotonic() - self.start:.0f} s\n" if self.done == self.total else ""
-        print(f"{line:110.110}{end}", end="", file=sys.stderr, flush=True)
 
 
 def conditions(**more: Any) -> dict[str, Any]:
@@ -67,7 +51,12 @@ def conditions(**more: Any) -> dict[str, Any]:
     if cuda:
         import importlib.util
 
+        card = torch.cuda.get_device_properties(0)
+        rate = pack_module("toma_core.cost_model").card_of(torch.device("cuda", 0)).rate(torch.bfloat16)
         values["cuda"] = torch.version.cuda
+        values["capability"] = f"{card.major}.{card.minor}, {card.multi_processor_count} processors"
+        values["free GiB"] = round(torch.cuda.mem_get_info()[0] / 2**30, 1)
+        values["rate of the cost model, TFLOPs"] = round(rate / 1e12, 1)
         values["triton"] = __import__("triton").__version__ if importlib.util.find_spec("triton") else "not installed"
     return {**values, "weights": "random", **more}
 
@@ -114,7 +103,6 @@ def interleave(
     cases: Mapping[str, Callable[[], Tensor]],
     repeats: int,
     device: torch.device,
-    what: str,
     warmups: int = 1,
     limit: float = float("inf"),
 ) -> dict[str, Timing]:
@@ -124,7 +112,6 @@ def interleave(
     duration; at least one turn counts.
     """
     timings = {name: Timing() for name in cases}
-    progress = Progress(what, len(cases) * (repeats + warmups))
     begin = last = time.monotonic()
     counted = 0
     for turn in range(repeats + warmups):
@@ -150,7 +137,6 @@ def interleave(
             if counts:
                 timing.seconds.append(seconds)
                 timing.handed.append(handed)
-            progress.step(f"{name}: {seconds:.3g} s")
     return timings
 
 
@@ -172,7 +158,6 @@ class Row:
     speedup_high: float | None = None
     ceiling: float | None = None  # unpatched FLOPs / FLOPs
     error: float | None = None  # relative error of the output
-    planning: float | None = None  # seconds for making all plans once
     host: float | None = None  # seconds until everything is launched
     gpu: float | None = None  # seconds of the kernels, if profiled
     peak_mb: float | None = None
@@ -213,19 +198,7 @@ _SHOWN = ("section", "model", "size", "batch", "variant", "tokens")
 
 def table(rows: Sequence[Row]) -> str:
     """Format the rows as a Markdown table."""
-    head = [
-        *_SHOWN,
-        "p50 s",
-        "p20-p80",
-        "host ms",
-        "GPU ms",
-        "speed-up",
-        "FLOP ceiling",
-        "error",
-        "plan",
-        "MB",
-        "note",
-    ]
+    head = [*_SHOWN, "p50 s", "p20-p80", "host ms", "GPU ms", "speed-up", "FLOP ceiling", "error", "MB", "note"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         speedup = REFUSED if row.gate else "" if row.speedup is None else f"{row.speedup:.2f}x"
@@ -236,7 +209,6 @@ def table(rows: Sequence[Row]) -> str:
         cells += [f"{row.p50:.4g}", f"{row.p20:.4g}-{row.p80:.4g}", *alone, speedup]
         cells.append("" if row.ceiling is None else f"{row.ceiling:.2f}x")
         cells.append("" if row.error is None else f"{row.error:.4f}")
-        cells.append("" if not row.planning or not row.p50 else f"{row.planning / row.p50:.1%}")
         cells.append("" if row.peak_mb is None else f"{row.peak_mb:.0f}")
         shares = ", ".join(f"{part} {share:.1%}" for part, share in row.shares.items())
         cells.append("; ".join(t for t in (row.gate, shares, row.note) if t))

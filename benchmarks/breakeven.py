@@ -1,6 +1,4 @@
-"""Measure from how many tokens on merging pays on this device.
-
-    python -m benchmarks.breakeven [--side 8 12 16 24 32 48 64] [--ratio 0.5] [--repeats 7] [--out FOLDER]
+"""Measure from how many tokens on merging pays on this device: `python -m benchmarks.suite --only break-even`.
 
 It times chains of transformer blocks of both resolutions of SDXL, unmerged and merged, over token grids of growing
 side; a third of a plan (one plan in three steps, as in the balanced preset) is added to the merged time. Every grid is
@@ -22,7 +20,6 @@ from torch import Tensor
 from benchmarks import bench
 from benchmarks.bench import Row, Timing
 from scripts.comfy_pack import pack_module
-from testbed import stand_ins
 
 # Width and depth of a stack at each resolution of SDXL.
 STACKS = ((640, 2), (1280, 10))
@@ -127,29 +124,7 @@ def measure(
             this = Timing([t + plans_per_step * planning for t in times["merged"]], merged().float().cpu())
             tokens = f"{side * side} -> {made.num_destinations}"
             row = Row("break-even", f"{depth} blocks", f"{side}x{side}x{width}", batch, "ToMA stack", tokens)
-            row.planning, row.note = planning, _auto(x, ratio)
+            row.note = _auto(x, ratio)
             rows.append(bench.compared(row, this, unmerged))
             bench.say(f"{row.size}: {row.speedup:.2f}x; {row.note}" if row.speedup else row.gate)
     return rows
-
-
-def main() -> None:
-    """Parse, measure, print, write."""
-    parser = bench.command_line(__doc__, "breakeven", repeats=7)
-    parser.add_argument("--side", nargs="*", type=int, default=[8, 12, 16, 24, 32, 48, 64], help="tokens")
-    parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument("--batch", type=int, default=2)
-    args = parser.parse_args()
-    stand_ins.prepare()
-    device, dtype = bench.device_here(), getattr(torch, args.dtype)
-    conditions = bench.conditions(dtype=args.dtype, repeats=args.repeats)
-    rows = [
-        row
-        for width, depth in STACKS
-        for row in measure(width, depth, args.side, args.ratio, args.repeats, dtype, device, args.batch)
-    ]
-    bench.finish(rows, conditions, args.out and args.out / "breakeven")
-
-
-if __name__ == "__main__":
-    main()

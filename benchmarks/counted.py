@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import cost, variants
-from benchmarks.cost import Cost
 from scripts.comfy_pack import pack_module
 from testbed.full_model import EDITORS, TITLES
 from testbed.fullsize import Shape
+from testbed.meter import Cost
 
 RATIOS = (0.25, 0.5, 0.75)
 RUNS = (4, 8, 20, 50)
@@ -96,10 +96,7 @@ _SOUND = {
         "640 x 352 x 121": Shape("ltx_av", 352, 640, frames=16),
         "1280 x 704 x 121": Shape("ltx_av", 704, 1280, frames=16),
     },
-    "h3": {
-        "864 x 480 x 73": Shape("h3", 480, 864, frames=22),
-        "1344 x 768 x 73": Shape("h3", 768, 1344, frames=22),
-    },
+    "h3": {"864 x 480 x 73": Shape("h3", 480, 864, frames=22), "1344 x 768 x 73": Shape("h3", 768, 1344, frames=22)},
 }
 
 

@@ -1,8 +1,7 @@
 """Time one model evaluation of full-width models, unpatched, with ToMA, with its rivals, and with both.
 
 Every variant goes through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
-median of the turns' ratios. Turns reuse the plans of a warm-up turn; the cost of making all plans is timed separately
-as a share of an evaluation, and the presets pay it every few steps. If merged blocks attend to all tokens, an untimed
+median of the turns' ratios. Turns reuse the plans of a warm-up turn. If merged blocks attend to all tokens, an untimed
 full step comes first. Weights are random: the error only shows that the merged model computes nearly the same function.
 A speed-up is refused if the output is broken, nothing was merged, or the unpatched model changed.
 """
@@ -10,7 +9,6 @@ A speed-up is refused if the output is broken, nothing was merged, or the unpatc
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,9 +49,8 @@ class Runner:
         self.looks = bool(config.kv_cache)
         sampling = run.SamplingRun.start(config, None, _LEVELS if self.looks else [1.0, 0.0])
         sampling.run.quantized = self.variant.packs
-        if self.variant.place:
-            device = self.patched.load_device
-            sampling.run.cache.host = place.host_memory(device, self.variant.place)
+        if self.variant.in_host_memory:
+            sampling.run.cache.host = place.host_memory(self.patched.load_device)
         if self.plain:
             trial = pack_module("toma_core.kernels.dispatch")
             sampling.run.dispatch = trial.Dispatch(trial.Choice(None))
@@ -91,31 +88,6 @@ class Runner:
             options[hooks.GRAPHS] = pack_module("nodes.adapters.compile_ops").compiled(self.patched.model_options)
         output: Tensor = self.patched.model.apply_model(**inputs, transformer_options=options)
         return output
-
-    def planning(self, inputs: dict[str, Any], device: torch.device) -> float | None:
-        """Time making all plans, each synchronised, in seconds; None without ToMA."""
-        if self.sampling is None:
-            return None
-        saved, self.sampling, seconds = self.sampling, self._start(), 0.0
-        assert self.sampling is not None
-        stats, make = self.sampling.run.stats, self.sampling.run.plan
-
-        def timed(x: Tensor, *rest: Any) -> Any:
-            nonlocal seconds
-            made = stats.weighings
-            bench.synchronize(device)
-            start = time.perf_counter()
-            plan = make(x, *rest)
-            bench.synchronize(device)
-            if stats.weighings > made:
-                seconds += time.perf_counter() - start
-            return plan
-
-        self.sampling.run.plan = timed
-        self(inputs)
-        self.close()
-        self.sampling = saved
-        return seconds
 
     @property
     def stats(self) -> Any | None:
@@ -187,7 +159,7 @@ def measure(
                 _empty(section, shape, variant, f"cannot be had here: {type(error).__name__}: {error}")
             )
     cases = {name: (lambda runner=runner: runner(inputs)) for name, runner in runners.items()}
-    timings = bench.interleave(cases, repeats, device, f"{section}: {shape.model} {shape.size}", limit=limit)
+    timings = bench.interleave(cases, repeats, device, limit=limit)
     base = timings[UNPATCHED.name]
     assert base.output is not None
     again = runners[UNPATCHED.name](inputs).float().cpu()
@@ -200,7 +172,6 @@ def measure(
         row = Row(section, shape.model, shape.size, shape.batch, name, runner.tokens(), note=runner.variant.note)
         if runner.stats is not None:
             row.note = "; ".join(t for t in (row.note, runner.kernels()) if t)
-            row.planning = runner.planning(inputs, device)
             if check_kernels and "triton" in map(str, runner.stats.kernels):
                 found += _kernels_agree(runner, patcher, inputs, timing.output, base.output)
         if profiles:

@@ -105,13 +105,6 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
         }
 
 
-def table(rows: dict[str, dict[str, float]]) -> str:
-    """In Markdown."""
-    lines = ["| operation | by Triton, torch.adds | in plain PyTorch |", "|---|---|---|"]
-    lines += [f"| {name} | {adds:.1f} | {rows['PyTorch'][name]:.1f} |" for name, adds in rows["Triton"].items()]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     """Parse, measure, print, write."""
     parser = bench.command_line(__doc__, RESULTS, repeats=40)
@@ -121,8 +114,7 @@ def main() -> None:
     stand_ins.prepare(own_attention=False)
     conditions = bench.conditions(dtype="float32", repeats=args.repeats, triton=__import__("triton").__version__)
     rows = measure(args.repeats)
-    print(", ".join(f"{key}: {value}" for key, value in conditions.items()))
-    print(table(rows))
+    print(json.dumps({"conditions": conditions, "rows": rows}, indent=1))
     if args.out:
         path = Path(args.out) / f"{RESULTS}.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -77,7 +77,7 @@ class Limits:
         def copy() -> Tensor:
             return other.copy_(row)[:1]
 
-        turns = bench.interleave({"product": lambda: (a @ a)[:1, :1], "copy": copy}, 7, device, "limits")
+        turns = bench.interleave({"product": lambda: (a @ a)[:1, :1], "copy": copy}, 7, device)
         product, moved = (min(turns[name].seconds) for name in ("product", "copy"))
         return cls(2 * side**3 / product, 2 * copied / moved)
 
@@ -161,10 +161,7 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     greedy = 3.0 * batch * W * K * S * S
     merged = core.merge(x.float(), exact)
     fp32 = first.out.float(), first.reduced.float(), x.float()
-    restored, cached = (
-        core.unmerge_residual(*fp32, exact),
-        propagate(*fp32, first.old.float(), exact),
-    )
+    restored, cached = (core.unmerge_residual(*fp32, exact), propagate(*fp32, first.old.float(), exact))
     unmerging, reusing = 2 * (tokens + reduced) + weights, 3 * (tokens + reduced) + weights
 
     def weigh(o: Operands) -> Any:
@@ -245,7 +242,7 @@ def measure(
                     cases[f"{number} replayed"] = _replayed(call, device)
                 except RuntimeError as error:
                     bench.say(f"{job.part}, {job.name}: no CUDA graph: {error}")
-        timings = bench.interleave(cases, repeats, device, f"micro: {grid}", warmups=2, limit=limit)
+        timings = bench.interleave(cases, repeats, device, warmups=2, limit=limit)
     slowest = {job.part: timings[f"{n} host"] for n, job in enumerate(todo) if job.name == "PyTorch"}
     rows = []
     for key, timing in timings.items():

@@ -67,10 +67,7 @@ def profile(call: Callable[[], Any], rows: int = 25) -> Profile:
     total_label = f"{_LABEL}total"
     # Not `record_function`: a kernel that no operator of PyTorch launches, as Triton's, would belong to no label.
     label = torch._C._profiler._RecordFunctionFast
-    with (
-        marked(lambda part: label(_LABEL + part)),
-        torch.profiler.profile(activities=activities) as profiler,
-    ):
+    with marked(lambda part: label(_LABEL + part)), torch.profiler.profile(activities=activities) as profiler:
         with label(total_label):
             call()
         if cuda:

@@ -41,12 +41,12 @@ class Results:
         self.notes.append(text)
         self.save()
 
-    def save(self, head: str = "") -> None:
-        """Write results.json, results.md and profile.txt. head: the beginning of the page."""
+    def save(self) -> None:
+        """Write results.json, results.md and profile.txt."""
         alone = [row for row in self.rows if row.section.startswith("micro")]
         checks = [row for row in self.rows if row.section == KERNELS]
         shown = [row for row in self.rows if row not in alone and row not in checks]
-        parts = [head, _checked(checks), micro.table(alone) if alone else "", "\n".join(f"- {n}" for n in self.notes)]
+        parts = [_checked(checks), micro.table(alone) if alone else "", "\n".join(f"- {n}" for n in self.notes)]
         page = "\n\n".join(part for part in parts if part)
         bench.write(self.folder / NAME, self.conditions, self.rows, page, shown=shown, notes=self.notes)
         if profiles := [f"{row.section}, {row.model} {row.size}\n{row.profile}\n" for row in self.rows if row.profile]:

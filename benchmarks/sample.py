@@ -8,7 +8,6 @@ or nothing was merged.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,7 +66,6 @@ def measure(
 ) -> list[Row]:
     """Time all variants, interleaved with the unpatched model. shares: profile one more run of the first of them, of
     at most PROFILED steps. limit: seconds, warm-up included, see `bench.interleave`."""
-    begin = time.monotonic()
     section = f"sample, {steps} steps, cfg {cfg:g}"
     models, rows = {}, []
     for variant in (UNPATCHED, *chosen):
@@ -77,15 +75,11 @@ def measure(
             why = f"cannot be had here: {type(error).__name__}: {error}"
             rows.append(Row(section, shape.model, shape.size, shape.batch, variant.name, gate=why))
     cases = {name: (lambda model=model: sample(model, shape, steps, cfg)) for name, (_, model) in models.items()}
-    evaluations = {name: _evaluations(run, patcher.model.diffusion_model) for name, run in cases.items()}
-    what = f"{section}: {shape.model} {shape.size}"
-    timings = bench.interleave(cases, repeats, device, what, warmups=0, limit=limit - (time.monotonic() - begin))
+    timings = bench.interleave(cases, repeats, device, limit=limit)
     base = timings[UNPATCHED.name]
     for name, (variant, model) in models.items():
         row = Row(section, shape.model, shape.size, shape.batch, name, "all", note=variant.note)
         found, stats = [], stats_of(model)
-        if evaluations[name] < evaluations[UNPATCHED.name]:
-            row.note = f"{evaluations[name]} of {evaluations[UNPATCHED.name]} evaluations; {row.note}"
         if stats is not None:
             row.tokens = ", ".join(f"{math.prod(g)} -> {k}" for g, k in sorted(stats.grids.items(), reverse=True))
             merged = f"{len(stats.merged_steps)}/{max(stats.total_steps, steps)} steps merged"
@@ -97,27 +91,6 @@ def measure(
                 row.shares, row.profile = seen.shares, seen.top
         rows.append(bench.compared(row, timings[name], base, found))
     return rows
-
-
-# Attributes with the last layer of networks.
-_LAST = ("final_layer", "proj_out", "last", "out")
-
-
-def _evaluations(run: Any, network: Any) -> int:
-    """Count the full evaluations in one sampling run, which step caches reduce, by calls of the last layer."""
-    calls = 0
-
-    def called(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    last = next(getattr(network, name) for name in _LAST if hasattr(network, name))
-    handle = last.register_forward_hook(called)
-    try:
-        run()
-    finally:
-        handle.remove()
-    return calls
 
 
 def profiled(model: Any, shape: Shape, steps: int, cfg: float) -> Profile:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +9,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import attentions, breakeven, forward, micro, sample, variants
+from benchmarks import breakeven, forward, micro, sample, variants
 from benchmarks.gpu import kernels, place
 from benchmarks.results import Results
 from benchmarks.variants import Variant
-from scripts.comfyui import ROOT
 from testbed import fullsize
 from testbed.full_model import SPECS
 from testbed.fullsize import Shape
@@ -104,12 +97,11 @@ class Suite:
         return variants.preset("balanced", ratio=RATIO, **self.more)
 
     def every_and_balanced(self) -> list[Variant]:
-        """Return the two variants of the goals."""
+        """Return ToMA with every step merged, and with the node's defaults."""
         return [self.toma("every step"), self.balanced()]
 
 
 Run = Callable[[Suite], None]
-KERNEL_TESTS = ("tests/toma_core/kernels", "tests/toma_core/test_run.py")
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,6 @@ class Section:
     run: Run
     needs: float  # seconds that must be left, otherwise the section is skipped
     limit: float = float("inf")  # seconds after which it is stopped, start and warm-up included
-    visit: str = ""  # the part of `gpu/visit.sh` that it belongs to
     extra: bool = False  # whether it only begins if later sections that are not extra have all their time left
 
 
@@ -128,41 +119,6 @@ def right(suite: Suite) -> None:
     """Check every kernel against fp64."""
     for row in kernels.measure(suite.dry, suite.device, suite.left):
         suite.results.add(row)
-
-
-def kernel_tests(suite: Suite) -> None:
-    """Run the kernels' tests on this device."""
-    missing = any(importlib.util.find_spec(name) is None for name in ("pytest", "hypothesis"))
-    if missing or not hasattr(importlib.import_module("pytest"), "Subtests"):
-        suite.results.note("tests: left out, they need hypothesis and pytest 9")
-        return
-    # Without the settings in pyproject.toml, which need pytest plugins that a bare machine may not have.
-    options = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "--import-mode", "importlib"]
-    paths = list(KERNEL_TESTS)
-    if suite.dry:
-        paths = ["tests/toma_core/kernels/triton/test_product.py", "-k", "refused"]
-    elif importlib.util.find_spec("xdist"):
-        paths += ["-n", "12"]
-    log = suite.results.folder / "tests.log"
-    with log.open("w", encoding="utf-8") as out:
-        command = [sys.executable, "-m", "pytest", *options, *paths]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        try:
-            limit = suite.left() - 3
-            code = subprocess.run(command, cwd=ROOT, env=environ, stdout=out, stderr=out, timeout=limit).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-    verdict = verdict_of(code, log.read_text(encoding="utf-8"), limit)
-    suite.results.note(f"tests of the kernels on {suite.results.conditions['device']}: {verdict}")
-
-
-def verdict_of(code: int, log: str, limit: float) -> str:
-    """Summarise pytest's exit code (-1 if it was stopped after `limit` seconds) and its log."""
-    last = next((line for line in reversed(log.splitlines()) if line.strip()), "")
-    verdict = {0: "passed", -1: f"stopped after {limit:.0f} s"}.get(code, "FAILED")
-    if code == -1 and re.search(r"^[.sxX]*[FE][.sxXFE]*( |$)", log, re.MULTILINE):  # pytest had no time to list them
-        verdict = f"FAILED, {verdict}"
-    return f"{verdict} ({last.strip('= ')})"
 
 
 def operations(suite: Suite) -> None:
@@ -178,7 +134,7 @@ def operations(suite: Suite) -> None:
 
 
 def whole_runs(name: str, side: int, steps: int, cfg: float) -> Run:
-    """Measure the sampling runs of the goals; with a cfg of 1 the batch has one image."""
+    """Measure sampling runs; with a cfg of 1 the batch has one image."""
     return lambda suite: suite.runs(name, side, steps, cfg, suite.every_and_balanced())
 
 
@@ -209,14 +165,6 @@ def sdxl_rivals(suite: Suite) -> None:
     suite.evaluations(shape, [*granular, suite.balanced(), *rivals, *stacked], 20, check_kernels=True)
 
 
-def sdxl_sizes(suite: Suite) -> None:
-    """Measure one evaluation by size, batch and ratio."""
-    for width, height, batch in ((832, 1216, 2), (1536, 1536, 2), (1024, 1024, 4), (512, 512, 2)):
-        # Every grid is merged. At 512 x 512 Auto does not merge on fast cards; this shows whether it is right.
-        chosen = forward.toma_variants((0.25, 0.5, 0.75), ["stack"], {"min_tokens": 4, **suite.more})
-        suite.evaluations(suite.shape("sdxl", height, batch, width), chosen, 9, limit=suite.left() / 5)
-
-
 def compiled(suite: Suite) -> None:
     """Measure torch.compile through ComfyUI's node, alone and with ToMA in both orders; results are written after each
     variant."""
@@ -226,19 +174,6 @@ def compiled(suite: Suite) -> None:
     for chosen in turns[1:2] if suite.dry else turns:  # tracing takes long and gains nothing there
         suite.evaluations(shape, chosen, 15, section="torch.compile", limit=suite.left() * 0.4)
         torch.compiler.reset()
-
-
-def by_attention(name: str, batch: int) -> Run:
-    """Measure one evaluation at 1024 with each attention that ComfyUI offers here, alone and with ToMA."""
-
-    def section(suite: Suite) -> None:
-        what, where = (suite.patcher(name), suite.shape(name, 1024, batch)), (suite.dtype, suite.device)
-        limit = suite.left() * _TIMED
-        rows, notes = attentions.measure(*what, suite.toma("stack"), *where, suite.repeats(9), limit)
-        suite.results.notes += [f"{name}: {note}" for note in notes]
-        suite.results.add(*rows)
-
-    return section
 
 
 def kv_place(suite: Suite) -> None:
@@ -312,27 +247,22 @@ def cpu_runs(suite: Suite) -> None:
 
 
 # torch.compile comes last, after the less important sections.
-FIRST, SECOND, THIRD = "first", "second", "third"
 GPU = (
-    Section("kernels", right, 30, 110, FIRST),
-    Section("sdxl-1024-cfg", whole_runs("sdxl", 1024, 20, 7.0), 20, 50, FIRST),
-    Section("sdxl-rivals", sdxl_rivals, 20, 45, FIRST),
-    Section("micro", operations, 20, 50, FIRST),
-    Section("host", host, 20, 45, FIRST),
-    Section("tests", kernel_tests, 40, 90, FIRST),
-    Section("flux-1024", whole_runs("flux", 1024, 20, 1.0), 35, 70, SECOND),
-    Section("z-image-1024", whole_runs("z_image", 1024, 8, 1.0), 20, 45, SECOND),
-    Section("qwen-1328", whole_runs("qwen_image", 1328, 8, 1.0), 35, 75, SECOND),
-    Section("sdxl-2048", whole_runs("sdxl", 2048, 20, 7.0), 30, 65, SECOND),
-    Section("kv-place", kv_place, 40, 100, THIRD, True),
-    Section("flux-2048", whole_runs("flux", 2048, 8, 1.0), 40, 75, THIRD, True),
-    Section("attention-flux", by_attention("flux", 1), 25, 50, THIRD, True),
-    Section("attention-sdxl", by_attention("sdxl", 2), 20, 40, THIRD, True),
-    Section("sdxl-1024", whole_runs("sdxl", 1024, 20, 1.0), 20, 40, THIRD, True),
-    Section("sdxl-steps", sdxl_steps, 30, 75, THIRD, True),
-    Section("sdxl-sizes", sdxl_sizes, 20, 45, THIRD, True),
-    Section("break-even", break_even, 15, 30, THIRD, True),
-    Section("compile", compiled, 60, 135, SECOND),
+    Section("kernels", right, 30, 110),
+    Section("sdxl-1024-cfg", whole_runs("sdxl", 1024, 20, 7.0), 20, 50),
+    Section("sdxl-rivals", sdxl_rivals, 20, 45),
+    Section("micro", operations, 20, 50),
+    Section("host", host, 20, 45),
+    Section("flux-1024", whole_runs("flux", 1024, 20, 1.0), 35, 70),
+    Section("z-image-1024", whole_runs("z_image", 1024, 8, 1.0), 20, 45),
+    Section("qwen-1328", whole_runs("qwen_image", 1328, 8, 1.0), 35, 75),
+    Section("sdxl-2048", whole_runs("sdxl", 2048, 20, 7.0), 30, 65),
+    Section("kv-place", kv_place, 40, 100, extra=True),
+    Section("flux-2048", whole_runs("flux", 2048, 8, 1.0), 40, 75, extra=True),
+    Section("sdxl-1024", whole_runs("sdxl", 1024, 20, 1.0), 20, 40, extra=True),
+    Section("sdxl-steps", sdxl_steps, 30, 75, extra=True),
+    Section("break-even", break_even, 15, 30, extra=True),
+    Section("compile", compiled, 60, 135),
 )
 CPU = (
     Section("micro", operations, 20),
@@ -341,9 +271,8 @@ CPU = (
     *(Section(f"blocks-{name}", few_blocks(name, side), 40) for name, side in FAMILIES),
     Section("steps", cpu_runs, 200),
     Section("break-even", break_even, 60),
-    # 9,360 and 32,760 tokens: minutes each. The default time limit excludes them.
+    # Minutes each: the default time limit excludes them.
     Section("video-480p-21-frames", few_blocks("wan", 480, (1,), keys=True, width=832, frames=6), 900),
-    Section("video-480p-81-frames", few_blocks("wan", 480, (1,), width=832, frames=21), 3600),
     Section("video-ltx-121-frames", few_blocks("ltx_av", 352, (1,), keys=True, width=640, frames=16), 900),
     Section("video-h3-22-frames", few_blocks("h3", 480, (1,), keys=True, width=864, frames=7), 900),
 )

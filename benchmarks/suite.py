@@ -3,15 +3,14 @@
     python -m benchmarks.suite [--gpu] [--minutes 12] [--only sdxl micro] [--dry-run] [--out FOLDER]
 
 On a GPU (`make bench-gpu`, 12 minutes), the most important first: every kernel against fp64; runs of SDXL with
-guidance, and its rivals; the operations alone; the host's time; the kernels' tests; runs of Flux.1, Z-Image, Qwen-Image
-and SDXL 2048; with more --minutes further sizes and every attention; torch.compile last; then the goals of the project,
-met or missed. On a CPU (`make bench`, 15 minutes): a subset that fits there. Each section is a separate process with a
-time limit, so that a failing, hanging or device-breaking section does not affect the others; files are written after
-every result. --dry-run runs all sections with tiny models in a minute, on any machine, and reports no speed.
-`benchmarks/gpu/visit.sh` runs the suite on a machine without network.
+guidance, and its rivals; the operations alone; the host's time; runs of Flux.1, Z-Image, Qwen-Image and SDXL 2048; with
+more --minutes further sizes; torch.compile last. On a CPU (`make bench`, 15 minutes): a subset that fits there. Each
+section is a separate process with a time limit, so that a failing, hanging or device-breaking section does not affect
+the others; files are written after every result. --dry-run runs all sections with tiny models in a minute, on any
+machine, and reports no speed. `benchmarks/gpu/visit.sh` runs the suite on a machine without network.
 
 Besides PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow and
-the packages of `make gpu-kit`; optional is pytest for tests.
+the packages of `make gpu-kit`.
 """
 
 from __future__ import annotations
@@ -30,24 +29,13 @@ from pathlib import Path
 import torch
 
 from benchmarks import bench
-from benchmarks.goals import GOALS
-from benchmarks.gpu.facts import facts
 from benchmarks.results import NAME, Results
-from benchmarks.sections import CPU, FIRST, GPU, SECOND, THIRD, Section, Suite
+from benchmarks.sections import CPU, GPU, Section, Suite
 from scripts.comfyui import ROOT
 from testbed import stand_ins
 
 # A dry run may be on a slow and busy machine.
 _DRY = 4
-
-
-def goals(results: Results) -> str:
-    """Format the goals as a table."""
-    lines = ["| goal | wanted | measured | |", "|---" * 4 + "|"]
-    for goal in GOALS:
-        wanted, measured, missed = goal.judged(results.rows)
-        lines.append(f"| {goal.name} | {wanted} | {measured} | {'missed' if missed else ''} |")
-    return "\n".join(lines) + "\n"
 
 
 def go_through(sections: list[Section], results: Results, deadline: float, options: list[str], dry: bool) -> Results:
@@ -104,15 +92,11 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="the sections for a GPU, whatever the machine has")
     parser.add_argument("--minutes", type=float, help="time limit (12 for a GPU, 15 for a CPU)")
     parser.add_argument("--only", nargs="*", default=[], help="sections whose name starts with one of these")
-    parser.add_argument(
-        "--visit", choices=[FIRST, SECOND, THIRD], help="the sections of this part of `benchmarks/gpu/visit.sh`"
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--dry-run", action="store_true", help="the same way with tiny models, to see that it runs")
     parser.add_argument("--out", type=Path, help="folder for the files (benchmarks/results/DEVICE)")
-    parser.add_argument("--until", type=float, help="time limit as seconds since 1970, in place of --minutes")
-    # Options for the child processes: one section, its deadline; results are in --out.
+    # Options for the child processes: one section, its deadline in seconds since 1970; results are in --out.
     parser.add_argument("--section", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     begin = time.time()
 
@@ -122,7 +106,7 @@ def main() -> None:
     table = GPU if gpu else CPU
     if args.gpu and device.type != "cuda" and not args.dry_run:
         raise SystemExit("there is no CUDA device here: leave out --gpu, or add --dry-run to see that it runs")
-    dtype = torch.float32 if args.dry_run else getattr(torch, args.dtype)
+    dtype = torch.float32 if args.dry_run else torch.bfloat16
     if args.section:
         if os.name == "posix":
             os.setpgid(0, 0)
@@ -131,24 +115,18 @@ def main() -> None:
         return
 
     chosen = [s for s in table if not args.only or s.name.startswith(tuple(args.only))]
-    chosen = [s for s in chosen if args.visit in (None, s.visit)]
     if not chosen:
         raise SystemExit(f"no section begins so: there are {', '.join(s.name for s in table)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # also stops the section
     conditions = bench.conditions(dtype=str(dtype).removeprefix("torch."))
-    if gpu:
-        try:
-            conditions |= facts(device)
-        except Exception as error:
-            conditions["facts"] = f"FAILED, {type(error).__name__}: {error}"
     if args.dry_run:
         conditions["models"] = "tiny: a dry run, no speed"
     name = "dry-run" if args.dry_run else re.sub(r"[^a-z0-9]+", "-", conditions["device"].lower()).strip("-")
     results = Results(args.out or ROOT / "benchmarks" / "results" / name, conditions)
-    options = ["--dtype", args.dtype, *["--gpu"] * gpu, *["--dry-run"] * args.dry_run]
-    deadline = args.until or begin + 60 * (args.minutes or (12 if gpu else 15))
+    options = [*["--gpu"] * gpu, *["--dry-run"] * args.dry_run]
+    deadline = begin + 60 * (args.minutes or (12 if gpu else 15))
     results = go_through(chosen, results, deadline, options, args.dry_run)
-    results.save(goals(results) if gpu else "")
+    results.save()
     print((results.folder / f"{NAME}.md").read_text(encoding="utf-8"))
     print(f"{time.time() - begin:.0f} s, files in {results.folder}")
     if found := results.wrong():

@@ -28,7 +28,7 @@ class Variant:
     note: str = ""  # for readers of its row
     unchanged: bool = False  # whether the output must equal that of the unpatched model
     packs: bool = False  # whether the KV cache has four bits; for single evaluations, where no run decides it
-    place: str = ""  # where its keys and values lie, see `gpu.place`; "" on the card
+    in_host_memory: bool = False  # whether its keys and values lie in main memory, not on the card
 
 
 # Small models have small grids and few blocks: merge all of them.
@@ -38,11 +38,7 @@ UNPATCHED = Variant("unpatched", lambda model: model, unchanged=True)
 
 
 # Merges every step, independent of the defaults.
-EVERY_STEP: dict[str, Any] = {
-    "start_percent": 0.0,
-    "end_percent": 1.0,
-    "full_step_interval": 0,
-}
+EVERY_STEP: dict[str, Any] = {"start_percent": 0.0, "end_percent": 1.0, "full_step_interval": 0}
 
 
 def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
@@ -194,10 +190,9 @@ def step_cache(name: str, threshold: float = 0.2) -> Variant:
     return Variant(name, patch, "how many steps it skips depends on the weights")
 
 
-def block_cache(threshold: float, last: int = 0) -> Variant:
+def block_cache(threshold: float) -> Variant:
     """Apply First Block Cache to Flux: if the residual of the first double block is close to that of the last full
-    evaluation, the following blocks reuse their cached residuals; the last single blocks always run. threshold:
-    relative mean change of that residual."""
+    evaluation, the following blocks reuse their cached residuals. threshold: relative mean change of that residual."""
 
     def patch(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP
@@ -223,8 +218,8 @@ def block_cache(threshold: float, last: int = 0) -> Variant:
             return out
 
         def single(index: int, args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-            end = len(network.single_blocks) - last - 1
-            if index > end or not held["skips"]:
+            end = len(network.single_blocks) - 1
+            if not held["skips"]:
                 out: dict[str, Any] = extra["original_block"](args)
                 if index == end:
                     held["update"] = out["img"] - held.pop("middle")
@@ -240,31 +235,6 @@ def block_cache(threshold: float, last: int = 0) -> Variant:
         return model
 
     return Variant(f"block cache {threshold:g}", patch)
-
-
-def half_the_evaluations(model: Any) -> Any:
-    """Skip every second evaluation and reuse the previous velocity: the simplest rival at half the cost."""
-    from comfy.patcher_extension import WrappersMP
-
-    class Held:
-        index = 0
-        result: Any = None
-
-    def start(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        Held.index, Held.result = 0, None
-        return executor(*args, **kwargs)
-
-    def skip(executor: Any, x: Tensor, timestep: Tensor, *args: Any) -> Any:
-        sigma = timestep.view(-1, *[1] * (x.ndim - 1))
-        if Held.index % 2 == 0:
-            Held.result = (x - executor(x, timestep, *args)) / sigma
-        Held.index += 1
-        return x - sigma * Held.result
-
-    model = model.clone()
-    model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "skip", start)
-    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "skip", skip)
-    return model
 
 
 def compiled(backend: str = "inductor") -> Variant:

@@ -66,14 +66,7 @@ SDXL = ModelSpec(
 FLUX = ModelSpec(
     "Flux",
     "Flux",
-    {
-        **_FLUX1,
-        "image_model": "flux",
-        "in_channels": 16,
-        "out_channels": 16,
-        "vec_in_dim": 768,
-        "guidance_embed": True,
-    },
+    {**_FLUX1, "image_model": "flux", "in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "guidance_embed": True},
     _BOTH,
     few=(1, 2),
     pooled=768,
@@ -235,10 +228,7 @@ SD3 = ModelSpec(
         "pos_embed_max_size": 192,
         "pos_embed_scaling_factor": None,
         "qk_norm": "rms",
-        "context_embedder_config": {
-            "target": "torch.nn.Linear",
-            "params": {"in_features": 4096, "out_features": 2432},
-        },
+        "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 2432}},
     },
     ("num_blocks",),
     few=(3,),
@@ -287,14 +277,7 @@ IDEOGRAM = ModelSpec(
     pixel=16,
 )
 LENS = ModelSpec(
-    "Lens",
-    "Lens",
-    {"image_model": "lens"},
-    ("num_layers",),
-    few=(3,),
-    text=(128, 4 * 2880),
-    channels=128,
-    pixel=16,
+    "Lens", "Lens", {"image_model": "lens"}, ("num_layers",), few=(3,), text=(128, 4 * 2880), channels=128, pixel=16
 )
 
 # By the layout's name in `models.TRANSFORMERS`; Klein has Flux.2's.

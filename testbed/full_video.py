@@ -8,14 +8,7 @@ from testbed.model_spec import ModelSpec
 WAN = ModelSpec(
     "WAN21",
     "WAN21_T2V",
-    {
-        "image_model": "wan2.1",
-        "model_type": "t2v",
-        "dim": 5120,
-        "ffn_dim": 13824,
-        "num_heads": 40,
-        "num_layers": 40,
-    },
+    {"image_model": "wan2.1", "model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40},
     ("num_layers",),
     few=(3,),
     video=True,

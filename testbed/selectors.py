@@ -137,10 +137,7 @@ def selecting(name: str) -> Iterator[None]:
     def plain(*_: Any) -> Any:
         return kernels.Choice(None, f"destinations by {name}")
 
-    with (
-        replaced(state, {"select": rule(name)}),
-        replaced(state.RunState, {"_laid_out": evenly, "_choose": plain}),
-    ):
+    with replaced(state, {"select": rule(name)}), replaced(state.RunState, {"_laid_out": evenly, "_choose": plain}):
         yield
 
 

@@ -4,7 +4,7 @@ A GPU runs behind a host that launches its operations one by one. Merging shorte
 host's a little, so it gains only where a block computes longer than it takes to launch. The rule compares both, from
 shapes and the card's data sheet. It never measures a time: the same seed has to give the same picture.
 
-`python -m benchmarks.breakeven` prints what merging gains on a card beside this estimate.
+`python -m benchmarks.suite --only break-even` prints what merging gains on a card beside this estimate.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.fidelity [--model dit deep] [--only "selector:" "preset:"]
 
 All settings share scenes and noise. Rows that are already in the result folder are not computed again, so a run can be
-stopped and resumed, and several processes may share the work. Results are deterministic: cost is the remaining share of
+stopped and resumed. Results are deterministic: cost is the remaining share of
 matrix-multiplication FLOPs, counted by PyTorch.
 """
 
@@ -44,8 +44,7 @@ def main(given: list[str] | None = None) -> None:
 def _measure(kind: str, args: argparse.Namespace) -> None:
     from demo.sampling import defaults
 
-    from . import report
-    from .judge import COLUMNS, Conditions, Judge
+    from .judge import Conditions, Judge
     from .settings import settings
     from .store import Store, fingerprint
 
@@ -62,10 +61,7 @@ def _measure(kind: str, args: argparse.Namespace) -> None:
     missing = [name for name in ("unmerged", *wanted) if name not in store.read()["rows"]]
     begin = time.monotonic()
     if missing:
-        earlier = store.unmerged()
-        judge = Judge(conditions, args.weights, earlier)
-        if earlier is None:
-            store.keep_unmerged(judge.plain)
+        judge = Judge(conditions, args.weights)
         print(f"{kind}: {len(missing)} to measure; {_minutes(time.monotonic() - begin)} to start", file=sys.stderr)
         begin = time.monotonic()
     for number, name in enumerate(missing, 1):
@@ -80,7 +76,6 @@ def _measure(kind: str, args: argparse.Namespace) -> None:
             file=sys.stderr,
             flush=True,
         )
-    print(report.table(store.read(), COLUMNS))
 
 
 def _minutes(seconds: float) -> str:

@@ -28,14 +28,13 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
     parser.add_argument("--target", nargs="*", choices=("quality", "balanced", "fast"), default=["balanced"])
-    parser.add_argument("--measured", type=int, default=1, help="scenes that are calibrated on")
     parser.add_argument("--images", type=int, default=8, help="scenes that are reported")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity/calibrated.json"))
     return parser.parse_args(given)
 
 
 def main(given: list[str] | None = None) -> None:
-    """Measure the rows that the file lacks, one at a time, and print the table."""
+    """Measure the rows that the file lacks, and print them."""
     args = _arguments(given)
     start(args)
     rows: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
@@ -43,9 +42,9 @@ def main(given: list[str] | None = None) -> None:
         missing = [target for target in args.target if _name(steps, target) not in rows]
         for target, row in _measured(steps, missing, args).items():
             rows[_name(steps, target)] = row
+            print(_name(steps, target), row, flush=True)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(rows, indent=1) + "\n")
-        print(table(rows), flush=True)
 
 
 def _name(steps: int, target: str) -> str:
@@ -71,7 +70,7 @@ def _measured(steps: int, targets: list[str], args: argparse.Namespace) -> dict[
     settings = pack_module("toma_core").UserSettings
     model, options = load(KIND, args.weights / f"{KIND}.safetensors", "fp32"), defaults(KIND, steps)
     size, overrides = options["size"], {"min_tokens": FEWEST}
-    chosen = [SCENES["choose"] + i for i in range(args.measured)]
+    chosen = [SCENES["choose"]]  # the scene that is calibrated on
     reported = [SCENES["report"] + i for i in range(args.images)]
 
     def scenes(seeds: list[int]) -> list[Any]:
@@ -110,14 +109,6 @@ def _measured(steps: int, targets: list[str], args: argparse.Namespace) -> dict[
         rows[target]["keeps preset"] = found.keeps_preset
         rows[target]["profile"] = dict(found.profile.ratios)
     return rows
-
-
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Format a Markdown table, a row for each number of steps and target."""
-    names = ["preset", "calibrated", "single", "preset cost", "calibrated cost", "single cost", "pictures"]
-    lines = ["| model steps target | " + " | ".join(names) + " |", "|---" + "|--:" * len(names) + "|"]
-    lines += [f"| {key} | " + " | ".join(str(row[name]) for name in names) + " |" for key, row in rows.items()]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from .metrics import measure
 from .settings import Setting
 
-COLUMNS = ("error", "spread", "ssim", "detail", "seams", "frechet", "attributes", "cost")
 # Number of pictures shown for each setting, and their columns.
 SHOWN = 8
 
@@ -61,9 +60,9 @@ class Drawn:
 
 
 class Judge:
-    """Samples and measures. `unmerged` are the latents of an earlier session with these conditions, or None."""
+    """Samples and measures."""
 
-    def __init__(self, conditions: Conditions, weights: Path, unmerged: Drawn | None = None) -> None:
+    def __init__(self, conditions: Conditions, weights: Path) -> None:
         from demo.checker import FIRST_TEST_SEED, load_checker
         from demo.sampling import defaults
         from demo.scenes import scene_from_seed
@@ -71,16 +70,12 @@ class Judge:
         self.conditions, self.path = conditions, weights / f"{conditions.model}.safetensors"
         self.model = load(conditions.model, self.path, conditions.dtype)
         self.checker = load_checker(weights / "checker.safetensors")
-        self.options = {
-            **defaults(conditions.model, conditions.steps),
-            "cfg": conditions.cfg,
-            "size": conditions.size,
-        }
+        self.options = {**defaults(conditions.model, conditions.steps), "cfg": conditions.cfg, "size": conditions.size}
         self.seeds = [
             [group * conditions.images + i for i in range(conditions.images)] for group in range(conditions.seeds)
         ]
         self.scenes = [[scene_from_seed(FIRST_TEST_SEED + seed) for seed in seeds] for seeds in self.seeds]
-        self.plain = unmerged or self._drawn(self.model, conditions.steps)
+        self.plain = self._drawn(self.model, conditions.steps)
 
     def _generate(self, model: Any, steps: int, group: int, count: int | None = None) -> Tensor:
         from demo.sampling import generate

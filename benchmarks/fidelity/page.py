@@ -43,10 +43,7 @@ SAMPLED = {
     "2 pictures, 8 steps": "few8_all",
     "Wan, 8 steps": "wan8",
 }
-PLOTS = {
-    "fidelity.png": "dit-20steps-128px-22x3",
-    "fidelity-few.png": "few-4steps-64px-22x3",
-}
+PLOTS = {"fidelity.png": "dit-20steps-128px-22x3", "fidelity-few.png": "few-4steps-64px-22x3"}
 # Sheet -> its results, and setting -> the title of its row; {cost} is the remaining work.
 SHEETS: dict[str, tuple[str, dict[str, str]]] = {
     "fidelity-pictures.jpg": (

@@ -1,4 +1,4 @@
-"""Show the rows of a measurement as a table, a Pareto plot and a contact sheet."""
+"""Show the rows of a measurement as a Pareto plot and a contact sheet."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ from PIL import Image, ImageDraw, ImageFont
 Rows = dict[str, dict[str, Any]]
 Point = tuple[float, float]
 
-LEGEND = (
-    "error: of the latent from the unmerged one, relative; spread: deviation of its means over the seed sets; ssim: of "
-    "the picture against the unmerged one; detail: high-frequency energy, seams: steps at window borders over those "
-    "elsewhere, both relative to the unmerged pictures; frechet: distance to drawn scenes on the checker's features; "
-    "attributes: share that the checker reads back as asked for; cost: share of the matrix multiplications left, "
-    "counted. * on the Pareto front of error and cost."
-)
-
 
 def pareto(rows: Rows) -> list[str]:
     """Return the settings that no other setting beats in both error and cost, cheapest first."""
@@ -28,21 +20,6 @@ def pareto(rows: Rows) -> list[str]:
             best = rows[name]["error"]
             front.append(name)
     return front
-
-
-def table(stored: dict[str, Any], columns: tuple[str, ...]) -> str:
-    """Format a Markdown table; a star marks settings on the Pareto front."""
-    rows: Rows = stored["rows"]
-    front = set(pareto(rows))
-    about = ", ".join(f"{k} {v}" for k, v in stored["conditions"].items())
-    lines = [about, "", LEGEND]
-    if "rounding" in stored:
-        lines += [f"The unmerged pictures themselves differ by {stored['rounding']:.4f} from the same in fp32."]
-    lines += ["", "| setting | " + " | ".join(columns) + " |", "|---" + "|--:" * len(columns) + "|"]
-    for name, row in rows.items():
-        mark = " *" if name in front else ""
-        lines.append(f"| {name}{mark} | " + " | ".join(f"{row[column]:.3f}" for column in columns) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:

@@ -18,23 +18,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import variants
-from scripts.cache import cache_dir
 from scripts.comfy_pack import pack_module
 
 from .settings import FEWEST
 from .start import SCENES, command, start
-from .store import fingerprint
 
 # Without new noise, with it by a known share, and what model cards name.
-REPORTED = (
-    "euler",
-    "er_sde",
-    "euler_ancestral@0.25",
-    "euler_ancestral",
-    "dpmpp_2m_sde",
-    "sa_solver",
-    "lcm",
-)
+REPORTED = ("euler", "er_sde", "euler_ancestral@0.25", "euler_ancestral", "dpmpp_2m_sde", "sa_solver", "lcm")
 # Trained model and number of steps.
 RUNS = {"few4": ("few", 4), "few8": ("few", 8), "wan8": ("wan", 8), "few8_all": ("few", 8)}
 WEIGHTS = Path("demo/weights")
@@ -98,14 +88,9 @@ def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> di
 
     model, errors = load(kind), list[float]()
     merged = patched(kind, model)
-    folder = cache_dir() / "fidelity" / "samplers"
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = fingerprint([WEIGHTS / f"{kind}.safetensors"])
     for first in range(0, len(seeds), batch):
         part = seeds[first : first + batch]
-        file = folder / f"{kind}-{weights}-{steps}-{sampler}-{part[0]}-{len(part)}.pt"
-        own = torch.load(file) if file.exists() else drawn(kind, model, part, steps, sampler)
-        torch.save(own, file)
+        own = drawn(kind, model, part, steps, sampler)
         errors += relative_error(drawn(kind, merged, part, steps, sampler), own).tolist()
         stats = pack_module("nodes.adapters.attachment").last_stats(merged)
         if not stats.merged_steps:  # nor in other pictures: the noise depends on the sampler alone

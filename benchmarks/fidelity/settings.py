@@ -10,8 +10,7 @@ from typing import Any
 from benchmarks import variants
 from benchmarks.variants import Patch, chain
 from scripts.comfy_pack import pack_module
-
-from . import experiments
+from testbed.selectors import replaced
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,25 @@ def toma(**settings: Any) -> Patch:
 def preset(name: str, **settings: Any) -> Patch:
     """Return ToMA with a preset that also merges tiny grids."""
     return lambda model: variants.preset(name, **{"min_tokens": FEWEST, **settings}).patch(model)
+
+
+def packed(patch: Patch) -> Patch:
+    """Wrap `patch`: while its model samples, keys and values are cached in four bits, as for larger models and
+    videos."""
+
+    def patched(model: Any) -> Any:
+        from comfy.patcher_extension import WrappersMP
+
+        def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            with replaced(pack_module("nodes.adapters.kv_memory"), {"memory_left": lambda *_: 0}):
+                return executor(*args, **kwargs)
+
+        # Added first, so that it is the outermost wrapper: the pack's own run begins inside.
+        model = model.clone()
+        model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "packed", run)
+        return patch(model)
+
+    return patched
 
 
 def tiny(model: Any) -> dict[str, Any]:
@@ -62,15 +80,13 @@ def settings(kind: str) -> dict[str, Setting]:
     add("every step", {"0.5": toma()})
     add("rival", {"half the steps": lambda model: model}, steps=0.5)
     add("rival", {"three quarters of the steps": lambda model: model}, steps=0.75)
-    add("rival", {"half the evaluations": variants.half_the_evaluations})
     add("rival", {"EasyCache 0.2": cache, "ToDo 1/4": variants.todo().patch})
     add("stacked", {"EasyCache 0.2 + every step": chain(cache, toma())})
-    add("stacked", {"half the evaluations + every step": chain(variants.half_the_evaluations, toma())})
     add("selector", {s: toma(selector=s) for s in ("tome", "random", "grid", "farthest point")})
     add("selector", {f"{s} at 0.75": toma(selector=s, ratio=0.75) for s in ("tome", "random")})
     if unet:
         add("whole last", {f"{n}": toma(skip_last_blocks=n) for n in (1, 2, 3)})
     else:
-        add("preset", {"balanced, keys in four bits": experiments.packed(preset("balanced"))}, window=side)
+        add("preset", {"balanced, keys in four bits": packed(preset("balanced"))}, window=side)
         add("rival", {"block cache 0.2": variants.block_cache(0.2).patch})
     return table

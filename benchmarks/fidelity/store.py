@@ -1,23 +1,19 @@
-"""The file of a measurement: rows, written at once so that a stopped run can resume; cached latents and pictures."""
+"""The file of a measurement: rows, written at once so that a stopped run can resume; and pictures."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .judge import Conditions, Drawn
+from .judge import Conditions
 
 
 def fingerprint(paths: list[Path]) -> str:
@@ -29,10 +25,7 @@ def fingerprint(paths: list[Path]) -> str:
 
 
 class Store:
-    """The result file of one model under one set of conditions, and a local folder for cached data.
-
-    Several processes may add rows to the same file.
-    """
+    """The result file of one model under one set of conditions, and a local folder of pictures."""
 
     def __init__(self, conditions: Conditions, results: Path, cache: Path) -> None:
         self.conditions = conditions
@@ -53,38 +46,11 @@ class Store:
 
     def add(self, name: str, row: dict[str, Any], **more: Any) -> None:
         """Add one row."""
-        with self._locked():
-            stored = {**self.read(), **more}
-            stored["rows"][name] = row
-            partial = self.file.with_suffix(".partial")
-            partial.write_text(json.dumps(stored, indent=1) + "\n")
-            partial.replace(self.file)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with (self.folder / "lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-
-    def keep_unmerged(self, drawn: Drawn) -> None:
-        """Store the unmerged latents for the next session."""
-        tensors = {f"set{i}": latent.contiguous() for i, latent in enumerate(drawn.latents)}
-        partial = self.folder / "unmerged.partial"
-        save_file(tensors, partial, {"flops": str(drawn.flops)})
-        partial.replace(self.folder / "unmerged.safetensors")
-
-    def unmerged(self) -> Drawn | None:
-        """Return the latents of `keep_unmerged`."""
-        file = self.folder / "unmerged.safetensors"
-        if not file.exists():
-            return None
-        from safetensors import safe_open
-
-        with safe_open(file, "pt") as handle:
-            about = handle.metadata()
-        tensors = load_file(file)
-        latents = [tensors[f"set{i}"] for i in range(len(tensors))]
-        return Drawn(latents, float(about["flops"]))
+        stored = {**self.read(), **more}
+        stored["rows"][name] = row
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(json.dumps(stored, indent=1) + "\n")
+        partial.replace(self.file)
 
     def keep_pictures(self, name: str, pictures: Tensor) -> None:
         """Store a strip of pictures, (n, 3, H, W) in -1..1."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +23,13 @@ from torch import Tensor
 from benchmarks import variants
 from benchmarks.variants import Patch
 
-from . import experiments
+from .settings import packed
 from .start import SCENES, command, start
 
 # Side of windows in tokens, in a frame of 16 x 16 tokens: the size in real frames.
 WINDOW = 8
 # Makes plans at every step, from the previous step's prediction.
-PREDICTED: dict[str, Any] = {
-    "similarity_from": "prediction",
-    "selection_interval": 1,
-    "weight_interval": 1,
-}
+PREDICTED: dict[str, Any] = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1}
 
 
 @dataclass(frozen=True)
@@ -55,12 +52,10 @@ def settings() -> dict[str, Setting]:
 
     found = {f"preset: {name}": preset(name) for name in ("quality", "balanced", "paper")}
     found |= {f"preset: balanced at {ratio:g}": preset("balanced", ratio=ratio) for ratio in (0.6, 0.75)}
-    found["preset: balanced, keys in four bits"] = Setting(experiments.packed(preset("balanced").patch))
-    found["preset: quality, keys in four bits"] = Setting(experiments.packed(preset("quality").patch))
+    found["preset: balanced, keys in four bits"] = Setting(packed(preset("balanced").patch))
+    found["preset: quality, keys in four bits"] = Setting(packed(preset("quality").patch))
     found["preset: balanced, in two runs"] = Setting(preset("balanced").patch, runs=2)
-    found["preset: balanced, in two runs, keys in four bits"] = Setting(
-        experiments.packed(preset("balanced").patch), runs=2
-    )
+    found["preset: balanced, in two runs, keys in four bits"] = Setting(packed(preset("balanced").patch), runs=2)
     found["preset: balanced, windows of 8 x 8"] = preset("balanced", window_size=8)
     found["preset: balanced, random"] = preset("balanced", selector="random")
     found |= {f"preset: {n}, without keys": preset(n, kv_cache=False) for n in ("quality", "balanced")}
@@ -92,10 +87,9 @@ def measured(
     steps: int,
     tried: dict[str, Setting],
     known: dict[str, dict[str, float]],
-    keep: Callable[[dict[str, dict[str, float]]], None] = lambda rows: None,
 ) -> dict[str, dict[str, float]]:
-    """A row for each of these settings, those that are known as they are. draw: a model, a number of steps and of runs
-    -> its latents of all clips. keep: stores the rows so far."""
+    """Return a row for each of these settings, those that are known as they are. draw: a model, a number of steps and
+    of runs -> its latents of all clips."""
     from demo.checker import accuracy, load_checker
     from demo.scenes import CANVAS
     from demo.video import decode_clips
@@ -113,14 +107,7 @@ def measured(
         plain = draw(model, steps)
     full_flops, twin = counter.get_total_flops(), decode_clips(plain)
     rows = {
-        "unmerged": {
-            "error": 0.0,
-            "spread": 0.0,
-            "flicker": 1.0,
-            "seams": 1.0,
-            "attributes": asked(twin),
-            "cost": 1.0,
-        }
+        "unmerged": {"error": 0.0, "spread": 0.0, "flicker": 1.0, "seams": 1.0, "attributes": asked(twin), "cost": 1.0}
     }
     for name, setting in tried.items():
         if name in known:
@@ -137,20 +124,12 @@ def measured(
             "attributes": asked(pictures),
             "cost": counter.get_total_flops() / full_flops,
         }
-        keep(rows)
+        print(name, rows[name], file=sys.stderr, flush=True)
     return rows
 
 
-def table(rows: dict[str, dict[str, float]]) -> str:
-    """Markdown."""
-    names = list(next(iter(rows.values())))
-    lines = ["| setting | " + " | ".join(names) + " |", "|---" + "|--:" * len(names) + "|"]
-    lines += [f"| {name} | " + " | ".join(f"{row[key]:.3f}" for key in names) + " |" for name, row in rows.items()]
-    return "\n".join(lines) + "\n"
-
-
 def main(given: list[str] | None = None) -> None:
-    """Measure, print the table and write the figures."""
+    """Measure and write the figures."""
     parser = command(__doc__)
     parser.add_argument("--weights", type=Path, default=Path("demo/weights/wan.safetensors"))
     parser.add_argument("--steps", type=int, default=4)
@@ -184,7 +163,6 @@ def main(given: list[str] | None = None) -> None:
         settings(),
         before["rows"] if before.get("conditions") == conditions else {},
     )
-    print(table(rows))
     args.out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
 

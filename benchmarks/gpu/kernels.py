@@ -19,9 +19,9 @@ from torch import Tensor
 
 from benchmarks import micro
 from benchmarks.bench import Row
-from benchmarks.cost import Meter
 from benchmarks.results import KERNELS
 from scripts.comfy_pack import pack_module
+from testbed.meter import Meter
 
 _B, _H, _F = torch.bfloat16, torch.float16, torch.float32
 _EPS = {_B: 4e-3, _H: 6e-4, _F: 2e-6}

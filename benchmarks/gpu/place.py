@@ -1,4 +1,4 @@
-"""Time a merged step with keys and values on the card, in main memory, and read ahead from there; and the copies."""
+"""Time a merged step with keys and values on the card and in main memory; and the copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks import bench, variants
 from benchmarks.variants import Variant
 from scripts.comfy_pack import pack_module
 
-IN_ORDER, AHEAD = "in main memory, read in order", "in main memory, read ahead"
+HOST = "in main memory"
 _COPIED = 256 << 20  # bytes
 
 
@@ -49,24 +49,18 @@ class PlainCopier:
         return None
 
 
-def host_memory(device: torch.device, place: str) -> Any:
-    """Return a `HostMemory` with no room on the card. place: `IN_ORDER` or `AHEAD`."""
+def host_memory(device: torch.device) -> Any:
+    """Return a `HostMemory` with no room on the card."""
     memory = pack_module("nodes.adapters.kv_memory")
-    host = memory.HostMemory(memory.copier_of(device) or PlainCopier(), 1, 0.0, 1e12)
-    if place == IN_ORDER:
-        host.after = lambda name="": []  # so that nothing is read before it is needed
-    return host
+    return memory.HostMemory(memory.copier_of(device) or PlainCopier(), 1, 0.0, 1e12)
 
 
 def chosen(ratio: float, **settings: Any) -> list[Variant]:
     """Return a merged step of `balanced` by form and place of its keys and values."""
     full = variants.preset("balanced", ratio=ratio, **settings)
     four_bits = replace(full, name=f"{full.name}, keys in four bits", packs=True)
-    return [
-        each if not place else replace(each, name=f"{each.name}, {place}", place=place)
-        for each in (full, four_bits)
-        for place in ("", IN_ORDER, AHEAD)
-    ]
+    away = (replace(each, name=f"{each.name}, {HOST}", in_host_memory=True) for each in (full, four_bits))
+    return [full, four_bits, *away]
 
 
 def copy_speeds(device: torch.device, dry: bool) -> str:
@@ -93,6 +87,6 @@ def copy_speeds(device: torch.device, dry: bool) -> str:
 
         return run
 
-    timings = bench.interleave({way: copied(way) for way in ways}, 1 if dry else 9, device, "copies", limit=10)
+    timings = bench.interleave({way: copied(way) for way in ways}, 1 if dry else 9, device, limit=10)
     rates = (f"{way} {len(ways[way]) * size / timing.quantile(0.5) / 1e9:.1f}" for way, timing in timings.items())
     return f"copies of {size >> 20} MiB, pinned, GB/s: {', '.join(rates)}"

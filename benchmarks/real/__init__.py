@@ -1,4 +1,4 @@
-"""Measure merged against unmerged pictures of a real checkpoint, through the HTTP API of a running ComfyUI.
+"""Compare merged with unmerged pictures of a real checkpoint, through the HTTP API of a running ComfyUI.
 
 Nothing here imports ComfyUI; the standard library queues pictures, numpy and Pillow compare them.
 """

@@ -21,13 +21,17 @@ UNMERGED = "unmerged"
 
 @dataclass(frozen=True)
 class Job:
-    """One picture: its prompt, its graph, and the name of its files."""
+    """One picture: its prompt, seed and setting (None: unmerged), and its graph."""
 
     prompt: str
     seed: int
     setting: Setting | None
     graph: Graph
-    key: str
+
+    @property
+    def key(self) -> str:
+        """Return the name of its files."""
+        return key_of(self.graph)
 
     @property
     def name(self) -> str:
@@ -56,8 +60,7 @@ def plan(
     for turn, (prompt, seed) in enumerate((prompt, seed) for prompt in prompts for seed in seeds):
         first = turn % len(ways)
         for setting in ways[first:] + ways[:first]:
-            graph = template.fill(prompt, negative, seed, setting)
-            jobs.append(Job(prompt, seed, setting, graph, key_of(graph)))
+            jobs.append(Job(prompt, seed, setting, template.fill(prompt, negative, seed, setting)))
     return jobs
 
 
@@ -69,44 +72,41 @@ class Folder:
         self.pictures = path / "pictures"
 
     def prepare(self, conditions: dict[str, str]) -> None:
-        """Make the folder, or raise for one that was made under other conditions, whose times and pictures are not
-        comparable."""
+        """Make the folder. Raises BenchmarkError for one that was made under other conditions, whose times and pictures
+        are not comparable."""
         try:
             self.pictures.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BenchmarkError(f"--out {self.path} cannot be made: {error}") from None
         file = self.path / "conditions.json"
-        try:
-            before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else conditions
-        except ValueError:
-            before = conditions
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else conditions
         if before != conditions:
             raise BenchmarkError(
-                f"the pictures in {self.path} were made with {_words(before)}; this server has {_words(conditions)}. "
-                "Give another folder with --out"
+                f"the pictures in {self.path} were made with {before}; this server has {conditions}. Give another "
+                "folder with --out"
             )
-        self.write(file, (json.dumps(conditions, indent=1) + "\n").encode())
+        self.write(file, json.dumps(conditions, indent=1).encode())
 
     def picture(self, job: Job) -> Path:
         return self.pictures / f"{job.key}.png"
 
     def record(self, job: Job) -> dict[str, Any] | None:
         """Return the record of a picture, None if it has to be made."""
-        file = self.pictures / f"{job.key}.json"
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(self.picture(job).with_suffix(".json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         return found if self.picture(job).is_file() else None
 
     def save(self, job: Job, png: bytes, seconds: float | None, timed: bool) -> None:
-        """Store a picture. `timed`: whether the seconds are comparable with others."""
+        """Store a picture. timed: whether the seconds are comparable with others."""
         about = {"prompt": job.prompt, "seed": job.seed, "setting": job.name, "seconds": seconds, "timed": timed}
         self.write(self.picture(job), png)
-        self.write(self.pictures / f"{job.key}.json", json.dumps({**about, "graph": job.graph}, indent=1).encode())
+        record = json.dumps({**about, "graph": job.graph}, indent=1)
+        self.write(self.picture(job).with_suffix(".json"), record.encode())
 
     def write(self, file: Path, data: bytes) -> None:
-        """Write a file atomically."""
+        """Write a file atomically. Raises BenchmarkError, on a full disk for example."""
         partial = file.with_name(file.name + ".part")
         try:
             partial.write_bytes(data)
@@ -118,8 +118,8 @@ class Folder:
             ) from None
 
 
-def make_missing(server: Server, template: Template, folder: Folder, jobs: Sequence[Job]) -> int:
-    """Queue missing pictures one after the other and return their number."""
+def make_missing(server: Server, template: Template, folder: Folder, jobs: Sequence[Job]) -> None:
+    """Queue missing pictures one after the other."""
     missing = [job for job in jobs if folder.record(job) is None]
     say(f"{len(jobs)} pictures wanted, {len(jobs) - len(missing)} are there, {len(missing)} to make")
     warm: set[str] = set()
@@ -129,28 +129,13 @@ def make_missing(server: Server, template: Template, folder: Folder, jobs: Seque
         made = server.make(job.graph, template.picture)
         spent.append(time.monotonic() - start)
         # The first run of a setting in a session contains one-time work (compiling, checks of kernels).
-        timed = job.name in warm and made.seconds is not None
-        timed = timed and (made.cached is None or template.is_pure(job.graph, made.cached))
+        timed = job.name in warm and made.seconds is not None and template.is_pure(job.graph, made.cached)
         warm.add(job.name)
         folder.save(job, made.png, made.seconds, timed)
-        took = "time unknown" if made.seconds is None else f"{made.seconds:.1f} s"
         left = statistics.median(spent) * (len(missing) - number)
-        shown = job.prompt if len(job.prompt) <= 40 else job.prompt[:37] + "..."
-        note = "" if timed else " (warm-up)"
-        say(f"{number}/{len(missing)}  {job.name}, seed {job.seed}, {shown!r}: {took}{note}; {_duration(left)} left")
-    return len(missing)
+        say(f"{number}/{len(missing)}  {job.name}, seed {job.seed}, {job.prompt[:40]!r}; {left:.0f} s left")
 
 
 def say(text: str) -> None:
     """Print one line to stderr, unbuffered; stdout holds only the results."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _words(conditions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in conditions.items())

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 
 # Families with a second stream: number of frames -> shape of the audio, without the batch.
-AUDIO = {
-    "LTXAV": lambda frames: (8, 4 * frames + 1, 16),
-    "MiniMaxH3": lambda frames: (32, 2, 4 * frames + 1),
-}
+AUDIO = {"LTXAV": lambda frames: (8, 4 * frames + 1, 16), "MiniMaxH3": lambda frames: (32, 2, 4 * frames + 1)}
 
 
 def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> list[Any]:

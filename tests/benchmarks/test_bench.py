@@ -36,7 +36,7 @@ def test_turns_alternate_and_warm_ups_do_not_count() -> None:
         order.append(name)
         return torch.full((1,), float(len(order)))
 
-    timings = interleave({n: (lambda n=n: case(n)) for n in "ab"}, 2, CPU, "x")  # type: ignore[misc]
+    timings = interleave({n: (lambda n=n: case(n)) for n in "ab"}, 2, CPU)  # type: ignore[misc]
     assert order == list("ababab")
     assert [len(t.seconds) for t in timings.values()] == [2, 2]
     assert timings["b"].output is not None
@@ -52,7 +52,7 @@ def test_a_limit_holds_in_warm_up_too(warmups: int) -> None:
         calls.append(0)
         return torch.zeros(1)
 
-    timings = interleave({"a": case}, 50, CPU, "x", warmups, limit=0.0)
+    timings = interleave({"a": case}, 50, CPU, warmups, limit=0.0)
     assert len(timings["a"].seconds) == 1
     assert len(calls) == min(warmups, 1) + 1
 
@@ -63,7 +63,7 @@ def test_no_turn_begins_that_would_end_after_the_limit() -> None:
         return torch.zeros(1)
 
     begin = time.monotonic()
-    timings = interleave({"a": case}, 50, CPU, "x", limit=0.45)
+    timings = interleave({"a": case}, 50, CPU, limit=0.45)
     assert 1 <= len(timings["a"].seconds) <= 3
     assert time.monotonic() - begin < 0.6
 

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from benchmarks.fidelity.judge import Conditions, Drawn, Judge
+from benchmarks.fidelity.judge import Conditions, Judge
 from benchmarks.fidelity.metrics import high_frequency_energy, measure, relative_error, seam_energy, ssim
-from benchmarks.fidelity.report import pareto, plot, sheet, table
+from benchmarks.fidelity.report import pareto, plot, sheet
 from benchmarks.fidelity.settings import Setting
 from benchmarks.fidelity.store import Store
 from scripts.comfyui import ROOT
@@ -106,10 +106,6 @@ def test_the_front_holds_what_nothing_beats() -> None:
         "cheap": {"cost": 0.3, "error": 0.4},
     }
     assert pareto(rows) == ["cheap", "good", "unmerged"]
-    text = table({"conditions": {"model": "dit"}, "rows": rows, "rounding": 0.012}, ("cost", "error"))
-    assert "| good * | 0.500 | 0.100 |" in text
-    assert "| worse and dearer | 0.600 | 0.200 |" in text
-    assert "differ by 0.0120 from the same in fp32" in text
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
@@ -142,16 +138,9 @@ def test_rows_survive_and_belong_to_their_conditions(tmp_path: Path) -> None:
     assert other.read()["rows"] == {}
 
 
-def test_what_need_not_be_drawn_again(tmp_path: Path) -> None:
+def test_pictures_are_kept_as_strips(tmp_path: Path) -> None:
     store = Store(conditions(), tmp_path / "results", tmp_path / "cache")
-    assert store.unmerged() is None
     assert store.pictures("a: b") is None
-    latents = [torch.randn(2, 16, 4, 4), torch.randn(2, 16, 4, 4)]
-    store.keep_unmerged(Drawn(latents, 12345678901.0))
-    again = store.unmerged()
-    assert again is not None
-    assert again.flops == 12345678901.0
-    assert all(torch.equal(a, b) for a, b in zip(again.latents, latents, strict=True))
     store.keep_pictures("A: b/2", torch.stack([torch.full((3, 4, 4), -1.0), torch.full((3, 4, 4), 1.0)]))
     strip = store.pictures("A: b/2")
     assert strip is not None

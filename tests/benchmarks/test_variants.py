@@ -1,48 +1,15 @@
-"""Stand-ins for missing packages, and what ToMA's rows merge."""
+"""What ToMA's rows merge, and rivals."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
 from benchmarks import variants
 from scripts.comfy_pack import pack_module
-from testbed import models, stand_ins
-
-
-@pytest.fixture
-def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Return the name of a package that is not installed, as ComfyUI's video package on a bare machine."""
-    name = "no_such_video_package"
-    monkeypatch.setattr(stand_ins._StandIns, "names", (name,))
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    yield name
-    for loaded in [m for m in sys.modules if m.partition(".")[0] == name]:
-        del sys.modules[loaded]
-
-
-def test_stand_ins_replace_missing_packages(lacking: str) -> None:
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(lacking)
-    stand_ins.use_stand_ins()
-    inner = importlib.import_module(f"{lacking}.video.stream")
-    assert isinstance(inner.VideoStream, type), "what is imported from it can be named in annotations"
-    assert not hasattr(inner, "__file__")
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("another_missing_package")
-
-
-def test_nothing_stands_in_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand_ins._StandIns, "names", ("json",))
-    before = list(sys.meta_path)
-    stand_ins.use_stand_ins()
-    assert sys.meta_path == before
+from testbed import models
 
 
 def config_of(model: Any) -> Any:
@@ -51,8 +18,6 @@ def config_of(model: Any) -> Any:
 
 
 def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> None:
-    from testbed import models
-
     model = models.unet()
     config = config_of(variants.toma("a", ratio=0.25).patch(model))
     assert (config.ratio, config.full_step_interval, config.start_percent, config.end_percent) == (0.25, 0, 0.0, 1.0)
@@ -63,8 +28,6 @@ def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> No
 
 
 def test_rows_skip_the_blocks_of_the_released_method(pack: ModuleType) -> None:
-    from testbed import models
-
     unet, flux = models.unet(), models.flux(double=19, single=38)  # blocks are counted in Flux.1 itself
     assert [config_of(variants.toma("a").patch(model)).skip_first_blocks for model in (unet, flux)] == [0, 5]
     assert config_of(variants.toma("a", **variants.TINY).patch(flux)).skip_first_blocks == 0
@@ -87,9 +50,9 @@ def test_a_block_cache_skips_what_hardly_changes(pack: ModuleType) -> None:
         plain = models.sample(model, 16, 16, steps=3)
         assert torch.equal(models.sample(variants.block_cache(0.0).patch(model), 16, 16, steps=3), plain)
         runs.clear()
-        cached = variants.block_cache(float("inf"), last=1).patch(model)
+        cached = variants.block_cache(float("inf")).patch(model)
         out = models.sample(cached, 16, 16, steps=3)
-        assert runs == [0, 1, 2, 3, 3, 3], "after the first step the last block alone"
+        assert runs == [0, 1, 2, 3], "in the first step alone"
         assert out.isfinite().all()
         assert not torch.equal(out, plain)
         assert torch.equal(models.sample(cached, 16, 16, steps=3), out), "a run knows nothing of the one before"

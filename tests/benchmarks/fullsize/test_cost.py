@@ -13,7 +13,9 @@ from benchmarks import cost, variants
 from benchmarks.parts import ADAPTERS
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
+from testbed import meter
 from testbed.fullsize import Shape
+from testbed.meter import META, Cost, Meter
 
 SDXL, FLUX = Shape("sdxl"), Shape("flux")
 
@@ -27,32 +29,11 @@ def toma(**settings: Any) -> variants.Variant:
     return variants.toma("", ratio=0.5, **settings)
 
 
-def test_a_product_is_counted() -> None:
-    meter = cost.Meter()
-    a, b = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
-    with meter:
-        c = a @ b
-        c.view(15)
-        c + 1
-    assert (meter.cost.flops, meter.cost.launches) == (2 * 3 * 4 * 5, 2)
-    assert meter.cost.bytes == 4 * (12 + 20 + 15) + 4 * (15 + 15)
-
-
 def test_what_is_known_of_an_operation_counts_as_the_operation_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "_results", {})
+    monkeypatch.setattr(meter, "_results", {})
     first, again = (cost.count(FLUX, toma(skip_first_blocks=0), blocks=(1, 1), kernels=True) for _ in range(2))
-    assert cost._results
+    assert meter._results
     assert again == first
-
-
-@pytest.mark.parametrize(("skip", "shape"), [(False, (2, 6, 8)), (True, (2, 4, 6, 2))])
-def test_attention_is_one_operation(skip: bool, shape: tuple[int, ...]) -> None:
-    meter = cost.Meter()
-    q = torch.empty(shape, device="meta")
-    k = torch.empty(2, 4, 3, 2, device="meta") if skip else torch.empty(2, 3, 8, device="meta")
-    assert meter.attention(None, q, k, k, 4, skip_reshape=skip).shape == (2, 6, 8)
-    assert meter.cost.flops == 4 * 2 * 6 * 3 * 8
-    assert meter.cost.operations == {"attention": 1}
 
 
 @pytest.mark.parametrize(
@@ -186,21 +167,21 @@ def test_selection_is_next_to_nothing_of_a_videos_step(kernels: bool, share: flo
 
 def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
     """Conditions of one picture read one plan."""
-    core, trial, meter = pack_module("toma_core"), pack_module("toma_core.kernels.dispatch"), cost.Meter()
+    core, trial, counter = pack_module("toma_core"), pack_module("toma_core.kernels.dispatch"), Meter()
     config = core.ToMAConfig(ratio=0.5, min_tokens=4, similarity_from="prediction")
-    run = core.RunState(core.Schedule(config), dispatch=trial.Dispatch(trial.Choice(cost.Fused(meter))))
+    run = core.RunState(core.Schedule(config), dispatch=trial.Dispatch(trial.Choice(cost.Fused(counter))))
     launches = []
-    x, picture = (torch.empty(shape, device=cost.META) for shape in ((2, 32 * 32, 640), (1, 16, 64, 64)))
+    x, picture = (torch.empty(shape, device=META) for shape in ((2, 32 * 32, 640), (1, 16, 64, 64)))
     # Every second selection has the same windows as the first.
     for selection, conditions in ((0, 2), (1, 2), (2, 2), (4, 1)):
-        meter.cost = cost.Cost()
+        counter.cost = Cost()
         step = core.StepPlan(0, core.StepMode.MERGED, 0.5, selection, selection)
-        with meter:
+        with counter:
             plan = run.plan(x[:conditions], (32, 32), "a", step, (None,) * conditions, pictures=(picture,) * conditions)
-        launches.append(meter.cost.launches)
+        launches.append(counter.cost.launches)
     assert len(plan.dest_slots) == 1
     assert launches[-1] == launches[-2] < 50
-    assert meter.cost.operations["toma.select_weigh"] == 1
+    assert counter.cost.operations["toma.select_weigh"] == 1
 
 
 def test_every_file_that_merges_is_counted() -> None:
@@ -292,8 +273,8 @@ def test_the_stand_in_for_kernels_has_their_shapes() -> None:
     assert windows.valid is not None
     assert budget.valid is not None
     x = torch.randn(3, 35, 40, generator=torch.Generator().manual_seed(0)).half().to(device)
-    meter = cost.Meter()
-    kernels = pack_module("toma_core.kernels.triton").TritonKernels(), cost.Fused(meter)
+    counter = Meter()
+    kernels = pack_module("toma_core.kernels.triton").TritonKernels(), cost.Fused(counter)
 
     def results(by: Any) -> list[torch.Tensor]:
         picks, M, back = by.select_weigh(x, windows, budget, 30.0)
@@ -306,12 +287,12 @@ def test_the_stand_in_for_kernels_has_their_shapes() -> None:
     real = kernels[0].select_weigh(x, windows, budget, 30.0)[0]
     for a, b in zip(*map(results, kernels), strict=True):
         assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
-    assert meter.cost.launches == 5
+    assert counter.cost.launches == 5
     tables = windows.source.nbytes + windows.valid.nbytes + budget.expand.nbytes
     merging = x.nbytes + 3 * budget.total * 40 * 2 + real.numel() * windows.slots * 2
-    meter.cost = cost.Cost()
+    counter.cost = Cost()
     kernels[1].unmerge(torch.empty(3, budget.total, 40).half(), results(kernels[0])[2], windows, budget)
-    assert meter.cost.bytes == merging + tables
+    assert counter.cost.bytes == merging + tables
 
 
 def test_comfyuis_tome_node_does_nothing_on_sdxl() -> None:

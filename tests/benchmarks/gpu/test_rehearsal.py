@@ -21,7 +21,7 @@ from scripts import gpu_kit
 from scripts.comfyui import ROOT
 
 ISOLATED = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
-# Limits of a machine: number of returned files, bytes of each.
+# What a visit may leave behind: number of files, bytes of each.
 MOST_FILES, MOST_BYTES = 8, 1 << 20
 
 
@@ -62,7 +62,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def visit(machine: Path, part: str, out: Path) -> subprocess.Popen[str]:
+def visit(machine: Path, out: Path) -> subprocess.Popen[str]:
     """Run the script without this process's environment."""
     environ = {
         "PATH": os.defpath,
@@ -74,7 +74,7 @@ def visit(machine: Path, part: str, out: Path) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.Popen(
-        [*ISOLATED, "bash", "benchmarks/gpu/visit.sh", part], cwd=machine / "tree", env=environ, text=True,
+        [*ISOLATED, "bash", "benchmarks/gpu/visit.sh", "--minutes", "60"], cwd=machine / "tree", env=environ, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 def ended(process: subprocess.Popen[str], out: Path) -> set[str]:
     """Wait, and return the sections with results."""
-    output, _ = process.communicate(timeout=900)
+    output, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, output[-6000:]
     files = [path for path in out.rglob("*") if path.is_file()]
     assert len(files) <= MOST_FILES
@@ -104,35 +104,15 @@ def ended(process: subprocess.Popen[str], out: Path) -> set[str]:
     return sections | {row["model"] for row in stored["rows"] if row["section"].startswith("sample")}
 
 
-def test_tree_and_kit_travel(machine: Path) -> None:
-    """Tree and kit must be below the machine's limit; the kit alone is small."""
-    kit = (machine / "tree" / ".gpu" / gpu_kit.ARCHIVE).stat().st_size
-    assert kit < 10 * 2**20
-    assert gpu_kit.tree_size() + kit < gpu_kit.LIMIT
+def test_the_kit_is_small(machine: Path) -> None:
+    assert (machine / "tree" / ".gpu" / gpu_kit.ARCHIVE).stat().st_size < 10 * 2**20
 
 
-def test_first_part(machine: Path, tmp_path: Path) -> None:
-    found = ended(visit(machine, "first", tmp_path), tmp_path)
-    assert found == {"kernels", "sample", "forward", "micro", "host", "sdxl"}
-    assert (tmp_path / "tests.log").is_file()
-    page = (tmp_path / "results.md").read_text()
-    checks = re.search(r"Kernels against fp64: (\d+) of (\d+) checks are right\.", page)
-    assert checks
-    assert checks[1] == checks[2]
-    assert int(checks[2]) >= 19
-    for what in ("values", "keys"):
-        assert f"- propagate {what}: 3 launches, 2 without the regression" in page
-    assert "passed" in page
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert {row["batch"] for row in rows if row["section"] == "host"} == {1, 2}
-    assert all(row["host"] and row["gpu"] for row in rows if row["section"] == "host")
-
-
-def test_second_part_when_the_first_was_killed(machine: Path, tmp_path: Path) -> None:
-    """The first part's results until then are stored, and the second part has all of its results."""
+def test_all_sections_when_a_visit_was_killed_before(machine: Path, tmp_path: Path) -> None:
+    """The killed visit's results until then are stored, and another has all of its results."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
-    killed, results = visit(machine, "first", first), first / "results.json"
+    killed, results = visit(machine, first), first / "results.json"
     deadline = time.monotonic() + 300
     while not results.is_file() or not json.loads(results.read_text())["rows"]:
         assert killed.poll() is None
@@ -141,13 +121,20 @@ def test_second_part_when_the_first_was_killed(machine: Path, tmp_path: Path) ->
     kill_all(killed)
     assert json.loads((first / "results.json").read_text())["conditions"]["device"]
 
-    found = ended(visit(machine, "second", second), second)
-    assert found == {"sample", "torch.compile", "flux", "z_image", "qwen_image", "sdxl"}
-
-
-def test_third_part(machine: Path, tmp_path: Path) -> None:
-    found = ended(visit(machine, "third", tmp_path), tmp_path)
-    assert found == {"sample", "attention", "forward", "break-even", "place", "flux", "sdxl"}
-    rows = [row for row in json.loads((tmp_path / "results.json").read_text())["rows"] if row["section"] == "place"]
-    assert {row["model"] for row in rows} == {"flux", "ltx_av"}
-    assert len(rows) == 14, "unmerged, and keys and values of two forms in three places"
+    found = ended(visit(machine, second), second)
+    models = {"flux", "z_image", "qwen_image", "sdxl"}
+    assert found == {"kernels", "sample", "forward", "micro", "host", "torch.compile", "break-even", "place", *models}
+    page = (second / "results.md").read_text()
+    checks = re.search(r"Kernels against fp64: (\d+) of (\d+) checks are right\.", page)
+    assert checks
+    assert checks[1] == checks[2]
+    assert int(checks[2]) >= 19
+    for what in ("values", "keys"):
+        assert f"- propagate {what}: 3 launches, 2 without the regression" in page
+    rows = json.loads((second / "results.json").read_text())["rows"]
+    host = [row for row in rows if row["section"] == "host"]
+    assert {row["batch"] for row in host} == {1, 2}
+    assert all(row["host"] and row["gpu"] for row in host)
+    place = [row for row in rows if row["section"] == "place"]
+    assert {row["model"] for row in place} == {"flux", "ltx_av"}
+    assert len(place) == 10, "unmerged, and keys and values of two forms in two places"

@@ -34,7 +34,7 @@ def test_a_complete_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     network = models.new_wan(0, config=config, to_train=False)
     save_file(network.state_dict(), tmp_path / "wan.safetensors")
     video.main(["--weights", str(tmp_path / "wan.safetensors"), "--clips", "1", "--out", str(tmp_path)])
-    assert "| every step: 0.5 |" in capsys.readouterr().out
+    assert "every step: 0.5 {" in capsys.readouterr().err
     rows = json.loads((tmp_path / "wan-4steps-choose.json").read_text())["rows"]
     assert rows["unmerged"]["error"] == 0
     for name, row in rows.items():

@@ -20,16 +20,7 @@ from PIL import Image
 
 from demo import sampling, showcase
 from demo.showcase_graphs import DIT, DIT_FILE, KINDS, UNET, place_dit, sampling_graph, widget_values
-from demo.showcase_results import (
-    Case,
-    Outcome,
-    StepClock,
-    explanation,
-    merge_maps,
-    relative_error,
-    side_by_side,
-    table,
-)
+from demo.showcase_results import Case, Outcome, StepClock, explanation, merge_maps, relative_error, side_by_side, table
 from scripts.comfy_pack import pack_module
 from scripts.comfy_server import free_port
 from scripts.comfyui import ROOT

@@ -61,6 +61,8 @@ def test_runs_resumes_and_repeats(kind: str, tmp_path: Path) -> None:
     def fresh(seed: int = 0) -> Trainer:
         return Trainer(_plan(kind, seed), CPU, config=SMALL[kind])
 
+    assert not run(fresh(), tmp_path / "limited.pt", minutes=0)
+    assert (tmp_path / "limited.pt").exists(), "a time limit leaves a checkpoint"
     unbroken = fresh()
     assert run(unbroken, tmp_path / "unbroken.pt", minutes=5)
     assert unbroken.step == 3
@@ -77,22 +79,12 @@ def test_runs_resumes_and_repeats(kind: str, tmp_path: Path) -> None:
     assert _same(_weights(second), _weights(unbroken))
 
     other = fresh(seed=1)
+    with pytest.raises(ValueError, match="belongs to another run"):
+        other.restore(tmp_path / "half.pt")
     other.train_step(Batches(other.plan)[0])
     start = fresh()
     start.train_step(Batches(start.plan)[0])
     assert not _same(_weights(other), _weights(start))
-
-
-def test_a_time_limit_leaves_a_checkpoint(tmp_path: Path) -> None:
-    trainer = Trainer(_plan("dit"), CPU, config=SMALL["dit"])
-    assert not run(trainer, tmp_path / "dit.pt", minutes=0)
-    assert (tmp_path / "dit.pt").exists()
-
-
-def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
-    Trainer(_plan("dit"), CPU, config=SMALL["dit"]).save(tmp_path / "dit.pt")
-    with pytest.raises(ValueError, match="belongs to another run"):
-        Trainer(_plan("dit", seed=4), CPU, config=SMALL["dit"]).restore(tmp_path / "dit.pt")
 
 
 def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
@@ -121,14 +113,6 @@ def test_a_dit_wide_for_its_tokens(tmp_path: Path) -> None:
     loaded = models.load_dit(str(tmp_path / "dit.safetensors")).model.diffusion_model
     assert (loaded.patch_size, loaded.hidden_size, len(loaded.single_blocks)) == (1, 64, 2)
     assert _same(trainer.average, dict(loaded.named_parameters()))
-
-
-@pytest.mark.parametrize("wrong", [{"token": 3}, {"width": 100}, {"blocks": (0, 2)}])
-def test_impossible_dits_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="no model of"):
-        Plan("dit", 3, **wrong)
-    with pytest.raises(ValueError, match="DiT's"):
-        Plan("unet", 3, width=256)
 
 
 def test_begins_with_exported_weights(tmp_path: Path) -> None:
@@ -196,9 +180,24 @@ def test_full_pictures_only_to_continue_with() -> None:
     assert {usual.sort_at(0, draw) for draw in (0.0, 0.92, 0.999)} == {"half", "full", "crop"}
 
 
-def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="dit, unet or wan"):
-        _plan("vae")
+@pytest.mark.parametrize(
+    ("kind", "wrong", "message"),
+    [
+        ("dit", {"token": 3}, "no model of"),
+        ("dit", {"width": 100}, "no model of"),
+        ("dit", {"blocks": (0, 2)}, "no model of"),
+        ("unet", {"width": 256}, "DiT's"),
+        ("vae", {}, "dit, unet or wan"),
+    ],
+)
+def test_impossible_plans_are_refused(
+    kind: str, wrong: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(kind, 3, **wrong)
+    with pytest.raises(SystemExit):
+        arguments(["unet", "--teacher", "weights.safetensors"])
+    assert "and, with --deep, for the UNet" in capsys.readouterr().err
 
 
 def _even() -> Plan:
@@ -255,12 +254,6 @@ def test_few_steps_are_taught_by_a_trained_dit(tmp_path: Path) -> None:
     still = [name for name, value in before.items() if torch.equal(value, after[name])]
     assert still == [], "what was computed without gradients before is not used with them"
     assert _same(before, dict(student.objective.teacher.named_parameters()))
-
-
-def test_the_shallow_unet_has_no_teacher(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments(["unet", "--teacher", "weights.safetensors"])
-    assert "and, with --deep, for the UNet" in capsys.readouterr().err
 
 
 def test_the_deep_unet_learns_the_answers_of_the_shallow_one(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cost import Meter
+from testbed.meter import Meter
 from tests.toma_core.kernels.cases import DEVICE, Case, each
 from tests.toma_core.kernels.triton.test_product import BRAIN, FULL, HALF, in_fp32, normal, random_plan
 from toma_core.config import WindowShape

@@ -1,0 +1,120 @@
+"""benchmarks.real: figures of pictures with known results, and the report.
+
+Weights cannot be downloaded everywhere, so LPIPS has random ones here: equal pictures must still have a distance of 0,
+and more noise a larger one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.real import compare, report
+from benchmarks.real.compare import OTHER_SEED, Array, Score, loaded, measure, pairs_of, psnr, summarise
+from benchmarks.real.graphs import Setting, node
+from benchmarks.real.pictures import UNMERGED, Folder, Job
+
+
+def noisy(amount: float, size: int = 96) -> Array:
+    """Return the same picture with the same noise at a given strength."""
+    y, x = np.mgrid[:size, :size] / size
+    base = np.stack([x, y, 0.5 + 0.3 * np.sin(12 * x)], axis=-1) * 0.6 + 0.2
+    noise = np.random.default_rng(0).standard_normal(base.shape)
+    return (255 * np.clip(base + amount * noise, 0, 1)).astype(np.uint8)
+
+
+def test_psnr_by_hand() -> None:
+    a, b = (np.full((16, 16, 3), grey, np.uint8) for grey in (100, 110))
+    assert psnr(a, b) == pytest.approx(20 * np.log10(25.5))
+    assert psnr(a, a) == 120
+
+
+@pytest.mark.parametrize("name", ["LPIPS", "SSIM"])
+def test_more_noise_is_farther(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "LPIPS":
+        pytest.importorskip("torchmetrics")
+        import torchvision
+
+        alexnet = torchvision.models.alexnet
+        monkeypatch.setattr(torchvision.models, "alexnet", lambda weights: alexnet(weights=None))
+        torch.manual_seed(0)
+    score: Score = compare.METRICS[name]()
+    values = [score(noisy(amount), noisy(0.0)) for amount in (0.0, 0.02, 0.1, 0.3)]
+    assert values[0] == pytest.approx(0.0 if name == "LPIPS" else 1.0, abs=1e-6)
+    assert values == sorted(values, reverse=name == "SSIM")
+    assert abs(values[3] - values[0]) > 2 * abs(values[1] - values[0]) > 0
+
+
+def test_a_missing_library_leaves_its_metric_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics.image.lpip", None)
+    monkeypatch.setitem(sys.modules, "skimage.metrics", None)
+    found, notes = loaded()
+    assert list(found) == ["PSNR"]
+    assert [note.partition(" is left out (")[0] for note in notes] == ["LPIPS", "SSIM"]
+    assert all("pip install" in note for note in notes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    found = Folder(tmp_path / "out")
+    found.prepare({"device": "cpu"})
+    return found
+
+
+def made(folder: Folder) -> list[Job]:
+    """Make pictures of two prompts and two seeds; merged ones are noisier, except one that equals its unmerged
+    picture."""
+    jobs = []
+    for p, prompt in enumerate(("a <script>alert(1)</script> cat", "@@HEAD@@")):
+        for seed in (1, 2):
+            for setting, amount in ((None, 0.0), (Setting(0.5, "balanced"), 0.05 * (p + seed - 1))):
+                about = {"1": node("A", prompt=p, seed=seed, unmerged=setting is None)}
+                job = Job(prompt, seed, setting, about)
+                picture = noisy(amount + (0.4 if seed == 2 and setting is None else 0), 32)
+                Image.fromarray(picture).save(folder.picture(job))
+                folder.save(job, folder.picture(job).read_bytes(), 4.0 if setting is None else 2.0 + p, seed == 2)
+                jobs.append(job)
+    return jobs
+
+
+def test_summary_by_hand(folder: Folder) -> None:
+    pairs = pairs_of(folder, made(folder))
+    measure(pairs, {"PSNR": psnr})
+    plain, merged, other = summarise(pairs)
+    assert [plain.setting, merged.setting, other.setting] == [UNMERGED, "balanced 0.5", OTHER_SEED]
+    assert (plain.pictures, merged.pictures, other.pictures) == (4, 4, 2)
+    # Of each setting the runs of seed 2 are timed: 4 and 4 s, 2 and 3 s.
+    assert (plain.seconds, merged.seconds, other.seconds) == (4.0, 2.5, None)
+    assert merged.speedup == pytest.approx(1.6)
+    assert plain.speedup is None
+    assert merged.identical == 1
+    values = [pair.figures["PSNR"] for pair in pairs if pair.setting == "balanced 0.5"]
+    assert merged.figures["PSNR"] == pytest.approx(np.mean(values))
+    assert plain.figures == {}
+
+
+def test_report_files(folder: Folder) -> None:
+    pairs = pairs_of(folder, made(folder))
+    measure(pairs, {"PSNR": psnr})
+    summaries = summarise(pairs)
+    conditions = {"device": "a card", "comfyui": "0.30.0", "pytorch": "2"}
+    said = [*report.notes(summaries, conditions), "LPIPS is left out: because"]
+    text = report.write(folder, pairs, summaries, conditions, said).read_text(encoding="utf-8")
+    assert "<script>alert" not in text
+    assert "a &lt;script&gt;alert(1)&lt;/script&gt; cat" in text
+    assert text.count("<figure>") == 4
+    assert "@@HEAD@@</figcaption>" in text
+    assert text.count("@@") == 4  # two pictures of that prompt
+    for part in ("LPIPS is left out: because", "1 of 4 pictures equal", "1.60x"):
+        assert part in text
+    data = json.loads((folder.path / "results.json").read_text())
+    assert data["settings"][1]["figures"] == summaries[1].figures
+    assert data["conditions"]["device"] == "a card"
+    assert len(data["pairs"]) == len(pairs)
+    assert all((folder.pictures / pair["picture"]).is_file() for pair in data["pairs"])
