@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from toma_core.kernels.triton import change, product, quant4, select
 
 TYPES = {"source": "*i64", "dest_slots": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1",
-            "destinations": "*i64", "R": "*fp32", "codes": "*u8",
+            "destinations": "*i64", "R": "*fp32", "priority": "*fp32", "codes": "*u8",
             "sharpness": "fp32", "tie": "fp32", "least": "fp32", "wider": "fp32", "lowest": "fp32"}
 TOKENS = ("low", "step", "x", "y", "reduced", "M", "back", "weights", "spread", "answer", "fresh", "cached", "out")
 
@@ -42,7 +42,8 @@ def every(dtype, capability):
     block = 16 if dtype == "fp32" else 64
     shared = {"HAS_VALID": True, "HAS_USED": True, "UPCAST": False}
     for slots, warps in ((64, 4), (128, 16)):
-        constants = {**shared, "SELECT": True, "S_PAD": slots, "K_PAD": slots // 2, "BLOCK_C": block}
+        sizes = {"S_PAD": slots, "K_PAD": slots // 2, "BLOCK_C": block}
+        constants = {**shared, **sizes, "SELECT": True, "HAS_PRIORITY": slots == 64}
         yield compiled(select._select_kernel, dtype, capability, constants, warps, 3)
     inner, channels = (32, 32) if dtype == "fp32" else (64, 128)
     blocks = {"STEPS": 4, "BLOCK_K": 64, "BLOCK_S": inner, "BLOCK_C": channels}
