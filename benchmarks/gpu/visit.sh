@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # Run the benchmarks on a GPU machine without network, from the root of the tree with `.gpu/` (make gpu-kit) in it:
 #   OUT=FOLDER bash benchmarks/gpu/visit.sh [--minutes 12] [--only kernels sdxl]
-# Options are those of `python -m benchmarks.suite`. A few small files in $OUT are written as results come; in a folder
+# Options are those of `python -m benchmarks.suite`; `first` and `second` are what matters most, 7 minutes each. A few small files in $OUT are written as results come; in a folder
 # of $OUT where others are there. DRY=1: tiny models on the CPU, no speed.
 set -uo pipefail
+case ${1:-} in
+first) set -- --minutes 6.5 --only kernels sdxl-1024-cfg sdxl-rivals micro host ;;
+second) set -- --minutes 6.5 --only flux-1024 z-image-1024 qwen-1328 kv-place compile ;;
+esac
 OUT=${OUT:?the folder for results} DRY=${DRY:-}
 PYTHON=${PYTHON:-python3}
 WORK=${TMPDIR:-/tmp}/toma-gpu
