@@ -148,7 +148,7 @@ class ToMAAdvanced(io.ComfyNode):
         sharpness: float | None = None,
     ) -> bool | str:
         """Return True, or what is wrong with the range of steps, or with a number whose least value is above 0: between
-        it and -1 ComfyUI allows all. ComfyUI reports every input named here for one error; the page picks the one."""
+        it and -1 ComfyUI allows all. ComfyUI flags all these inputs for one error; the page finds the faulty one."""
         given = {
             "start_percent": start_percent,
             "end_percent": end_percent,

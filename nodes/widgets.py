@@ -18,7 +18,7 @@ CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
 _FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # shown at once, the others are advanced inputs
-# Values that leave a field to the preset: of lists and switches, and of numbers, none of which may be negative.
+# Values that leave a field to the preset, in lists and switches and in numbers, whose own are not negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
 
@@ -89,8 +89,8 @@ def _override(name: str) -> Any:
 
 
 def _values(preset: str, name: str) -> list[Any]:
-    """Return the values that a field has by a preset, of UNets and of transformers: the page shows them before a run
-    says which of the two it is."""
+    """Return a field's values in a preset, for UNets and for transformers: the page shows both until a run says which
+    of the two it is."""
     kinds = ModelKind.UNET, ModelKind.TRANSFORMER
     values = [getattr(UserSettings(preset).resolved(kind), name) for kind in kinds]
     return list(dict.fromkeys(value.value if isinstance(value, Enum) else value for value in values))

@@ -1,7 +1,7 @@
 """Choose ratios from measured errors: the least error for a saving.
 
 Not in the paper. Squared errors of blocks add up (docs/fidelity.md), so the squared errors of all sites, bands and
-ratios predict which combination is best. A *site* is a run of blocks with one ratio, a *band* a range of noise levels.
+ratios predict which combination is best. A *site* is adjacent blocks of one ratio, a *band* a range of noise levels.
 The best combination is a knapsack with one ratio for each cell; along the lower hull of each cell the greedy choice is
 exact up to its last piece.
 """

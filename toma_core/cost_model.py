@@ -99,9 +99,9 @@ def too_little(
 ) -> Message | None:
     """Return why Auto does not merge a grid, None if it does.
 
-    images: of one condition. Whether conditions run in one batch depends on free memory, which must not change a
-    picture. card: None compares with the fewest tokens alone. granularity: what tokens are merged around; a stack of
-    one block counts as a block.
+    images: per condition. Whether conditions run in one batch depends on free memory, which must not change a picture.
+    card: None compares with the fewest tokens alone. granularity: what tokens are merged around; a stack of one block
+    counts as a block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)

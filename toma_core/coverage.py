@@ -56,12 +56,11 @@ class Coverage:
     def begin(self, origins: Mapping[Hashable, Origin], other: Origin, interval: int) -> bool:
         """Begin an evaluation of these conditions; return whether the entries of all of them hold.
 
-        other: of conditions that the call has and the evaluation does not name. interval: steps that one refresh
-        serves.
+        other: for conditions of the call that the evaluation does not name. interval: steps that one refresh serves.
         """
         with self.cache.lock:
             self._interval = interval
-            # First, of the evaluation before: other nodes skip conditions.
+            # Mark what the last refresh missed: nodes skip conditions.
             if any(signature in self._lines for signature in self._refreshing):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in self._lines)
             self._refreshing = {}
@@ -119,8 +118,8 @@ class Coverage:
     def ended(self, signatures: tuple[Hashable, ...], latent: Tensor | None, layout: Hashable = None) -> None:
         """Note that a call has written the entries of these conditions.
 
-        latent: of the call, (B, C, ..., H, W); None if the entries are not propagated. layout: of a refresh; None of a
-        merged call.
+        latent: the call's, (B, C, ..., H, W); None if entries are not propagated. layout: a refresh's; None in a merged
+        call.
         """
         parts = [None] * len(signatures) if latent is None else latent.chunk(len(signatures))
         with self.cache.lock:

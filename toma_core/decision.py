@@ -129,7 +129,7 @@ def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...],
     """Return the plan of a call of the model, and of all later ones of its evaluation: a refresh in place of a merged
     one whose chains the caches do not fit.
 
-    signatures: of the call's conditions. layout: of latents and chains.
+    signatures: one per condition. layout: that of latents and chains.
     """
     if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.coverage.fits(signatures, layout):
         return plan
@@ -153,8 +153,8 @@ def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
 
 def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None:
     """Return the plan of an evaluation that is repeated after memory ran out: it and all later ones are full, and plans
-    and caches are dropped. None where repeating would not help: the run has no KV cache, and the call is of a picture,
-    or full already."""
+    and caches are dropped. None where repeating would not help: without a KV cache, if the call is of a picture or is
+    full already."""
     dropped = run.kv_cache and run.coverage.disable()
     if not dropped and (not video or run.disabled_by or plan.mode is StepMode.FULL):
         return None

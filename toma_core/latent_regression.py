@@ -29,12 +29,12 @@ from .prediction import picture_tokens
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# Share of what latents do not explain of a destination's change that the tokens near it get. Part of it is noise for
+# Share that nearby tokens get of the part of a destination's change unexplained by latents. Part of it is noise for
 # them; a lower share would lose what they have in common (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
-# Of F / D, the ridge of the textbook. What latents explain is far more than what they do not, so most of it is bias.
+# Share of the textbook's ridge, F / D: latents explain most of the change, so a full one is mostly bias.
 _RIDGE = 0.1
-# With fewer destinations for each feature, the fit says more of them than of other tokens.
+# With fewer destinations per feature, the fit describes them more than other tokens.
 _LEAST_DESTINATIONS = 2
 
 

@@ -59,8 +59,8 @@ class MergePlan:
     def strips(self) -> tuple[Tensor, Tensor] | None:
         """M and A^T of rows of windows, (B * R, D / R, N / R) and (B * R, N / R, D / R), for products in PyTorch.
 
-        A row of windows is one run of tokens, which a product reads in place. Between its windows the matrices are
-        zero. None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW`.
+        A row of windows is one span of memory, read in place by a product. Between its windows the matrices are zero.
+        None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW`.
         """
         windows, tiles = self.windows, self.windows.tiles
         if self.kernels is not None or windows.contiguous or tiles is None or tiles[2] > _MAX_IN_ROW:

@@ -89,7 +89,7 @@ class CudaCopier:
 
 @cache
 def _cuda_streams(device: torch.device) -> tuple[Stream, Stream]:
-    """Make the streams of all runs: of 32 PyTorch gives the first, with ComfyUI's copies of weights, to the 33rd."""
+    """Make streams once for all runs: PyTorch has 32, so a 33rd is the first, which copies ComfyUI's weights."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
@@ -144,7 +144,7 @@ class Parked:
     chunks: int = 1
 
     def parts(self) -> list[Tensor]:
-        """Return the chunk of each part of the tensor, views of main memory."""
+        """Return this chunk of the tensor's parts, as views of main memory."""
         return [part.chunk(self.chunks)[self.number] for part in self.buffer.parts()]
 
     @property

@@ -87,7 +87,7 @@ class Evaluation:
         return None if update is None else Cached(run.cache, keys, update, quantized, kv, change)
 
     def keys(self, block: str) -> Keys:
-        """Return the keys of a block in the caches, one for each condition."""
+        """Return a block's cache keys, one for each condition."""
         return tuple((block, cond) for cond in self.cond_keys)
 
     @property

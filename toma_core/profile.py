@@ -52,7 +52,7 @@ class Profile:
             raise ValueError(f"more than {_MAX_BANDS} different ratios")
 
     def ratio_schedule(self, names: Sequence[str]) -> RatioSchedule:
-        """Return the ratios for a model with these blocks, in forward order. Raises `ValueError` if one is missing."""
+        """Return the ratios for a model with these blocks, in forward order. `ValueError` if a block is missing."""
         by_band: list[dict[str, float]] = [{} for _ in self.above]
         for blocks, ratios in self.ratios.items():
             first, _, last = blocks.partition(" - ")

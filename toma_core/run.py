@@ -187,8 +187,8 @@ class RunState:
             self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
 
     def _priority(self, key: _PlanKey) -> Tensor:
-        """Return the priority of tokens as destinations in a run that propagates what is cached, (B, N) fp32: those of
-        the selection before have just been computed."""
+        """Return the tokens' priority as destinations in a run that propagates caches, (B, N) fp32: lower for those
+        that the last selection has just had computed."""
         priority = torch.ones(key.images, prod(key.grid), device=key.device)
         before, _ = self._plans.get(key._replace(selection=key.selection - 1), (None, 0))
         return priority if before is None else priority.scatter_(1, before.destinations, RECENT)
@@ -218,7 +218,7 @@ class RunState:
         return weigh(tokens, slots, windows, budget, config.sharpness, x.dtype)
 
     def _choose(self, x: Tensor, features: Tensor, windows: Windows, budget: Budget, even: bool) -> Choice:
-        """Return the kernels that compute a plan. Those of all later steps are compiled and tried at the first."""
+        """Return the kernels that compute a plan. The first step compiles and tries the kernels of all others."""
         config, dispatch = self.config, self.dispatch
         weighs = config.weight_interval % config.selection_interval != 0
         choice = dispatch.choose(x, windows, budget, features, weighs, self.kv_cache)

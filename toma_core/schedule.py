@@ -20,7 +20,7 @@ RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 # A run begins flat if it has at most this many steps and the first two lower sigma by less than this share.
 _FLAT_STEPS, _FLAT_SHARE = 8, 0.015
 
-# The generation of plans that are made once a run; even, so that windows are not shifted.
+# Generation number of plans made once a run: even, since odd ones have shifted windows.
 LASTING = 1 << 40
 
 
@@ -124,7 +124,7 @@ class Schedule:
     @cached_property
     def begins_flat(self) -> bool:
         """Whether a short run begins with steps that hardly lower the noise level, as distilled LTX models do. Caches
-        last through them, and full steps gain more at the end (benchmarks/results/fidelity/trials.md)."""
+        outlast these steps; full steps help more at the end (benchmarks/results/fidelity/trials.md)."""
         sigmas = self.sigmas
         if not (self.finishes and self.config.uses_cache and 2 < len(sigmas) <= _FLAT_STEPS) or self.ratio_schedule:
             return False

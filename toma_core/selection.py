@@ -19,8 +19,8 @@ from .windows import Budget, Windows
 # without it rounding, and so the batch, threads or kernel, would choose. Far above rounding, far below differences.
 TIE = 1e-5
 
-# Priority of destinations of the step before where cached keys, values and updates are propagated: tokens take turns at
-# being computed (benchmarks/results/fidelity/trials.md).
+# Priority of the last step's destinations if cached keys, values and updates are propagated: tokens take turns at being
+# computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
 
 # Elements held in fp32 at a time, 1 GB with intermediates; Flux at 2048 x 2048 has 50 million, Wan at 720p 390.
@@ -40,7 +40,7 @@ def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tenso
 
 
 def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Tensor:
-    """Sort slots of (B, W, K), best first, by position. A window with a smaller budget takes a prefix."""
+    """Sort slots of (B, W, K), best first, by position. A window with a smaller budget keeps its best."""
     if budget.valid is None:
         return dest_slots.sort(-1).values
     dest_slots = dest_slots.masked_fill(~budget.valid, windows.slots).sort(-1).values
@@ -57,8 +57,8 @@ def greedy_facility_location(
     1 - e^-p. A window with fewer valid slots repeats one at the end. Ties go to the lowest slot, see `tie_step`. No
     host sync.
 
-    Each round picks argmax_j of the gain sum_i relu(S_ij - m_i), where m_i = max over picked j of S_ij is how well
-    token i is represented so far; m starts at -1, the smallest cosine.
+    Each round picks argmax_j of the gain sum_i relu(S_ij - m_i). m_i, the max of S_ij over picked j, says how well
+    token i is represented; it starts at -1, the smallest cosine.
     """
     slots = similarity.shape[1]
     # Gains are never negative: picked slots lose to open ones, padding to all.

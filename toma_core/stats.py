@@ -49,7 +49,7 @@ class RunStats:
     kv_place: tuple[int, int] = (0, 0)  # bytes of keys and values on the card and in main memory, if any lie there
     kv_pinned: bool = True  # whether that main memory could be pinned
     kv_skipped: float = 0.0  # share of the first blocks that are not merged, because memory is short
-    # Of attentions that another node overrides: whether of merged tokens, and whether it left them to ComfyUI.
+    # For attentions that another node overrides: (tokens are merged, the node left the call to ComfyUI).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of the unmerged run over those of this one; None if unknown
     comfyui: tuple[Message, ...] = ()  # which ComfyUI the run is in

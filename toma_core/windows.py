@@ -149,7 +149,7 @@ def make_windows(
         rows, columns = _cuts(height, max(1, round(size * size / width)), shifted), (0, width)
     else:
         rows, columns = (0, height), (0, width)
-    # Borders of frames, which follow each other in memory, are cuts.
+    # Frames are stacked along the rows: cut at their borders too.
     rows = (0, *(frame * height + row for frame in range(frames) for row in rows[1:]))
 
     grid = torch.arange(frames * height * width).view(frames * height, width)

@@ -142,9 +142,9 @@ class Reduction:
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
         """Return the keys or values of all tokens in place of those of destinations.
 
-        (B, before + D + rest, C) -> (B, before + N + rest, C), or (B, heads, T, C) with axis 2. A refresh caches
-        them; a merged step propagates the change at its destinations. Without a cache t comes back as it is, or with
-        `always` each token gets what its destination has.
+        (B, before + D + rest, C) -> (B, before + N + rest, C); with axis 2, (B, heads, T, C). A refresh caches them; a
+        merged step propagates the change at its destinations. Without a cache t comes back as it is, or with `always`
+        each token gets what its destination has.
         """
         evaluation, lengths = self.chain.evaluation, [count for _, count in self.lengths]
         quantized = evaluation.run.quantized
@@ -175,8 +175,8 @@ class Reduction:
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
-        """Note the rotary positions of [before | N | rest] and of [before | D | rest]. Other rows are
-        ignored, and those that turn numbers that are not neighbours: their keys are regressed as they are."""
+        """Note the rotary positions of [before | N | rest] and of [before | D | rest]. Ignored are other rows, and
+        rotations of channels that are not adjacent: such keys are regressed as they are."""
         axis, (tokens, destinations) = self.chain.signature.rope_token_dim, self.lengths[0]
         if self.chain.signature.rope_split_half:
             return

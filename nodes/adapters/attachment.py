@@ -55,7 +55,7 @@ def config_for(settings: UserSettings | ToMAConfig, model: ModelPatcher, kv_cach
 
 
 def last_stats(model: ModelPatcher) -> RunStats | None:
-    """Return the stats of a model's last finished run; None without ToMA, and where newer ones replaced them."""
+    """Return the stats of a model's last finished run; None without ToMA, or if dropped for newer stats."""
     attachment = attachment_of(model)
     return None if attachment is None else _reports.get(attachment.report_id)
 

@@ -18,8 +18,8 @@ from .signature import CallArguments
 
 _OVERRIDE = "optimized_attention_override"
 
-# (keys or values, name, tokens before the image, axis of tokens) -> those to attend to instead. Keys are (B, T, C), (B,
-# T, heads, C), or (B, heads, T, C) with axis 2.
+# (keys or values, name, tokens before the image, axis of tokens) -> those to attend to instead. Keys: (B, T, C), (B, T,
+# heads, C) or, with axis 2, (B, heads, T, C).
 Change = Callable[[Tensor, str, int, int], Tensor]
 # A mask of the keys -> one of the keys that replace them, None if unknown.
 Masked = Callable[[Tensor], "Tensor | None"]
@@ -80,8 +80,8 @@ class KVOverride:
         return self.called if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries else None
 
     def _default(self, function: Callable[..., Any], number: int | None) -> Callable[..., Any]:
-        """Return the function of this attention if no node has an override: ComfyUI skips the
-        checkpoint's function as soon as there is an override."""
+        """Return what computes this attention without overrides: under any override, also ours, ComfyUI passes over the
+        checkpoint's function."""
         if not self.preferred:
             return function
         named: Any = self.preferred[0 if number == 0 else -1].function
@@ -105,8 +105,8 @@ def override_attention(
     preferred: Sequence[nn.Module] = (),
     note: Note | None = None,
 ) -> CallArguments:
-    """Return a block's arguments with which its self-attention attends to the keys and values that `change` gives;
-    unchanged if ComfyUI hands the block neither options nor, as `attention_arg`, a function that computes attention."""
+    """Return a block's arguments that make its self-attention use the keys and values from `change`; unchanged if
+    ComfyUI hands the block neither options nor, as `attention_arg`, an attention function."""
     if attention_arg:
         override = KVOverride(change, spans, None, masked)
         return {**call_args, attention_arg: partial(override, call_args[attention_arg])}

@@ -46,8 +46,8 @@ def token_grid(latent: Tensor, patch_size: int) -> Grid:
 
 
 def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> Message | None:
-    """Return why the settings skip the block of this index among `count`, None if they do not. last: whether the last
-    of them are the last of the model."""
+    """Return why the settings skip the block of this index among `count`, None if they do not. last: whether they end
+    where the model ends."""
     if index < resolve_count(config.skip_first_blocks, count):
         return Reason.SKIP_FIRST_BLOCKS(count=config.skip_first_blocks)
     if last and count - index <= resolve_count(config.skip_last_blocks, count):
@@ -97,8 +97,8 @@ def chain_hooks(
 ) -> Iterator[HookPair]:
     """Yield hooks that keep tokens merged from the first of consecutive blocks to the last.
 
-    grids: of the image, and of references that are merged too. x: latent of (B, C, ..., H, W). width: channels of a
-    token, 0 if unknown.
+    grids: the image's, then those of references merged too. x: latent of (B, C, ..., H, W). width: channels of a token,
+    0 if unknown.
     """
     first, config = hooks[0], evaluation.run.config
     evaluation = evaluation.of(first.name)

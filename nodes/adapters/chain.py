@@ -94,8 +94,8 @@ class ChainSite:
 
     def reach(self) -> ActiveChain | None:
         """Note that the model has reached the chain, and return it. If another node calls the model again in the same
-        evaluation, that call has separate caches; a pair that is still set is of a call that ran out of memory, and
-        this is its repetition with fewer images."""
+        evaluation, that call has separate caches; a pair that is still set is left by a call that ran out of memory,
+        now repeated with fewer images."""
         if self.chain is not None and self.reached and not self.pair:
             self.chain = replace(self.chain, evaluation=self.chain.evaluation.again())
         self.reached = True

@@ -113,8 +113,8 @@ def warn(error: UnmergedError, consequence: str = "without merging") -> None:
     )
 
 
-# Options of ComfyUI that switch off what expects every evaluation of a model to be alike: its compiler, which records
-# what a block allocates and gives it the same addresses in the next evaluation, and CUDA graphs.
+# Options of ComfyUI that switch off what expects all evaluations of a model to be alike: CUDA graphs, and its compiler,
+# which records a block's allocations and repeats their addresses in the next evaluation.
 _REPLAYS = ("disable_comfy_compiler", "disable_cuda_graphs")
 _replays_lock, _replays_before = Lock(), list[dict[str, bool]]()
 
@@ -139,7 +139,7 @@ def without_replays() -> Iterator[None]:
 
 def end_interrupted(several_devices: bool = False) -> None:
     """End what ComfyUI began in an evaluation that an error ended: its recording, and weights that it has prefetched.
-    ComfyUI does so only when a node ends. several_devices: only the recording of this one, as others still compute."""
+    ComfyUI does so only when a node ends. several_devices: end only this device's recording; others still compute."""
     try:
         from comfy import model_prefetch as prefetch
     except ImportError:  # an older ComfyUI begins nothing of the kind
@@ -183,9 +183,9 @@ def with_argument(
 def check(module: nn.Module, hook: object) -> None:
     """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`.
 
-    The hook's `BlockSignature`, or its own `__call__`, lists the arguments that are known. Positional ones must be the
-    first ones of the class's `forward` with the same names (unless they have none, before a `/`), named ones must be
-    among the others, and all further ones must have a default and a `**rest` to go to, where the hook checks them.
+    The hook's `BlockSignature`, or its own `__call__`, lists the arguments that are known. Positional ones must lead
+    the class's `forward` under the same names (nameless before a `/`), named ones must follow there, and any further
+    argument of `forward` must have a default and a `**rest` in the hook, which checks it.
     """
     module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes any argument
     try:

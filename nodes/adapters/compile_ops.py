@@ -1,6 +1,6 @@
 """Merge inside the graphs of torch.compile, by operators that the compiler does not trace.
 
-Merging depends on content, step and run, which a traced graph would freeze. Outside of the graph it would break it, in
+Merging depends on content, step and run, which a traced graph would freeze. Merging outside would break the graph in
 the middle of the loops over blocks: each block would be a graph of its own, and guards would cost most of what
 compiling gains. So a graph holds operators that know a site of the model, by number, and shapes.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ...toma_core.kernels.layout import free_namespace
 
-# Graphs of one code: full and merged, for a few dozen sizes of image and lengths of prompt.
+# Graphs per function: full and merged, for a few dozen image sizes and prompt lengths.
 _GRAPHS = 64
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
 def compiled(model_options: dict[str, Any]) -> bool:
-    """Whether ComfyUI compiles the model with Inductor. Recorded CUDA graphs would replay what the operators did when
-    they were recorded: there, and with unknown options, merging stays outside."""
+    """Whether ComfyUI compiles the model with Inductor. A CUDA graph would replay what the operators did at its
+    recording: with CUDA graphs or unknown options, merging stays outside of graphs."""
     kwargs = model_options.get("torch_compile_kwargs") or {}
     options = kwargs.get("options") or {}
     return kwargs.get("backend") == "inductor" and kwargs.get("mode") in _MODES and not options.get("triton.cudagraphs")

@@ -28,8 +28,8 @@ _SWITCHES = ("run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn")
 
 
 def patches_of(transformer_options: Mapping[str, Any]) -> Hashable:
-    """Return what is patched, by the functions' names: many functions are created again for each evaluation; and what
-    is switched off."""
+    """Return what is switched off and what is patched, by names of functions, as many are created anew for each
+    evaluation."""
     added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
     return (
         *(switch for switch in _SWITCHES if not transformer_options.get(switch, True)),

@@ -38,8 +38,7 @@ _FOREIGN = ("sampler_", "model_function_wrapper", "context_handler", "denoise_ma
 def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Sequence[float]) -> list[Parts]:
     """Return the entries that each step of a run would cache as a refresh.
 
-    shape: of the latent as ComfyUI packs it. sigmas: of the steps; without any, one step in which every condition takes
-    part is returned.
+    shape: the latent's, as ComfyUI packs it. sigmas: one per step; if empty, one step with every condition is returned.
     """
     contents, model = Contents(guider.conds), _Unloaded(guider.model_patcher)
     conds = _prepared(guider.conds, model, shape)
@@ -60,7 +59,7 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
     """Return the areas of the entries in the caches of a run when they are fullest.
 
-    steps: the entries of each step. size: of the entry of an area.
+    steps: the entries of each step. size: an area's entry size.
     """
     held: dict[Hashable, tuple[int, Area]] = {}  # step of the last refresh, and area
     most = [*max(steps, key=lambda parts: sum(map(size, parts.values()))).values()]
@@ -89,7 +88,7 @@ class _Unloaded:
 
 def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dict[str, list[Any]]:
     """Return copies of all conditions with their areas and noise levels, as ComfyUI makes them when sampling begins.
-    Where it makes them in another way, they are returned without."""
+    If that fails, the copies are returned unresolved."""
     copies = {name: [dict(cond) for cond in group or ()] for name, group in conds.items()}
     prepared = {name: list(group) for name, group in copies.items()}
     try:

@@ -73,7 +73,7 @@ class ModelHooks:
     def kv_cache_numel(
         self, latent: Tensor, config: ToMAConfig, options: Options, controlled: bool, references: Sequence[Tensor]
     ) -> tuple[int, int]:
-        """Return how many numbers of an image are cached with a KV cache: residuals of chains, then keys and values of
+        """Return how many elements per image are stored with a KV cache: residuals of chains, then keys and values of
         the blocks that these settings merge, 0 if their attention cannot be changed.
 
         Args:
@@ -84,7 +84,7 @@ class ModelHooks:
         return 0, 0
 
     def model_cache_numel(self, cond: Mapping[str, Any], options: Options) -> float:
-        """Return how many numbers of an image the model itself caches on the card for a condition during a run."""
+        """Return how many elements per image and condition the model itself caches on the card during a run."""
         return 0
 
     def times_less_work(self, latent: Tensor, run: RunState) -> float | None:

@@ -29,14 +29,14 @@ from .evaluated import Area, Parts, evaluated_parts, most_held
 from .family import ModelHooks
 from .main_memory import main_room, may_take
 
-# The share of its memory that the KV cache may take in four bits on a device that shares its memory with the computer,
-# as a CPU does, or that this pack does not copy from.
+# How much of a device's memory a KV cache in four bits may take, if it shares that memory with the computer (a CPU
+# does) or this pack cannot copy from it.
 _SHARE = 0.55
 # Shares of the first blocks that are not merged where keys and values of all blocks have no room.
 _FEWER_BLOCKS = (0.15, 0.3, 0.5)
 # ComfyUI frees this much memory for each byte of weights that it loads, see `load_models_gpu`.
 _LOADING = 1.1
-# Schedules of context windows that lie elsewhere at each step.
+# Schedules whose context windows move at each step.
 _MOVING = ("looped_uniform", "standard_uniform")
 
 
@@ -149,7 +149,7 @@ def _four_bits(
 ) -> KVCachePlan:
     """Return the plan of a cache in four bits; the card holds as much of it as fits into the `left` bytes.
 
-    updates, keys: bytes. staging: share of keys and values through which they are copied. The others are those of
+    updates, keys: bytes. staging: share of keys and values through which they are copied. For the rest see
     `KVCachePlan`.
     """
     staged = round(keys * staging)
@@ -176,7 +176,7 @@ def _shares_memory(device: torch.device) -> bool:
 
 
 def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
-    """Return where the keys and values of a run lie that have no room on the card; None if all have."""
+    """Return the place of a run's keys and values that do not fit on the card; None if all do."""
     copier = copier_of(device) if plan.main_room else None
     if copier is None:
         return None
@@ -187,9 +187,8 @@ def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
 def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:
     """Have keys and values lie on the card as far as memory is really free, now that the model is loaded.
 
-    ComfyUI may load a model block by block as it runs: its free memory is then that of weights that are still to come,
-    so keys and values take no more of it than was planned. shape, conds: as ComfyUI estimates the memory of an
-    evaluation.
+    ComfyUI may load a model block by block as it runs: memory that is free then awaits more weights, so keys and values
+    take no more than was planned. shape, conds: as ComfyUI estimates the memory of an evaluation.
     """
     try:
         activations, _ = estimate_memory(model, shape, conds)
@@ -240,7 +239,7 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
 
 def windows_of(guider: Any, latent: Tensor) -> float:
     """Return how often a frame of the latent is evaluated for a condition: more than once where context windows
-    overlap; 0 where they lie elsewhere at each step, so that caches of a full step would be of other frames."""
+    overlap; 0 where windows move at each step: caches of a full step would be of other frames."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:
@@ -255,8 +254,8 @@ def windows_of(guider: Any, latent: Tensor) -> float:
 
 
 class _AsRun:
-    """Stands in for a model's patcher, with the dtype and the options of the run. It is no copy of the patcher: that
-    would detach the model when it is deleted."""
+    """Stands in for a model's patcher, with the dtype and the options of the run. Not a copy of the patcher: deleting a
+    copy would detach the model."""
 
     def __init__(self, patcher: ModelPatcher, options: dict[str, Any]) -> None:
         self._patcher, self.model_options, self.model = patcher, options, copy(patcher.model)

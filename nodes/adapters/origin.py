@@ -35,8 +35,8 @@ def is_original(block: nn.Module) -> bool:
 
 
 def foreign_positions(model: nn.Module | None) -> str | None:
-    """Return the class of a module that another pack has put in the place of one that computes positions, None without:
-    such modules may compute others at each step, as those for larger pictures than the model was trained on do."""
+    """Return the class of another pack's module that computes positions, None without one: the positions may differ at
+    each step, as with modules for pictures larger than in training."""
     for name, child in () if model is None else unwrapped(model).named_children():
         if name.startswith(_POSITIONS) and not type(child).__module__.startswith("torch.") and not is_original(child):
             return type(child).__name__

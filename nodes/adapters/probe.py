@@ -65,8 +65,8 @@ class Probes:
     def squared_errors(self) -> dict[tuple[str, int, float], float]:
         """Return the squared error of each site, band and ratio; to be read after the run.
 
-        Errors at `RATIO` are measured, those at others scaled like the error of all sites together. Sites that gave
-        NaN anywhere are left out: they must not be merged.
+        Errors are measured at `RATIO`; other ratios scale them as they scale the joint error. Sites that gave NaN
+        anywhere are left out: they must not be merged.
         """
         errors = {key: float(error) for key, error in self._errors.items()}
         joint = {ratio: error for (_, site, ratio), error in errors.items() if site is None}
@@ -102,7 +102,7 @@ class Probes:
             image: Tensor = executor(model, conds[:1], x, timestep, options)[0]
             return image.float()
 
-        # Alone, as the measured ones are: a batch of two computes in another order.
+        # The baseline runs alone like the probes: batches of two round otherwise.
         alone = len(conds) == 1 or conds[1] is None
         unmerged = images[0].float() if alone else evaluated(None, 0.0)
         probes: list[tuple[str | None, float]] = [(site, RATIO) for site in self.sites]

@@ -131,8 +131,8 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
 
 
 def is_of(family: Any, model: nn.Module) -> bool:
-    """Whether a model is of a family. Of a class that a later ComfyUI derives from a known one it is not: that may read
-    tokens that merging takes away."""
+    """Whether a model is of a family. False for a class that a later ComfyUI derives from a known one: it may read
+    tokens that merging removes."""
     if not isinstance(model, family.MODEL):
         return False
     kinds, fits = kinds_of(model), getattr(family, "fits", None)

@@ -86,8 +86,8 @@ class SamplingRun:
         ratio_schedule: RatioSchedule = (),
         takes_frames: bool = False,
     ) -> SamplingRun:
-        """Start a run. sigmas: of the steps, and the one at which the run ends. ratio_schedule: of a profile, see
-        `Schedule`. takes_frames: the model is one for videos, of which some are two models that follow each other."""
+        """Start a run. sigmas: one per step, then that at the run's end. ratio_schedule: a profile's, see `Schedule`.
+        takes_frames: the model is one for videos, of which some are two models that follow each other."""
         start, end = float("inf"), float("-inf")
         if config.start_percent > 0:
             start = float(model_sampling.percent_to_sigma(config.start_percent))
@@ -153,8 +153,8 @@ class SamplingRun:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
     def awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether plans are made from predictions, and there is none yet: of the run, or with a KV cache, whose
-        settings plan from nothing else, of the conditions in progress."""
+        """Whether plans need a prediction that is missing: the run's first or, with a KV cache, whose settings plan
+        from nothing else, one for the conditions in progress."""
         if not self.run.config.uses_prediction or self.begun < 2:
             return self.run.config.uses_prediction and self.begun == 1
         windows = transformer_options.get("context_window") is not None
@@ -274,7 +274,7 @@ class SamplingRun:
             self.run.cache.drop(missed)
 
     def _go_on(self, plan: StepPlan) -> None:
-        """Go on with another plan in this evaluation of the sampler. Its call in progress was counted by the old."""
+        """Go on with another plan in this evaluation of the sampler. The old plan counted the call in progress."""
         if self.step_plan.mode.merges and not plan.mode.merges:
             self.run.stats.discard_evaluations(plan.step, 0, 1)
             self.merged_calls -= 1
@@ -291,8 +291,8 @@ class SamplingRun:
         return tiles[-1]
 
     def prediction(self, transformer_options: Mapping[str, Any]) -> Tensor | None:
-        """Return the clean image that the last evaluation of this size predicted, (B, C, ..., H, W). None where plans
-        are made from tokens, where it is too poor, and for windows over a batch."""
+        """Return the clean image that the last evaluation of this size predicted, (B, C, ..., H, W). None if plans are
+        made from tokens, if that image is too poor, or with context windows."""
         # With a KV cache a poor plan does no harm.
         poor = self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache
         if poor or transformer_options.get("context_window") is not None or not self.run.config.uses_prediction:
@@ -318,8 +318,8 @@ class SamplingRun:
     def _keys(
         self, conditions: Iterable[Hashable], frames: Hashable, counts: Counter[tuple[Hashable, ...]]
     ) -> tuple[Hashable, ...]:
-        """Return for each condition its content, area, frames, shape, the patches of the model, as perturbed guidance
-        changes them, and the number of calls for it, which are counted here."""
+        """Return for each condition its content, area, frames, shape, the model's patches (perturbed guidance changes
+        them) and the number of its calls, which this function counts."""
         keys = []
         for each in conditions:
             key = self.contents.of(each), self.areas.get(each), frames, self.latent_shape, self.patches

@@ -33,8 +33,8 @@ ONCE_A_STEP = (
     *("sample_res_multistep_ancestral_cfg_pp", "sample_gradient_estimation", "sample_gradient_estimation_cfg_pp"),
     *("sample_er_sde", "sample_sa_solver"),
 )
-# Those of them that draw new noise. How much is measured in each step of a run with a KV cache. They wait for the
-# device themselves, to see whether a step is the last, so that nothing of the model is queued when noise is read.
+# Those of them that draw new noise. How much is measured in each step of a run with a KV cache. These samplers wait for
+# the device anyway, to test for the last step: no work of the model is queued when the noise is read.
 _DRAWS_NOISE = (
     *("sample_euler_ancestral", "sample_euler_ancestral_cfg_pp", "sample_lcm", "sample_ddpm", "sample_er_sde"),
     *("sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp", "sample_sa_solver"),
@@ -93,7 +93,7 @@ class SigmaTracker:
         self._reports = bool(self._sigmas)
 
     def measures_noise(self, kv_cache: bool) -> bool:
-        """Return whether the new noise of each step has to be measured. kv_cache: of the run, for it depends on it."""
+        """Return whether the new noise of each step has to be measured. kv_cache: whether the run has one."""
         function = getattr(self._sampler, "sampler_function", None)
         draws = kv_cache and getattr(function, "__name__", "") in _DRAWS_NOISE
         return draws or not (self._counted and _keeps_to_schedule(self._sampler))
@@ -115,7 +115,7 @@ class SigmaTracker:
         return with_argument(args, kwargs, 5, "callback", reported)
 
     def reported(self, step: int) -> None:
-        """Note a step that the sampler reports, as it does after the first evaluation of the step."""
+        """Record that the sampler reports a step: it does so after the step's first evaluation."""
         last = -1 if self._reported is None else self._reported
         if step != last + 1 or not self._since:
             self._reports = False  # it counts in another way, as samplers do that run in rounds
@@ -154,8 +154,8 @@ class SigmaTracker:
         if self._reported is None and self._reports:
             if self._wraps:
                 return min(self._evaluation, len(self._sigmas) - 1)
-            # A sampler evaluates every step, so a lower noise level than the schedule has is no later step. Samplers
-            # that skip steps keep to the schedule.
+            # A sampler evaluates every step, so a noise level below the schedule's is not a later step. Samplers that
+            # skip steps keep to the schedule.
             self._kept &= any(abs(sigma - given) <= 1e-3 * sigma for sigma in self._sigmas)
             if not self._kept:
                 by_sigma = min(by_sigma, self._evaluation - self._repeated)

@@ -137,7 +137,7 @@ class BlockSignature:
         return int(call_args[self.text_arg].shape[1]) if self.text_arg else 0
 
     def attention_offset(self, call_args: CallArguments) -> int:
-        """Return how many tokens of another argument come first in positions and in attention."""
+        """Return how many text tokens precede this argument's in positions and attention."""
         return self._text(call_args) if self.text_first else 0
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
@@ -183,8 +183,8 @@ class BlockSignature:
         return pad(mask, (0, removed) if self.text_first else (removed, 0), value=mask.dtype is torch.bool)
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
-        """Return why a block's tokens cannot be merged, None if they can. image: N. references: tokens of the reference
-        images after it that are merged too."""
+        """Return why a block's tokens cannot be merged, None if they can. image: N. references: how many reference
+        tokens after it are merged too."""
         x, before = self.tokens(call_args), self.image_start(call_args, image)
         if before is None:
             return Reason.UNKNOWN_IMAGE_POSITION()
@@ -206,8 +206,8 @@ class BlockSignature:
         return Reason.ARGUMENT_IN_USE(arguments=tuple(tied)) if tied else None
 
     def reference_tokens(self, call_args: CallArguments) -> int:
-        """Return how many tokens of reference images follow the image. With fewer, as in one of several processes that
-        share them (raylight, xDiT), its first tokens would be taken for the image."""
+        """Return how many tokens of reference images follow the image. If several processes share the stream (raylight,
+        xDiT), each has fewer, and its first tokens would pass for the image."""
         options: Mapping[str, Any] = call_args.get("transformer_options") or {}
         return sum(options.get("reference_image_num_tokens", ()))
 

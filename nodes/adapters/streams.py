@@ -29,7 +29,7 @@ def first_of_nested(x: Any) -> Any:
 
 
 def shapes_of(conds: Sequence[Any]) -> Shapes | None:
-    """Return the shapes of the streams as groups of conditions list them, which for a context window are its own; None
-    if they do not."""
+    """Return the streams' shapes from the groups of conditions (in a context window, those of the window); None if not
+    listed."""
     entries = (cond.get("model_conds") or {} for group in conds for cond in group or ())
     return next((each["latent_shapes"].cond for each in entries if "latent_shapes" in each), None)

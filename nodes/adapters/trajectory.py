@@ -20,7 +20,7 @@ _MAX_HISTORIES = 8
 class Trajectory:
     """The results of a sampler's evaluations, by the conditions that took part in them.
 
-    A plan is never made of a picture that was predicted for other conditions.
+    A plan is never made from a picture predicted for other conditions.
     """
 
     reads: bool = True  # whether noise may be measured, for which the host waits for the device

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAPABILITY = (8, 0)  # the lowest that Triton supports
-# Of the regression at first use: features of a latent of 4 channels, pairs of most heads.
+# Sizes of the regression's trial: features of a 4-channel latent, pairs in most heads.
 _FEATURES, _PAIRS = 33, 64
 
 
@@ -94,12 +94,12 @@ class Dispatch:
         return quantize(x) if kernels is None else kernels.quantize(x)
 
     def dequantize(self, quantized: Int4Tensor) -> Tensor:
-        """Return the inverse of `quantize`, up to half a step."""
+        """Return the inverse of `quantize`, to half a quantum."""
         kernels = (self.given or self._choices.get(_quant_key(quantized), Choice(None))).kernels
         return quantized.dequantize() if kernels is None else kernels.dequantize(quantized)
 
     def _choice(self, key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
-        """Return the choice under a key. slots: of a window. correct: whether kernels give PyTorch's results."""
+        """Return the choice under a key. slots: per window. correct: tests kernels against PyTorch's results."""
         if self.given is None and key not in self._choices:
             self._choices[key] = _tried(key, x, slots, correct)
         return self.given or self._choices[key]
@@ -110,7 +110,7 @@ def _quant_key(x: Tensor | Int4Tensor) -> Hashable:
 
 
 def _obstacle(x: Tensor, slots: int) -> Message | None:
-    """Return why Triton's kernels cannot compute this, None if they can. slots: of a window."""
+    """Return why Triton's kernels cannot compute this, None if they can. slots: per window."""
     if x.device.type != "cuda" or torch.version.hip:
         return NoTriton.NO_CUDA()
     if x.dtype not in _DTYPES:
@@ -188,7 +188,7 @@ def _merges(
 
 def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Tensor, Tensor]]:
     """Return two results of propagation, of kernels and of PyTorch, (B, N, C), without a rotation and with one. fresh:
-    (B, D, C). One number of features stands for all: kernels take it at run time."""
+    (B, D, C). Testing one feature count is enough: it is a run-time argument."""
     batch, N, C = cached.shape
     features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES).expand(batch, -1, -1)
     fast = regress(features, plan)

@@ -26,8 +26,8 @@ def padded(size: int) -> int:
 
 
 def variant(channels: int, windows: Windows, budget: Budget) -> Hashable:
-    """Return a key of the compiled kernels that tokens of `channels` channels need in this layout. The number of
-    windows, and sizes within the same padding, are run-time arguments."""
+    """Return the key of the kernels compiled for tokens of `channels` channels in this layout. The number of windows,
+    and sizes within the same padding, are run-time arguments."""
     slots = tuple((padded(size), cdiv(size, 32)) for size in (windows.slots, budget.slots))
     ragged = windows.valid is not None, 0 if budget.valid is None else budget.valid.ndim
     return slots, ragged, min(128, padded(channels)), channels % 16 == 0

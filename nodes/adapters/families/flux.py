@@ -17,7 +17,7 @@ NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 MODEL = Flux
 DOUBLE, SINGLE = Block(12, 75, (2, 19, 4), beside=256), Block(12, 31, (2, 20, 5), beside=256)
 FLUX2_DOUBLE, FLUX2_SINGLE = Block(13, 73, (3, 19, 4), beside=512), Block(13, 30, (2, 20, 5), beside=512)
-# Of Flux.1 the released method skips five double and five single blocks, of models with fewer blocks a share.
+# The released method skips five double and five single blocks of Flux.1; models with fewer skip a share.
 _FLUX_1 = 19, 38
 
 

@@ -97,8 +97,8 @@ class AVSignature(Signature):
     )
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        # The video attends to itself, and after other attentions the audio to the video. Where numbers do not
-        # distinguish them, the audio attends to merged tokens.
+        # The video attends to itself, and after other attentions the audio to the video. Where token counts cannot tell
+        # them apart, audio attends to merged tokens.
         spans, audio = super().attention_spans(call_args, before), call_args[self.tokens_arg][1].shape[1]
         tokens, text = spans[0][1], call_args["v_context"].shape[1]
         return spans if not audio or tokens in (audio, text) else (*spans, (before, tokens, audio))

@@ -38,7 +38,7 @@ class Signature(BlockSignature):
         return bool(call_args["pe"].shape[1] > call_args["prefix_len"])
 
 
-# Of its size in the dtype of the run.
+# Bytes relative to the run's dtype.
 _STORED = {"int8": 0.5, "int4": 0.25}
 
 

@@ -92,7 +92,7 @@ class Hooks(ModelHooks):
             skips = [skip_reason(config, place, len(self.stacks))] * len(stack.blocks)
             merged = merged_blocks([block.block_hook for block in stack.blocks], modules, skips, evaluation)
             for index in list(merged):
-                # A block whose tokens another node's patch reads is merged module by module: the patch gets all tokens.
+                # If another node's patch reads a block's tokens, merge module by module: the patch gets all tokens.
                 replaced = list(_replaced(stack, index, options))
                 if by_module or replaced:
                     name = merged.pop(index).name

@@ -24,9 +24,9 @@ MODEL = WanModel
 COST = Block(11.4, 59, (1, 18, 3))  # of the 14B model; others have wider feed-forwards
 
 # Known kinds by their class, and after which of its blocks each reads all tokens: VACE adds what its control blocks
-# give, Animate attends to faces, WanDancer to music. Of the others, HuMo attends to sound frame by frame with a
-# reference as one frame more, S2V has noise levels for shares of the tokens that end within its reference, and Causal
-# Forcing keeps keys of its own.
+# give, Animate attends to faces, WanDancer to music. Left out: HuMo attends to sound frame by frame, with a reference
+# as one frame more; S2V has noise levels for shares of tokens that end inside its reference; Causal Forcing keeps keys
+# of its own.
 _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "WanModel": lambda model: (),
     "CameraWanModel": lambda model: (),
