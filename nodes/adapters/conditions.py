@@ -28,7 +28,7 @@ _SWITCHES = ("run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn")
 
 
 def patches_of(transformer_options: Mapping[str, Any]) -> Hashable:
-    """Return what is switched off and what is patched, by names of functions, as many are created anew for each
+    """Return what is switched off and what is patched, by names of functions, as many are created for each
     evaluation."""
     added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
     return (
