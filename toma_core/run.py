@@ -22,7 +22,7 @@ from .kernels.dispatch import Choice, Dispatch
 from .merge import MergePlan, draw_map, stacked, weigh
 from .prediction import picture_tokens
 from .reasons import Message, Reason
-from .schedule import LASTING, Schedule, StepPlan
+from .schedule import LASTING, Schedule, StepMode, StepPlan
 from .selection import RECENT, cosine_similarity, in_parts, select
 from .stats import RunStats
 from .tiles import TileBatch
@@ -39,6 +39,10 @@ class _PlanKey(NamedTuple):
     device: torch.device
 
 
+def _turn_of(key: _PlanKey) -> _PlanKey:
+    return key._replace(selection=0)
+
+
 @dataclass(eq=False)
 class RunState:
     """The state of one run; everything but the schedule is filled in as the run goes."""
@@ -50,6 +54,8 @@ class RunState:
     # Plans and their concatenation, by (scope, grid, ratio, plan keys, images of each, dtype, device).
     _stacks: dict[tuple[Hashable, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
+    # Destinations selected last since the last refresh, (B, D), by the plan's key without its generation.
+    _recent: dict[_PlanKey, Tensor] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
     cache: Cache = field(default_factory=Cache)
     coverage: Coverage = field(init=False)  # what the cache was made of
@@ -80,6 +86,11 @@ class RunState:
             self.quantized = False
             self._clear()
 
+    def refresh(self) -> None:
+        """Make the evaluation in progress a refresh."""
+        self._recent.clear()
+        self.coverage.refresh()
+
     def disable(self, reason: Message) -> None:
         """Drop plans and caches; all later steps are full."""
         self.disabled_by = reason
@@ -87,7 +98,7 @@ class RunState:
         self._clear()
 
     def _clear(self) -> None:
-        for made in (self._plans, self._stacks, self._layouts, self.coverage):
+        for made in (self._plans, self._stacks, self._layouts, self._recent, self.coverage):
             made.clear()
         self.unscheduled = None
 
@@ -159,7 +170,10 @@ class RunState:
         else:
             # Noise varies alike in all windows; references are never noise.
             even = picture is None and step.selection != LASTING
-            plan = self._selected(x, features, grid, step, even, self._priority(key) if self.kv_cache else None)
+            turns = self.kv_cache and step.mode is StepMode.MERGED_CACHED and step.selection != LASTING
+            plan = self._selected(x, features, grid, step, even, self._taking_turns(key) if turns else None)
+            if turns:
+                self._recent[_turn_of(key)] = plan.destinations
         self.stats.count_plan(grid, plan.num_destinations, selected=old is None)
         self._remember(key, plan, step)
         return plan
@@ -186,12 +200,15 @@ class RunState:
         if gone:
             self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
 
-    def _priority(self, key: _PlanKey) -> Tensor:
-        """Return the tokens' priority as destinations in a run that propagates caches, (B, N) fp32: lower for those
-        that the last selection has just had computed."""
-        priority = torch.ones(key.images, prod(key.grid), device=key.device)
-        before, _ = self._plans.get(key._replace(selection=key.selection - 1), (None, 0))
-        return priority if before is None else priority.scatter_(1, before.destinations, RECENT)
+    def _taking_turns(self, key: _PlanKey) -> Tensor:
+        """Return the tokens' priority as destinations in a merged step that propagates caches, (B, N) fp32: lower for
+        those that were selected for this part of the latent since the last refresh, which computes all."""
+        priority, recent = self._no_priority(key.images, key.grid, key.device), self._recent.get(_turn_of(key))
+        return priority if recent is None else priority.scatter_(1, recent, RECENT)
+
+    @staticmethod
+    def _no_priority(images: int, grid: Grid, device: torch.device) -> Tensor:
+        return torch.ones(images, prod(grid), device=device)
 
     def _selected(
         self,
@@ -205,6 +222,8 @@ class RunState:
         """Return a plan with new destinations. even: all windows get the same share whatever the settings say.
         priority: see `select`."""
         config = self.config
+        if priority is None and self.kv_cache:  # the kernel that takes one is the only one in such a run
+            priority = self._no_priority(len(features), grid, features.device)
         even = even or not config.uses_prediction
         windows, budget = self._laid_out(features, grid, step, even)
         choice = self._choose(x, features, windows, budget, even)

@@ -41,5 +41,5 @@ class UserSettings:
         """Return the config for a kind of model. own: fields of its family. kv_cache: False if it cannot have one."""
         overrides = self.overrides if kv_cache else {**self.overrides, "kv_cache": False}
         config = ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **overrides})
-        wide = config.kv_cache and config.ratio > WIDE_ABOVE and "window_size" not in overrides
+        wide = config.kv_cache and config.ratio > WIDE_ABOVE + 1e-9 and "window_size" not in overrides
         return replace(config, window_size=WIDE) if wide else config

@@ -37,7 +37,7 @@ def test_windows_are_wider_where_few_tokens_are_kept() -> None:
     def side(kind: ModelKind = ModelKind.TRANSFORMER, **over: Any) -> int:
         return UserSettings("balanced", over).resolved(kind).window_size
 
-    assert [side(ratio=ratio) for ratio in (0.5, 0.6, 0.61, 0.75)] == [4, 4, 8, 8]
+    assert [side(ratio=ratio) for ratio in (0.5, 0.6, 0.2 * 3, 0.61, 0.75)] == [4, 4, 4, 8, 8]
     assert (side(ratio=0.75, window_size=4), side(ratio=0.75, window_size=16)) == (4, 16)
     assert side(ModelKind.UNET, ratio=0.5) == side(ModelKind.WITHOUT_KV_CACHE, ratio=0.5) == 8
 

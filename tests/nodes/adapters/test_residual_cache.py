@@ -11,6 +11,8 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 
+report_text = pack_module("nodes.adapters.report_text")
+
 DELTA_WEIGHT = 0.5
 SIDE = 24
 REUSE = {"full_step_interval": 2}
@@ -236,7 +238,7 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach
     out = models.sample(patched, SIDE, SIDE, **FIRST[2], cfg=1.0, positive=positive)
     stats = stats_of(patched)
     assert (stats.evaluations, stats.merged_evaluations) == (2, 0)
-    assert "nothing cached yet" in str(stats.headline())
+    assert "nothing cached yet" in str(report_text.headline(stats))
     Once.calls = 0
     assert torch.equal(out, models.sample(flux, SIDE, SIDE, **FIRST[2], cfg=1.0, positive=positive))
 
