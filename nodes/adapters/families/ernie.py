@@ -13,7 +13,7 @@ from ..signature import BlockGroup, BlockSignature
 
 NAME = "ERNIE-Image"
 MODEL = ErnieImageModel
-COST = Block(13, 37, (1, 17, 4))
+COST = Block(13, 37, (1, 20, 5))
 
 
 class Signature(BlockSignature):
