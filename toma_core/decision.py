@@ -106,7 +106,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     else:
         run.unscheduled = plan.step
         run.stats.full_because(plan.step, reason)
-    run.refresh()
+    run.coverage.refresh()
     return StepMode.REFRESH
 
 
@@ -133,7 +133,7 @@ def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...],
     """
     if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.coverage.fits(signatures, layout):
         return plan
-    run.refresh()
+    run.coverage.refresh()
     run.stats.full_because(plan.step, Reason.NOT_CACHED())
     return plan.with_mode(StepMode.REFRESH)
 

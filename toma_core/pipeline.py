@@ -55,8 +55,10 @@ class Evaluation:
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
         """Return the plan for tokens x of (B, N, C). Blocks with one `scope` share a plan. None where a refresh
         predicts the picture that the next plan is made from."""
-        if self.refreshes and self.run.config.uses_prediction:
-            return None
+        if self.refreshes:
+            self.run.computed(grid, self.plan_keys)
+            if self.run.config.uses_prediction:
+                return None
         return self.run.plan(x, grid, scope, self.step_plan, self.plan_keys, self.tile, self.pictures)
 
     def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:

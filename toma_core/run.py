@@ -86,10 +86,10 @@ class RunState:
             self.quantized = False
             self._clear()
 
-    def refresh(self) -> None:
-        """Make the evaluation in progress a refresh."""
-        self._recent.clear()
-        self.coverage.refresh()
+    def computed(self, grid: Grid, plan_keys: tuple[Hashable, ...]) -> None:
+        """Note that a refresh computes all tokens of these parts of the latent: turns begin again."""
+        for key in [key for key in list(self._recent) if key.grid == grid and key.scope[1] in plan_keys]:
+            self._recent.pop(key, None)
 
     def disable(self, reason: Message) -> None:
         """Drop plans and caches; all later steps are full."""

@@ -180,8 +180,10 @@ def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, .
     assert len(kept(2) & first) < 0.6 * len(first)
     assert len(kept(4) & first) > 0.6 * len(first)
     assert kept(6, StepMode.MERGED) == first != kept(8)
-    run.refresh()
-    assert kept(10) == first
+    run.computed((9, 7), keys)  # another grid
+    assert len(kept(10) & kept(12)) < 0.6 * len(first)
+    run.computed(GRID, keys)
+    assert kept(14) == first
 
 
 def test_closing_drops_every_tensor() -> None:

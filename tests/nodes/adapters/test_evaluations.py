@@ -248,7 +248,9 @@ def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: f
             x = denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
         return x
 
-    assert trained.error(function) < 1.4 * plain
+    assert (
+        trained.error(function) < 1.6 * plain
+    )  # more full steps, so that tokens take fewer turns than in the plain run
 
 
 class Watched:
