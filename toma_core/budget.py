@@ -1,4 +1,4 @@
-"""Adaptive budgets: windows with little variation leave destinations to those with much. Not in the paper.
+"""Adaptive budgets: windows with little variation leave destinations to windows with much. Not in the paper.
 
 The counts are decided before any destination is selected, so that selection stays one pass and the total is exact.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from .selection import in_parts, normalized
 from .windows import Budget, Windows
 
-MAX_SHARE = 2.0  # most destinations of a window, in equal shares
+MAX_SHARE = 2.0  # most destinations per window, in equal shares
 MIN_SPREAD = 1e-5  # less is rounding in any dtype
 
 
@@ -33,7 +33,7 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
 
 
 def allocate(budget: Budget, spread: Tensor, windows: Windows) -> Budget:
-    """Return an equal budget's destinations, reallocated by the spread of windows: (B, W) from `spread`.
+    """Reallocate the destinations of an equal budget by the spread of its windows, (B, W) from the function `spread`.
 
     Quantisation with the least error has a point density proportional to a power of the variance, 1/2 for two
     dimensions (Zador 1982). The next destination goes to the window that has fewest for its due share, so the sum is
@@ -64,7 +64,7 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows) -> Budget:
 
 
 def _across_frames(index: Tensor, frames: int, step: int) -> Tensor:
-    """Offset indices within frames by `step` a frame: (B * frames, n) -> (B, frames * n)."""
+    """Offset indices within frames by `step` per frame: (B * frames, n) -> (B, frames * n)."""
     if frames == 1:
         return index
     starts = step * torch.arange(frames, device=index.device)

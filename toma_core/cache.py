@@ -1,4 +1,4 @@
-"""The store of the residual and KV caches: tensors by name and condition. `coverage` records what they hold."""
+"""The store of the residual and KV caches: tensors by name and condition. `coverage` records their origins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Stored = Tensor | Int4Tensor | Parked
 
 
 class _Entry(NamedTuple):
-    """One of the equal chunks of a cached tensor; a chunk alone holds the memory of all of them."""
+    """One of the equal chunks of a cached tensor; any one chunk keeps the memory of all chunks."""
 
     tensor: Stored
     number: int
@@ -35,15 +35,15 @@ class _Entry(NamedTuple):
 class Cache:
     """Cached updates, keys and values of one run. Several devices may share it."""
 
-    bounded: bool = False  # whether its limit is hard: where dropping old entries is not enough, it is disabled
+    bounded: bool = False  # whether to disable the cache if dropping old entries does not bring it within its limit
     reserved: int = 0  # bytes set aside for keys, values and updates of a run with a KV cache
-    on_card: int = 0  # those that the card holds, and what copies take there
+    on_card: int = 0  # the reserved bytes that lie on the card, those of copies included
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
     # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. Never set within a
     # merged step: a block would attend to keys of all tokens and values of some.
     disabled: bool = False
-    host: HostMemory | None = None  # where keys and values lie that have no room on the card; None: all are on the card
+    host: HostMemory | None = None  # holds keys and values that have no room on the card; None: all have room
     quantize: Callable[[Tensor], Tensor | Int4Tensor] = quantize
     dequantize: Callable[[Int4Tensor], Tensor] = Int4Tensor.dequantize
     lock: RLock = field(default_factory=RLock)
@@ -74,7 +74,7 @@ class Cache:
     def put(self, keys: Keys, given: Tensor, quantized: bool = False, kv: bool = False) -> None:
         """Store the equal chunks of (B, N, C), one under each key.
 
-        quantized: in four bits a number. kv: they are keys or values, which may lie in main memory. Raises
+        quantized: store four bits per element. kv: the chunks are keys or values, which may lie in main memory. Raises
         `torch.OutOfMemoryError`.
         """
         with self.lock:
@@ -85,8 +85,8 @@ class Cache:
         chunks = update.chunk(len(keys))
         before = [self._entries.get(key) for key in keys]
         replaced = Counter(id(entry.tensor) for entry in before if entry)
-        # Conditions that were evaluated together before and are apart now: write into their shared tensor. Another one
-        # beside it would hold their memory twice.
+        # Conditions that were evaluated together before and are apart now: write into their shared tensor. A second
+        # tensor beside it would take the memory twice.
         apart = any(self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)] for entry in before if entry)
         if not apart or len(chunks) != len(keys):
             self._replace(keys, before, update, host)
@@ -134,7 +134,7 @@ class Cache:
     def read(self, keys: Keys, like: Tensor) -> Tensor | None:
         """Return the tensors under the keys, concatenated: (B, N, C) with the shape, dtype and device of `like`.
 
-        None if any part is missing or differs, so that cond and uncond are treated alike.
+        None if any part is missing or differs from `like`, so that cond and uncond are treated alike.
         """
         with self.lock:
             found = [self._entries[key] for key in keys if key in self._entries]
@@ -142,7 +142,7 @@ class Cache:
         if len(parts) != len(chunks) or not all(map(_alike, parts, chunks)):
             return None
         complete = _complete(found, len(keys))
-        # If it is complete, the very tensor, no copy.
+        # A complete tensor is not copied.
         update = torch.cat(list(map(self._opened, parts))) if complete is None else self._opened(complete)
         if any(isinstance(entry.tensor, Parked) for entry in found):
             self.read_ahead(tuple(condition for _, condition in keys), str(keys[0][0]))
@@ -153,8 +153,8 @@ class Cache:
         return self.dequantize(t) if isinstance(t, Int4Tensor) else t
 
     def read_ahead(self, conditions: tuple[Hashable, ...], after: str = "") -> None:
-        """Begin to read what a merged call for these conditions needs next from main memory. after: the name of what
-        it has read last."""
+        """Begin to read from main memory the tensors that a merged call for these conditions needs next. after: name of
+        the tensor that it read last."""
         for name in () if self.host is None else self.host.after(after):
             with self.lock:
                 found = [self._entries[key] for c in conditions if (key := (name, c)) in self._entries]
@@ -164,7 +164,7 @@ class Cache:
                     return
 
     def free_staging(self, device: torch.device) -> None:
-        """End a call of the model on a device: free its copies of tensors that lie in main memory."""
+        """Free a device's copies of tensors that lie in main memory, at the end of a model call."""
         if self.host is not None:
             self.host.free_staging(device)
 
@@ -179,7 +179,7 @@ class Cache:
 
 
 def _complete(entries: list[_Entry], chunks: int) -> Stored | None:
-    """Return the tensor whose chunks these are, all of them and in order; None if there is none."""
+    """Return the tensor of these entries if they are all of its chunks in order, else None."""
     if len(entries) < chunks or not all(
         entry.tensor is entries[0].tensor and entry[1:] == (n, chunks) for n, entry in enumerate(entries)
     ):

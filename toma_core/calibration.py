@@ -1,9 +1,9 @@
 """Choose ratios from measured errors: the least error for a saving.
 
 Not in the paper. Squared errors of blocks add up (docs/fidelity.md), so the squared errors of all sites, bands and
-ratios predict which combination is best. A *site* is adjacent blocks of one ratio, a *band* a range of noise levels.
-The best combination is a knapsack with one ratio for each cell; along the lower hull of each cell the greedy choice is
-exact up to its last piece.
+ratios predict which combination is best. A *site* is a group of adjacent blocks with one ratio, a *band* a range of
+noise levels. The best combination is a knapsack with one ratio for each cell; along the lower hull of each cell the
+greedy choice is exact up to its last piece.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Option(NamedTuple):
     """A ratio for one cell."""
 
     ratio: float  # share of the tokens that is merged away
-    squared_error: float  # what it adds to that of the final latent, on any scale that all options share
-    saved: float  # share of the work of all blocks in a run
+    squared_error: float  # added to the squared error of the final latent, on any scale that all options share
+    saved: float  # work saved, as a share of the work of all blocks in a run
 
 
 UNMERGED = Option(0.0, 0.0, 0.0)
@@ -34,7 +34,7 @@ def saved_by(choice: Choice) -> float:
 
 
 def hull(options: Iterable[Option]) -> list[Option]:
-    """Return the options of a greedy choice, from not merging on: each saves more, at a price that only rises."""
+    """Return the options of a greedy choice, beginning with `UNMERGED`: each saves more, at a higher price."""
     chosen = [UNMERGED]
     for option in sorted(options, key=lambda o: (o.saved, o.squared_error)):
         while len(chosen) > 1 and _price(chosen[-2], chosen[-1]) >= _price(chosen[-2], option):
@@ -45,15 +45,15 @@ def hull(options: Iterable[Option]) -> list[Option]:
 
 
 def _price(a: Option, b: Option) -> float:
-    """Return the squared error for each piece of work from one option to the next."""
+    """Return the squared error added per work saved, from option a to option b."""
     saved = b.saved - a.saved
     return (b.squared_error - a.squared_error) / saved if saved > 0 else math.inf
 
 
 def choose(table: Mapping[Cell, Sequence[Option]], saved: float) -> Choice:
-    """Return the choice with the smallest error that saves this share of the work, or the largest saving there is.
+    """Return the choice with the smallest error that saves this share of the work; if none does, the largest saving.
 
-    It overshoots the share by at most the last option taken. Ties go to the cell that comes first.
+    The choice overshoots the share by at most its last option. Ties go to the cell that comes first.
     """
     pieces = [(_price(*pair), cell, pair[1]) for cell, options in table.items() for pair in pairwise(hull(options))]
     choice: Choice = {}

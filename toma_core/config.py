@@ -50,8 +50,8 @@ TRANSFORMER_RATIOS = RatioAdvice(0.25, 0.5, 0.6)
 
 
 class KVCache(str, Enum):
-    """Whether merged blocks attend to all tokens, and where the keys and values for that may lie. Made from a bool
-    too; `OFF` is false."""
+    """Whether merged blocks attend to all tokens, and where cached keys and values may lie. A bool converts to `ON` or
+    `OFF`; `OFF` is false."""
 
     ON = "on"
     CARD_ONLY = "on the card only"
@@ -179,7 +179,7 @@ class ToMAConfig:
 
     @property
     def uses_cache(self) -> bool:
-        """Whether full steps cache updates. Not around modules: that would be three activations a block."""
+        """Whether full steps cache updates. Not around modules: these would cache three activations per block."""
         return self.full_step_interval > 0 and self.granularity is not Granularity.MODULE
 
     @property
@@ -205,8 +205,8 @@ def check(name: str, value: Any) -> Any:
 
 
 def resolve_count(amount: float, count: int) -> int:
-    """Return how many of `count` blocks `skip_first_blocks` or `skip_last_blocks` skips: below 1 it is a share of them,
-    rounded up."""
+    """Return how many of `count` blocks `skip_first_blocks` or `skip_last_blocks` skips. amount: if below 1, a share of
+    the blocks, rounded up."""
     wanted = amount * count if amount < 1 else amount
     # Less than 1e-9 above an integer is floating-point rounding.
     return min(count, math.ceil(wanted - 1e-9))

@@ -1,8 +1,8 @@
 """Estimate where merging pays, for `min_tokens` = 0 (Auto).
 
 A GPU runs behind a host that launches its operations one by one. Merging shortens the GPU's part and lengthens the
-host's a little, so it gains only where a block computes longer than it takes to launch. The rule compares both, from
-shapes and the card's data sheet. It never measures a time: the same seed has to give the same picture.
+host's a little, so merging gains only where computing a block takes longer than launching it. The rule estimates these
+times from shapes and the card's data sheet. No time is measured: the same seed has to give the same picture.
 
 `python -m benchmarks.suite --only break-even` prints what merging gains on a card beside this estimate.
 """
@@ -18,19 +18,19 @@ from .config import Granularity
 from .reasons import Message, Reason
 
 FEWEST = 256  # tokens, on every device; on a CPU 64 tokens pay (docs/performance.md), but gain little
-LAUNCH = 6e-6  # seconds for launching one operation: PyTorch's few microseconds, and ComfyUI's Python around it
+LAUNCH = 6e-6  # seconds for launching one operation: PyTorch's few microseconds, and ComfyUI's Python code
 # Share of its peak that a card reaches in a block: 0.5 to 0.7 in large products, next to nothing in norms, activations
 # and residuals. Overestimating a card only leaves grids unmerged that would have gained a little.
 EFFICIENCY = 0.4
-# Hz where PyTorch does not report it: cards since 2017 boost to between 1.4 (A100) and 2.5 GHz (RTX 4090).
+# Hz where PyTorch reports no clock: cards since 2017 boost to between 1.4 (A100) and 2.5 GHz (RTX 4090).
 CLOCK = 2.0e9
 # FLOPs a clock and multiprocessor from this compute capability on: dense products of half precision, fp32 sums. From
 # NVIDIA's data sheets, peak / (multiprocessors x boost clock): V100 125 TFLOP/s and T4 65, A100 312, A40 150 and RTX
 # 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
 _HALF = {(12, 0): 1024, (10, 0): 8192, (9, 0): 4096, (8, 6): 1024, (8, 0): 2048, (7, 0): 1024}
-# GeForce cards add in fp32 at half of that: RTX 2080 Ti 54, RTX 3090 71, RTX 4090 165, RTX 5090 210 TFLOP/s.
+# GeForce cards add in fp32 at half these rates: RTX 2080 Ti 54, RTX 3090 71, RTX 4090 165, RTX 5090 210 TFLOP/s.
 _GEFORCE = 0.5
-# fp32 (PyTorch's default is without TF32), and all that cards without tensor cores do: 128 multiply-adds at most.
+# For fp32 (PyTorch's default is without TF32), and for any dtype on cards without tensor cores: 128 multiply-adds.
 _SINGLE = 256
 
 
@@ -41,15 +41,16 @@ class Block:
     # Multiply-adds of its linear layers for one token, in squares of the width: 4 in self-attention; twice a
     # feed-forward's expansion, three times if gated.
     weights: float
-    launches: int  # its operations: those of an evaluation's blocks, divided by their number
+    launches: int  # operations per block: those of all blocks in an evaluation, divided by the count of blocks
     # Operations that merging adds around stacks, blocks and modules: the share of a block, rounded up, in the family's
-    # shortest stack. A merge is one launch by Triton, and so is restoring; with the residual cache some 15 of PyTorch.
-    # Blocks without modules to merge are merged as blocks, without the cache.
+    # shortest stack. By Triton a merge is one launch, and so is restoring; with the residual cache restoring is some 15
+    # launches by PyTorch.
+    # For blocks without modules to merge, the last count is that of blocks, without the cache.
     added: tuple[int, int, int]
-    beside: int = 0  # text tokens that run through it with those of the grid, as few as ComfyUI pads them to
+    beside: int = 0  # text tokens that run through the block beside the grid's: the fewest that ComfyUI pads to
 
     def launching(self, granularity: Granularity) -> float:
-        """Return the seconds in which the host launches it, merged."""
+        """Return the seconds that the host takes to launch the merged block."""
         return (self.launches + self.added[_ORDER.index(granularity)]) * LAUNCH
 
     def flops(self, tokens: int, images: int, width: int, keys: int | None = None) -> float:
@@ -100,8 +101,8 @@ def too_little(
     """Return why Auto does not merge a grid, None if it does.
 
     images: per condition. Whether conditions run in one batch depends on free memory, which must not change a picture.
-    card: None compares with the fewest tokens alone. granularity: what tokens are merged around; a stack of one block
-    counts as a block.
+    card: if None, only the `FEWEST` tokens are required. granularity: what tokens are merged around; a stack of one
+    block counts as a block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)

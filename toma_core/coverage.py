@@ -1,6 +1,6 @@
 """The ledger of the caches: what the entries of each condition were made of, and whether they still hold.
 
-A line is numbers and hashables. Its one tensor is the latent of the call that wrote the entries last.
+A line holds numbers, hashables and one tensor: the latent of the call that wrote the entries last.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .cache import Cache, Keys
 
-# A chain of blocks on a 720p video takes 1.5 GB for two conditions; where ControlNets break chains there may be 40.
+# A chain of blocks on a 720p video takes 1.5 GB for two conditions; ControlNets may break it into 40 chains.
 MAX_CACHE_BYTES = 4 << 30
-# A cached update is used at sigmas up to this factor above its own; above, the sampler has gone back in its run.
+# A cached update is used at sigmas up to this factor times its own; beyond, the sampler has gone back in its run.
 _SIGMA_FACTOR = 1.5
 
 
@@ -26,7 +26,7 @@ class Origin(NamedTuple):
     step: int
     falling: float  # noise level given to the model, its inverse in unsampling: falls during a run
     state: Hashable = None  # all else that has to be equal: ControlNets, weights, positions
-    other_steps: tuple[int, ...] = ()  # by other counts
+    other_steps: tuple[int, ...] = ()  # the step by other counts, see `decision._begin`
 
 
 @dataclass(eq=False)
@@ -34,8 +34,8 @@ class _Line:
     """The entries of one condition."""
 
     origin: Origin  # of the last refresh
-    layout: Hashable = None  # of the call that refreshed them; None until it has ended
-    latent: Tensor | None = None  # (b, C, ..., H, W), of the call that wrote them last, refresh or merged
+    layout: Hashable = None  # of the call that refreshed the entries; None until that call has ended
+    latent: Tensor | None = None  # (b, C, ..., H, W), of the call, refresh or merged, that wrote the entries last
 
 
 @dataclass(eq=False)
@@ -47,20 +47,20 @@ class Coverage:
 
     cache: Cache
     _lines: dict[Hashable, _Line] = field(default_factory=dict)
-    _now: dict[Hashable, Origin] = field(default_factory=dict)  # this evaluation, by signature; None: any other
-    # The same if it is a refresh, else empty. Kept until the next evaluation begins.
+    _now: dict[Hashable, Origin] = field(default_factory=dict)  # origins in this evaluation; key None: all others
+    # Equal to `_now` if the evaluation is a refresh, else empty. Changes when the next evaluation begins.
     _refreshing: dict[Hashable, Origin] = field(default_factory=dict)
-    _absent: set[Hashable] = field(default_factory=set)  # named by a refresh that never evaluated them
+    _absent: set[Hashable] = field(default_factory=set)  # signatures that a refresh named and never evaluated
     _interval: int = 1  # age in steps from which on entries are dropped
 
     def begin(self, origins: Mapping[Hashable, Origin], other: Origin, interval: int) -> bool:
         """Begin an evaluation of these conditions; return whether the entries of all of them hold.
 
-        other: for conditions of the call that the evaluation does not name. interval: steps that one refresh serves.
+        other: origin of conditions that calls have beside these. interval: steps that one refresh serves.
         """
         with self.cache.lock:
             self._interval = interval
-            # Mark what the last refresh missed: nodes skip conditions.
+            # Mark conditions that the last refresh missed: some nodes skip conditions.
             if any(signature in self._lines for signature in self._refreshing):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in self._lines)
             self._refreshing = {}
@@ -73,7 +73,7 @@ class Coverage:
             self._refreshing = self._now
 
     def broken_off(self) -> None:
-        """Note that the evaluation in progress ends without having refreshed all that it named."""
+        """Note that the evaluation in progress ends without having refreshed all conditions that it named."""
         with self.cache.lock:
             self._refreshing = {}
             self.forget({signature for signature, line in self._lines.items() if line.layout is None})
@@ -104,8 +104,8 @@ class Coverage:
             self.enforce_limit()
 
     def _note(self, signatures: set[Hashable]) -> None:
-        """Note refreshed signatures. The first of a step drops lines that are too old; not `begin`, as another node may
-        skip the step."""
+        """Note refreshed signatures. The first call in a step drops lines that are too old; `begin` does not, as
+        another node may skip the step."""
         fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
         if all(s in self._lines and self._lines[s].origin == origin for s, origin in fresh.items()):
             return
@@ -118,15 +118,15 @@ class Coverage:
     def ended(self, signatures: tuple[Hashable, ...], latent: Tensor | None, layout: Hashable = None) -> None:
         """Note that a call has written the entries of these conditions.
 
-        latent: the call's, (B, C, ..., H, W); None if entries are not propagated. layout: a refresh's; None in a merged
-        call.
+        latent: the call's, (B, C, ..., H, W); None if entries are not propagated. layout: the call's if it is a
+        refresh; None in a merged call.
         """
         parts = [None] * len(signatures) if latent is None else latent.chunk(len(signatures))
         with self.cache.lock:
             if layout is not None and not self._refreshing:
                 return  # broken off meanwhile
             if layout is not None:
-                # A refresh stores nothing of an area with too few tokens: it is not merged in later steps either.
+                # Areas with too few tokens store nothing in a refresh; later steps do not merge these areas either.
                 self._note(set(signatures))
             for signature, part in zip(signatures, parts, strict=True):
                 line = self._lines.get(signature)
@@ -141,8 +141,8 @@ class Coverage:
         return torch.cat(latents)
 
     def enforce_limit(self) -> None:
-        """Forget the oldest conditions that are not being refreshed while the limit is exceeded; where that is not
-        enough and the cache is bounded, disable it. Must not be called within a merged step."""
+        """While the limit is exceeded, forget the oldest conditions that are not being refreshed; disable a bounded
+        cache that still exceeds it. Must not be called within a merged step."""
         with self.cache.lock:
             limit = MAX_CACHE_BYTES + self.cache.reserved
             if self.cache.held <= limit:

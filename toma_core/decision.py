@@ -1,5 +1,5 @@
-"""Decide what an evaluation of the model, a call of it and a chain of blocks do: adjust the schedule's `StepMode` by
-the state of the run. (`SamplingRun` sets FULL where nothing can be decided.)
+"""Decide what an evaluation, a model call and a chain of blocks do: adjust the schedule's `StepMode` by the state of
+the run. (`SamplingRun` sets FULL where nothing can be decided.)
 
 decide           once an evaluation: the schedule's plan, adjusted by the state of the run
 decide_call      once a call of the model, when its chains are known and the model has not run
@@ -20,9 +20,9 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan
 
-# Caches hold where at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md),
+# Caches hold while at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
-# or in runs that begin flat, while at most this share of the latent comes from predictions.
+# In runs that begin flat, caches also hold while at most this share of the latent comes from predictions.
 _SMALL_SHARE = 0.03
 
 
@@ -30,11 +30,11 @@ _SMALL_SHARE = 0.03
 class Facts:
     """The facts that are known before the model runs."""
 
-    sigma: float  # of the sampler
+    sigma: float  # the sampler's
     step: int | None = None  # None if unknown
-    model_sigma: float | None = None  # given to the model, if it differs
+    model_sigma: float | None = None  # the model's, if it differs from the sampler's
     unreported: int = 0  # how often the sigma has changed while the sampler reported no steps
-    # What has to be equal for each condition that takes part, by signature; see `coverage`.
+    # `Origin.state` of each condition that takes part, by signature; see `coverage`.
     conditions: Mapping[Hashable, Hashable] = field(default_factory=dict)
     awaits_prediction: bool = False  # plans are made from a predicted picture, which does not exist yet
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
@@ -60,7 +60,7 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
     if facts.unshared and not facts.awaits_prediction:
         return _full(run, plan, Reason.SEVERAL_DEVICES())
     if run.kv_cache and run.cache.disabled:
-        # These presets skip no block: merging without caches would change the picture.
+        # Presets with a KV cache skip no block: merging without caches would change the picture.
         run.stats.call_not_merged(Reason.KV_CACHE_DISABLED())
         return _full(run, plan, Reason.KV_CACHE_DISABLED())
     if facts.another:
@@ -78,9 +78,9 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
 def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
-    Guidance takes the difference of conditions, so all have caches or none: an evaluation with a condition whose
-    entries do not hold is a refresh. Where the settings allow merging without caches, there is at most one unscheduled
-    refresh between two scheduled ones; other such evaluations are merged without caches.
+    Guidance takes the difference of conditions, so all of them use caches or none does: if the entries of one condition
+    do not hold, the evaluation is a refresh. Where the settings allow merging without caches, there is at most one
+    unscheduled refresh between two scheduled ones; further evaluations without entries are merged without caches.
     """
     plainly = merges_plainly(run)
     if run.cache.disabled:
@@ -94,7 +94,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     schedule = run.schedule
     small = schedule.begins_flat and schedule.predicted_share(plan.step) <= _SMALL_SHARE
     limit = math.inf if small else MAX_NEW_NOISE
-    # What is unknown is infinite or NaN.
+    # An unknown share is infinite or NaN.
     if run.kv_cache and not (facts.new_noise <= limit and math.isfinite(facts.new_noise)):
         held, reason = False, Reason.NEW_NOISE() if held else reason
     if plan.mode is StepMode.REFRESH:
@@ -117,7 +117,7 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
     # The ledger expects falling noise; unsampling adds it.
     falling = 1 / max(given, 1e-9) if schedule.rises else given
     # The step is in doubt where another node changes noise levels or the sampler reports no steps. Elsewhere noise
-    # levels do not count steps: a schedule may return to one.
+    # levels do not count steps: a schedule may return to a level.
     in_doubt = facts.unreported or given != facts.sigma
     other_steps = schedule.step_at(given) if in_doubt else plan.step, facts.unreported
     origin = Origin(plan.step, falling, None, other_steps)
@@ -126,10 +126,10 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
 
 
 def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable) -> StepPlan:
-    """Return the plan of a call of the model, and of all later ones of its evaluation: a refresh in place of a merged
-    one whose chains the caches do not fit.
+    """Return the plan of a model call and of all later calls of its evaluation: a refresh in place of merging if the
+    caches do not fit the call's chains.
 
-    signatures: one per condition. layout: that of latents and chains.
+    signatures: one per condition. layout: shapes of the call's latents and chains.
     """
     if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.coverage.fits(signatures, layout):
         return plan
@@ -146,15 +146,15 @@ def decide_tiles(run: RunState, plan: StepPlan, several_devices: bool) -> StepPl
 
 
 def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
-    """Return whether a chain with these keys may be merged: cached, or by settings that are made for merging without
-    caches."""
+    """Return whether a chain with these keys may be merged: not if plan and settings need cached entries and some are
+    missing."""
     return plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.cache.holds(keys)
 
 
 def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None:
-    """Return the plan of an evaluation that is repeated after memory ran out: it and all later ones are full, and plans
-    and caches are dropped. None where repeating would not help: without a KV cache, if the call is of a picture or is
-    full already."""
+    """Drop plans and caches after memory ran out, and return the plan of the repeated evaluation: full, as are all
+    later ones. None where repeating would not help: without a KV cache, a call on a picture, and one that is full
+    already."""
     dropped = run.kv_cache and run.coverage.disable()
     if not dropped and (not video or run.disabled_by or plan.mode is StepMode.FULL):
         return None
@@ -170,7 +170,7 @@ def _full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
 
 
 def _without_cache(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
-    """Return the plan of an evaluation that no cache serves: merged without one if the settings are made for that."""
+    """Return the plan of an evaluation without caches: merged if the settings are made for that, else full."""
     if plan.mode.merges and merges_plainly(run):
         return plan.with_mode(StepMode.MERGED)
     return _full(run, plan, reason)

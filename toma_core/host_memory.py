@@ -1,7 +1,7 @@
 """Decide which keys and values of a run lie in main memory, and hold its buffers.
 
-A refresh writes them down while the next blocks compute. A merged step reads those of the next block ahead, in the
-order of the refresh, and writes the propagated ones back. Where a tensor lies changes no bit of it.
+A refresh writes keys and values to main memory while the next blocks compute. A merged step reads the next block's
+ahead, in the order of the refresh, and writes the propagated ones back. Where a tensor lies changes no bit of it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class HostMemory:
 
     copier: Copier
     expected: int  # bytes of all keys and values
-    card_room: float  # bytes of them that a card has room for
-    main_room: float  # bytes of them that main memory has room for
+    card_room: float  # bytes of keys and values that a card has room for
+    main_room: float  # bytes of keys and values that main memory has room for
     beside: int = 0  # bytes that other caches and copies take on the card
     may_take: Callable[[int], bool] = lambda _: True  # whether a number of bytes of main memory is left at this moment
     in_main: int = 0  # bytes of all buffers
-    peak: tuple[int, int] = (0, 0)  # bytes on the cards and in main memory when they were most
+    peak: tuple[int, int] = (0, 0)  # bytes on the cards and in main memory when their sum was largest
     pinned: bool = True  # False once a buffer could not be pinned
     lock: RLock = field(default_factory=RLock)
     _lanes: dict[torch.device, Lane] = field(default_factory=dict)
     _on_card: dict[int, tuple[torch.device, int]] = field(default_factory=dict)  # by the tensor's id
     _buffers: list[Buffer] = field(default_factory=list)
-    _unused: list[Buffer] = field(default_factory=list)  # of dropped tensors
+    _unused: list[Buffer] = field(default_factory=list)  # buffers of dropped tensors
     _order: dict[str, int] = field(default_factory=dict)  # names in the order of the refresh
 
     def place(self, t: Tensor | Int4Tensor, instead: object = None) -> Tensor | Int4Tensor | Parked:
-        """Return a new cached tensor where it lies from now on: on the card it is t itself, which must not change
-        afterwards. instead: what it replaces.
+        """Place a new cached tensor and return it: t itself, which must not change afterwards, if it stays on the card;
+        else `Parked`. instead: the cached tensor that t replaces.
 
-        The card and main memory take turns, so that each copy has other blocks to hide behind.
+        The card and main memory take turns, so that the copies of one block hide behind other blocks' computation.
         """
         with self.lock:
             card = sum(size for device, size in self._on_card.values() if device == t.device)
@@ -81,7 +81,7 @@ class HostMemory:
             memory = _pages(size)
         except RuntimeError:
             return None
-        # After a failure all would fail, and for each of them ComfyUI waits for the card.
+        # After one failure to pin, all would fail, and each failure makes ComfyUI wait for the card.
         buffer = Buffer(lane, layout, memory, self.pinned and self.copier.pin(memory))
         self.pinned &= buffer.pinned
         self._buffers.append(buffer)
@@ -112,12 +112,12 @@ class HostMemory:
                 self._unused.append(t.buffer)
 
     def after(self, name: str = "") -> list[str]:
-        """Return the names that follow this one in the refresh; all of them without a name."""
+        """Return the names that follow `name` in the refresh; all names if it is empty."""
         with self.lock:
             return list(self._order)[self._order.get(name, -1) + 1 :]
 
     def free_staging(self, device: torch.device) -> None:
-        """Hold nothing on a card beside what lies there, at the end of a call of the model."""
+        """Free a card's copies of tensors that lie in main memory, at the end of a model call."""
         if device in self._lanes:
             self._lanes[device].free_staging()
 
@@ -135,7 +135,7 @@ class HostMemory:
             self.copier.unpin(buffer.memory)
 
     def clear(self) -> None:
-        """Wait for all copies, and release all buffers: each of them also where another fails."""
+        """Wait for all copies and release every buffer, even if releasing another one fails."""
         with self.lock, ExitStack() as last_first:
             for held in (self._lanes, self._on_card, self._unused, self._order):
                 last_first.callback(held.clear)
@@ -146,8 +146,8 @@ class HostMemory:
 
 
 def _pages(size: int) -> Tensor:
-    """Return main memory of this many bytes or more, (bytes,) uint8, that shares no page with any other: pages are
-    what is pinned, and none twice. Raises `RuntimeError`."""
+    """Return main memory of at least `size` bytes, (bytes,) uint8, in pages that nothing else uses: memory is pinned by
+    the page, and no page twice. Raises `RuntimeError`."""
     memory = torch.empty(size + 2 * _PAGE, dtype=torch.uint8, device="cpu")
     start = -memory.data_ptr() % _PAGE
     return memory[start : start - -size // _PAGE * _PAGE]

@@ -1,11 +1,12 @@
 """Propagate cached tensors by the one change that is known at every token: the change of its latent.
 
 Not in the paper. A merged step knows how keys, values and updates have changed at its D destinations. Part of that
-change answers to their noise, which no other token shares: with samplers that draw new noise at each step it is the
-larger part. But all tokens answer to their latents alike. So the change of destinations is regressed on their latents
-(with a small ridge and a constant), each token gets the part that its own latent explains, and only the rest is shared:
-the regression estimator of statistics. f: (D, F) features of destinations; G: (N, F) of all tokens; c: (D, C) the
-change at destinations; U: unmerging, where destinations keep their own value and others get `REST_WEIGHT` of the sum.
+change answers to the destinations' noise, which no other token shares; it is the larger part with samplers that draw
+new noise at each step. But all tokens answer to their latents alike. So the change of destinations is regressed on
+their latents (with a small ridge and a constant), each token gets the part that its own latent explains, and only the
+rest is shared: the regression estimator of statistics. f: (D, F), features of destinations; G: (N, F), features of all
+tokens; c: (D, C), the change at destinations; U: unmerging in which destinations keep their own value and other tokens
+get `REST_WEIGHT` of the sum.
 
     A = (f'f + 0.1 F / D * mean diag(f'f))^-1 f' c  =  fit c
     cached + G A + U (c - f A)                  =  cached + U c + (G - U f) A  =  cached + U c + spread A
@@ -29,8 +30,8 @@ from .prediction import picture_tokens
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# Share that nearby tokens get of the part of a destination's change unexplained by latents. Part of it is noise for
-# them; a lower share would lose what they have in common (benchmarks/results/fidelity/trials.md).
+# Share that nearby tokens get of the part of a destination's change unexplained by latents. Part of that is noise
+# for them; a lower share would lose what tokens have in common (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
 # Share of the textbook's ridge, F / D: latents explain most of the change, so a full one is mostly bias.
 _RIDGE = 0.1
@@ -42,15 +43,15 @@ _LEAST_DESTINATIONS = 2
 class Rotation:
     """Rotary positions of keys. A change is explained and shared before rotation: neighbours have other positions."""
 
-    # (B or 1, N, 1, P, 2, 2), of all tokens, and (B or 1, D, 1, P, 2, 2): P pairs of adjacent numbers are a head. Any
-    # float dtype, contiguous for each token, as kernels read them.
+    # (B or 1, N, 1, P, 2, 2) for all tokens, (B or 1, D, 1, P, 2, 2) for destinations: P pairs of adjacent channels are
+    # a head. Any float dtype; the matrices of a token are contiguous, as kernels need.
     tokens: Tensor
     destinations: Tensor
-    dtype: torch.dtype  # of keys
+    dtype: torch.dtype  # the keys'
 
     @classmethod
     def of(cls, tokens: Tensor, destinations: Tensor, like: Tensor) -> Rotation | None:
-        """Return the rotation of keys of (B, T, C) like `like`; None unless heads are rotated by these matrices.
+        """Return the rotation of keys, (B, T, C) as `like`; None unless these matrices fit whole heads.
 
         tokens, destinations: (B or 1, T, ..., P, 2, 2), with axes of length 1 between.
         """
@@ -68,7 +69,7 @@ class Rotation:
         return self.tokens.to(self.dtype), self.destinations.to(self.dtype)
 
     def undo(self, x: Tensor) -> Tensor:
-        """Return (B, D, C) of destinations as they are before rotation."""
+        """Undo the rotation of destinations, (B, D, C)."""
         inverse = self._in_dtype[1].mT
         x = x.unflatten(2, (-1, inverse.shape[3], 1, 2))
         return (inverse[..., 0] * x[..., 0]).addcmul_(inverse[..., 1], x[..., 1]).flatten(2)
@@ -88,12 +89,12 @@ class Regression:
 
     plan: MergePlan  # its unmerge weights are U
     fit: Tensor  # (B, F, D), in the dtype of the plan's weights
-    spread: Tensor  # (B, N, F), the same
+    spread: Tensor  # (B, N, F), in the same dtype
 
     def propagate(self, cached: Tensor, fresh: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Return the cached values of all tokens, (B, N, C), with the change at destinations.
 
-        fresh: (B, D, C), the new values at destinations. rotation: of keys.
+        fresh: (B, D, C), the new values at destinations. rotation: the keys', if they are propagated.
         """
         if kernels := kernels_for(self.plan, cached, fresh):
             return self._by_kernels(kernels, cached, fresh, rotation)
@@ -113,7 +114,7 @@ class Regression:
         return kernels.propagate(change, cached, answer, self.spread, R, self.plan.unmerge_weights, *layout)
 
     def _explain(self, shared: Tensor, change: Tensor) -> Tensor:
-        """Add the part that latents explain to shared, of (B, N, C)."""
+        """Add to `shared`, (B, N, C), the part that latents explain."""
         answer = self.fit.to(change.dtype) @ change
         return shared.baddbmm_(self.spread.to(change.dtype), answer)
 
@@ -127,7 +128,7 @@ class LatentChange:
     _regressions: dict[int, tuple[MergePlan, Regression | None]] = field(default_factory=dict)  # by the plan's id
 
     def regression(self, plan: MergePlan) -> Regression | None:
-        """Return the regression for tokens of a plan; None where they are too few, or are not those of the latent."""
+        """Return the regression for a plan; None if its destinations are too few or its tokens are not the latent's."""
         if id(plan) not in self._regressions:
             self._regressions[id(plan)] = plan, self._regression(plan)
         return self._regressions[id(plan)][1]
@@ -157,24 +158,24 @@ def regress(features: Tensor, plan: MergePlan) -> Regression:
     squares = gram.diagonal(dim1=1, dim2=2)  # a view
     ridge = squares[:, :-1].mean(1, keepdim=True) * (_RIDGE * (f.shape[2] - 1) / f.shape[1])
     squares[:, :-1] += ridge.clamp_min(torch.finfo(f.dtype).tiny)
-    # Unlike `cholesky` and `solve`, it does not wait for the device to see whether it has succeeded.
+    # Unlike `cholesky` and `solve`, `cholesky_ex` does not wait for the device to report success.
     factor, _ = torch.linalg.cholesky_ex(gram)
     fit = torch.cholesky_solve(f.mT.contiguous(), factor)
     plain = replace(plan, unmerge_weights=plan.unmerge_weights.float(), kernels=None)
     spread = add_unmerged(features, -f, plain)
-    # Kernels expect rows where `room` has them.
+    # Kernels expect rows spaced as in `room`.
     weights = plan.merge_weights
     spread = spread.to(weights.dtype) if plan.kernels is None else room(weights, *spread.shape).copy_(spread)
     return Regression(plan, fit.to(weights.dtype), spread)
 
 
 def with_rest_weight(plan: MergePlan) -> MergePlan:
-    """Return the plan with unmerge weights by which destinations keep their own value and others get `REST_WEIGHT` of
-    the sum."""
+    """Return the plan with unmerge weights by which destinations keep their own value and other tokens get
+    `REST_WEIGHT` of the sum."""
     weights, slots = plan.unmerge_weights, torch.arange(plan.windows.slots, device=plan.dest_slots.device)
     own = plan.dest_slots[:, :, None] == slots[:, None]  # (B, W, S, K)
     if (valid := plan.budget.valid) is not None:
         own = own & valid[..., None, :]
     changed = torch.where(own.any(-1, keepdim=True), own.to(weights.dtype), REST_WEIGHT * weights)
-    # Kernels expect the rows of weights where `room` has them.
+    # Kernels expect the rows of weights spaced as in `room`.
     return replace(plan, unmerge_weights=room(weights, *weights.shape).copy_(changed))

@@ -17,21 +17,21 @@ from .windows import Budget, Windows
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# Windows in a row that are merged as one without kernels: at 4 the zeros between them cost less time than the gathers
-# they save, at 8 more (measured on a CPU).
+# Most windows in a row that are merged as one product without kernels: at 4 the zeros between windows cost less time
+# than the gathers saved, at 8 more (measured on a CPU).
 _MAX_IN_ROW = 4
 
 
 @dataclass(frozen=True, eq=False)
 class MergePlan:
-    """How the N tokens of a grid become D destinations, and how their updates go back to the tokens."""
+    """How the N tokens of a grid become D destinations, and how destinations' updates go back to the tokens."""
 
     windows: Windows  # the layout, shared by all images unless the budget is adaptive
     budget: Budget
     dest_slots: Tensor  # (B, W, K) int64, the slot of each destination in its window
     merge_weights: Tensor  # (B, W, K, S), rows sum to 1: a merged token is a weighted mean of its window's tokens
-    unmerge_weights: Tensor  # (B, W, S, K), rows sum to 1: a token's update is a mix of those of destinations
-    kernels: TritonKernels | None = None  # none for plain PyTorch
+    unmerge_weights: Tensor  # (B, W, S, K), rows sum to 1: a token's update mixes the destinations' updates
+    kernels: TritonKernels | None = None  # None for plain PyTorch
 
     @property
     def tokens(self) -> int:
@@ -76,7 +76,7 @@ class MergePlan:
 
 
 def stacked(plans: list[MergePlan]) -> MergePlan:
-    """Return one plan for the concatenation of several batches with the same windows, as of cond and uncond."""
+    """Return one plan for the concatenation of several batches with the same windows, such as cond and uncond."""
     first = plans[0]
     # Kernels read one image's weights for all images; a product in PyTorch would copy them every time.
     once = first.kernels is not None and len(first.dest_slots) == 1 and all(plan is first for plan in plans)
@@ -147,7 +147,7 @@ def kernels_for(plan: MergePlan, *tensors: Tensor) -> TritonKernels | None:
 def weigh(
     x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget, sharpness: float, dtype: torch.dtype
 ) -> MergePlan:
-    """Return the plan of given destinations (paper, equations 3 to 6).
+    """Return the plan for given destinations (paper, equations 3 to 6).
 
     x: (B, W, S, C) features in window layout, any float dtype; dest_slots: (B, W, K) int64. A = softmax over
     destinations of sharpness * cos(d_j, x_i) in fp32; M = A with rows normalised to sum 1. Weights are cast to `dtype`.
@@ -166,7 +166,7 @@ def weigh(
 
 @dataclass(frozen=True)
 class MergeMap:
-    """The last plan of one token grid, on the CPU; of a video its first frame."""
+    """The last plan of one token grid, on the CPU; for a video, that of its first frame."""
 
     height: int
     width: int

@@ -2,8 +2,8 @@
 
     stream     waits for
     up         the computation that used the target's memory before, the last write of the buffer
-    compute    `up` before it reads a target or drops it, `down` before the memory of a source is free
-    down       the computation of the source, and with it every read of the buffer
+    compute    `up` before a target is read or dropped, `down` before the memory of a source is free
+    down       the computation of the source, and thereby every read of the buffer
 
 The host waits for nothing until the buffers are released.
 """
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from .quant4 import Int4Tensor
 
-# Tensors that are read ahead, and tensors that are being written, at most: keys and values of a block each.
+# Most tensors that are read ahead at a time, and most that are being written: keys and values of a block.
 MAX_STAGED = 2
 _ALIGNMENT = 64  # bytes
 
 
 class Stream(Protocol):
-    """A queue of work on a device. Events have a method `query`: whether the stream has reached them."""
+    """A queue of work on a device. An event has a method `query`: whether the stream has reached the event."""
 
     def record_event(self) -> Any: ...
     def wait_event(self, event: Any) -> None: ...
@@ -37,7 +37,7 @@ class Stream(Protocol):
 
 
 class Copier(Protocol):
-    """The operations of a device; tests record them in place of CUDA's."""
+    """The operations of a device; tests replace CUDA's by operations that they record."""
 
     def current(self, device: torch.device) -> Stream:
         """Return the stream on which the model computes."""
@@ -48,7 +48,7 @@ class Copier(Protocol):
         ...
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor, pinned: bool) -> None:
-        """Copy on a stream. pinned: main memory is, so the host does not wait."""
+        """Copy on a stream. pinned: main memory is pinned, so the host does not wait."""
         ...
 
     def pin(self, memory: Tensor) -> bool:
@@ -80,7 +80,7 @@ class CudaCopier:
     def pin(self, memory: Tensor) -> bool:
         try:
             return bool(self.pin_memory(memory))
-        except Exception:  # systems differ in how they show their limits
+        except Exception:  # systems differ in how they report their limits
             return False
 
     def unpin(self, memory: Tensor) -> None:
@@ -108,7 +108,7 @@ class Layout(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """The bytes from the beginning of each part to that of the next."""
+        """The bytes from the beginning of each part to the beginning of the next."""
         numbers = (shape.numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
         return [-(-n // _ALIGNMENT) * _ALIGNMENT for n in numbers]
 
@@ -119,13 +119,13 @@ class Buffer:
 
     lane: Lane
     layout: Layout
-    memory: Tensor  # (bytes,) uint8, in pages of its own
+    memory: Tensor  # (bytes,) uint8, in pages that nothing else uses
     pinned: bool
     written: Any = None  # event of the last write
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Bytes of the tensor."""
         return sum(self.layout.sizes)
 
     def parts(self) -> list[Tensor]:
@@ -149,7 +149,7 @@ class Parked:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor, (B, N, C)."""
+        """Shape of the tensor, (B, N, C)."""
         images, *others, width = self.buffer.layout.shapes[0]
         most = -(-images // self.chunks)
         count = min(most, images - self.number * most)
@@ -157,7 +157,7 @@ class Parked:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The original one."""
+        """The original dtype."""
         return self.buffer.layout.dtypes[-1]
 
     @property
@@ -167,7 +167,7 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer."""
+        """Bytes of the buffer."""
         return self.buffer.nbytes
 
     def fits(self, source: Tensor | Int4Tensor) -> bool:
@@ -180,7 +180,7 @@ class Parked:
         return [Parked(self.buffer, n, count) for n in range(-(-images // -(-images // count)))]
 
     def copy_(self, source: Tensor | Int4Tensor) -> None:
-        """Write a tensor of the device down, which must not change afterwards."""
+        """Write down a tensor of the device; the tensor must not change afterwards."""
         self.buffer.lane.store(self, source)
 
     def take(self) -> Tensor | Int4Tensor:
@@ -205,7 +205,9 @@ class Lane:
     down: Stream
     lock: RLock
     ahead: dict[Parked, _Read] = field(default_factory=dict)
-    writing: deque[tuple[Tensor | Int4Tensor, Any]] = field(default_factory=deque)  # sources, and events of their ends
+    writing: deque[tuple[Tensor | Int4Tensor, Any]] = field(
+        default_factory=deque
+    )  # sources, and events after their copies
 
     def store(self, parked: Parked, source: Tensor | Int4Tensor) -> None:
         """Write a tensor down."""
@@ -218,8 +220,7 @@ class Lane:
             self.writing.append((source, buffer.written))
 
     def _copied(self, stream: Stream, targets: list[Tensor], sources: list[Tensor], pinned: bool) -> Any:
-        """Copy on a stream; return the event of its end. Memory of the device is not freed before, also if a copy
-        fails."""
+        """Copy on a stream; return an event after the copies. Device memory is not freed before it, even if one fails."""
         try:
             for target, source in zip(targets, sources, strict=True):
                 self.copier.copy(stream, target, source, pinned)
@@ -229,7 +230,7 @@ class Lane:
         return stream.record_event()
 
     def _finish(self, most: int) -> None:
-        """Free the sources of all but the last N writes."""
+        """Free the sources of all writes except the last `most`."""
         now = self.copier.current(self.device)
         while len(self.writing) > most:
             now.wait_event(self.writing[0][1])
@@ -244,7 +245,7 @@ class Lane:
         return _Read(targets, self._copied(self.up, targets, sources, buffer.pinned))
 
     def take(self, parked: Parked) -> Tensor | Int4Tensor:
-        """Return a tensor on the device. If another one was expected, the copies read ahead are dropped."""
+        """Return a tensor on the device. If it was not read ahead, all copies read ahead are dropped."""
         with self.lock:
             found = self.ahead.pop(parked, None)
             if found is None:
@@ -254,13 +255,13 @@ class Lane:
             return Int4Tensor(*found.parts) if parked.buffer.layout.quantized else found.parts[0]
 
     def read_ahead(self, parked: Parked) -> bool:
-        """Begin to read a tensor; return False if no more may be read."""
+        """Begin to read a tensor; return False if no further tensor may be read ahead."""
         with self.lock:
             if parked not in self.ahead and len(self.ahead) < MAX_STAGED:
                 try:
                     self.ahead[parked] = self._read(parked)
                 except torch.OutOfMemoryError:
-                    return False  # it is read when it is needed
+                    return False  # the tensor is read when it is needed
             return len(self.ahead) < MAX_STAGED
 
     def forget(self, reads: Iterable[Parked]) -> None:
@@ -272,13 +273,13 @@ class Lane:
                 del self.ahead[parked]
 
     def free_staging(self) -> None:
-        """Hold nothing on the device any more."""
+        """Free all copies on the device."""
         with self.lock:
             self.forget(self.ahead)
             self._finish(0)
 
     def close(self) -> None:
-        """Wait for all copies, and hold nothing, also where a wait fails."""
+        """Wait for all copies and free them, even if a wait fails."""
         with self.lock, ExitStack() as last_first:
             for end in (self.ahead.clear, self.writing.clear, self.down.synchronize, self.up.synchronize):
                 last_first.callback(end)

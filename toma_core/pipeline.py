@@ -4,7 +4,7 @@
     out = block(reduced)
     y = restore(out, reduced, x, plan)
 
-with `plan = evaluation.plan(x, grid, scope)`: a stored plan, a new one, or None to compute all tokens.
+with `plan = evaluation.plan(x, grid, scope)`: a stored plan, a new plan, or None to compute all tokens.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Evaluation:
     step_plan: StepPlan
     plan_keys: tuple[Hashable, ...] = (None,)  # one for each equal chunk of the batch, see `RunState.plan`
     cond_keys: tuple[Hashable, ...] = ()  # one for each condition's chunk, all distinct; `plan_keys` if not given
-    tile: TileBatch | None = None  # see `RunState.plan`, as `pictures`
-    pictures: tuple[Tensor, ...] = ()
+    tile: TileBatch | None = None  # see `RunState.plan`
+    pictures: tuple[Tensor, ...] = ()  # see `RunState.plan`
     images: int = 0  # images in the call's batch; 0 if unknown
-    change: LatentChange | None = None  # since the caches were written; None if unknown
+    change: LatentChange | None = None  # the latent's, since the caches were written; None if unknown
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cond_keys", self.cond_keys or self.plan_keys)
@@ -49,7 +49,7 @@ class Evaluation:
         return self if step is self.step_plan else replace(self, step_plan=step)
 
     def again(self) -> Evaluation:
-        """Return another call of the model within this one."""
+        """Return the evaluation for a second call of the model within this call."""
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
@@ -62,8 +62,8 @@ class Evaluation:
         return self.run.plan(x, grid, scope, self.step_plan, self.plan_keys, self.tile, self.pictures)
 
     def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:
-        """Return the plan for tokens x of (B, N, C) that show the same during the run, as those of a reference image;
-        one for each condition, as references may differ."""
+        """Return the plan for tokens x of (B, N, C) that show the same during the run, as a reference image's do. Each
+        condition has its own plan, as references may differ."""
         return self.run.plan(x, grid, scope, self.lasting, self.cond_keys)
 
     @property
@@ -73,10 +73,10 @@ class Evaluation:
 
     def cached(self, block: str, x: Tensor, kv: bool = False, of_latent: bool = True) -> Refresh | Cached | None:
         """Return the block's cache entry for tokens x of (B, N, C), to store or to begin with; None if nothing cached
-        fits. Names are unique.
+        fits. Block names are unique.
 
-        kv: whether they are keys or values. of_latent: whether the tokens are the latent's, not those of a reference
-        image.
+        kv: whether the entry holds keys or values. of_latent: whether the tokens are the latent's, not a reference
+        image's.
         """
         if not self.step_plan.mode.caches:
             return None
@@ -103,7 +103,7 @@ class Evaluation:
         return self.step_plan.mode is StepMode.REFRESH
 
     def obstacle(self, x: Tensor, block: cost_model.Block, granularity: Granularity) -> Message | None:
-        """Return why tokens x of (B, N, C) are not merged in such a block, None if they are."""
+        """Return why tokens x of (B, N, C) are not merged in a block of this cost, None if they are."""
         if round(self.step_plan.ratio * x.shape[1]) == 0:
             return Reason.NOTHING_TO_MERGE()
         if self.images and len(x) != self.images:
@@ -119,8 +119,8 @@ def reduce(x: Tensor, plan: MergePlan | None, cached: Refresh | Cached | None = 
     """Merge (B, N, C) to (B, D, C); return x itself without a plan or in a refresh."""
     if plan is None or isinstance(cached, Refresh):
         return x
-    # Destinations themselves are compared with the cached update: weighted means hold less noise than the model expects
-    # and would change for that reason alone.
+    # A cached update is compared with that of destinations themselves: weighted means hold less noise than the model
+    # expects, and their update would differ for that reason alone.
     return merge(x, plan) if cached is None else gather_destinations(x, plan)
 
 
@@ -135,7 +135,7 @@ def restore(
     """Return x + unmerge(out - reduced), (B, N, C); `out` itself without a plan or in a refresh, which caches out - x.
 
     Only the update is merged: the residual stream passes unchanged. cached: merged steps begin with its update. exact:
-    destinations attended to all tokens, so the change of the cached update has weight 1 and is cached again.
+    destinations attended to all tokens, so their change has weight 1, and the propagated update is cached again.
     """
     if isinstance(cached, Refresh):
         cached.store(out - x)

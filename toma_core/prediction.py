@@ -1,7 +1,7 @@
 """Features for comparing tokens: the clean picture that the previous step predicted.
 
-Not in the paper, which compares the tokens themselves: in the first steps mostly noise. The predicted picture is nearly
-as good as the outcome itself (docs/fidelity.md), known before the model runs, and short: 64 numbers a token.
+Not in the paper, which compares the tokens themselves; these are mostly noise in the first steps. The predicted picture
+is nearly as good as the outcome itself (docs/fidelity.md), known before the model runs, and short: 64 values per token.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from .windows import Grid
 
-_CELLS = 2  # of a token along each side
-# With more noise than this, a prediction is a mean of many pictures and misses what decides between them
+_CELLS = 2  # per token along each side
+# With more noise than this, a prediction is a mean of many pictures and misses what tells these apart
 # (benchmarks/results/fidelity/trials.md).
 _MAX_NOISE = 0.92
 
 
 def trusted_below(flow: bool) -> float:
     """Return the sigma below which predictions are better than tokens. flow: the model mixes noise and picture by s and
-    1 - s; others add s / (1 - s) of noise to the picture."""
+    1 - s; other models add s / (1 - s) of noise to the picture."""
     return _MAX_NOISE if flow else _MAX_NOISE / (1 - _MAX_NOISE)
 
 
 def picture_tokens(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     """Return a picture as features of the tokens of a grid, (B, N, C or 4 C), in the dtype and on the device of `like`.
 
-    picture: (B, C, ..., H, W), of a grid with frames (B, C, T, H, W). A token has 2 x 2 cells, each the mean of its
-    pixels, or a single one if it covers no more.
+    picture: (B, C, ..., H, W), or (B, C, T, H, W) for a grid with frames. A token has 2 x 2 cells, each the mean of its
+    pixels; a token that covers a single pixel has one cell.
     """
     *frames, height, width = grid
     images = len(picture)

@@ -13,17 +13,17 @@ Fields = Mapping[str, Mapping[str, Any]]
 
 
 class ModelKind(Enum):
-    """What presets distinguish models by."""
+    """The kinds of model that presets distinguish."""
 
     UNET = "UNet"
     TRANSFORMER = "transformer"  # with a KV cache
     WITHOUT_KV_CACHE = "transformer without a KV cache"
 
 
-# Plans from the predicted picture, with more destinations where it is richer, have a smaller error for the same work.
+# Plans from the predicted picture, with more destinations in its detailed parts, have a smaller error for equal work.
 _PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
-# With a KV cache no block is skipped, every step selects again, and smaller windows have a smaller error, as long as
-# they keep enough destinations: above this ratio they have the side `WIDE`.
+# With a KV cache no block is skipped, every step selects again, and smaller windows have a smaller error as long as
+# each keeps enough destinations: above the ratio `WIDE_ABOVE` windows have the side `WIDE`.
 WIDE_ABOVE, WIDE = 0.6, 8
 _KV_CACHE: Mapping[str, Any] = {
     **_PREDICTED,
@@ -39,7 +39,7 @@ _EVERY_3, _EVERY_2 = ({"selection_interval": n, "weight_interval": n} for n in (
 
 # The fields of each preset, for each kind of model; a family may add its own. Nodes default to the first preset.
 # `paper` follows the paper and its released code; the others are measured (docs/fidelity.md): the last stacks of a UNet
-# change the image most, and without them no step has to be full. No preset sets `ratio`.
+# change the image most, and if these are not merged no step has to be full. No preset sets `ratio`.
 PRESETS: Mapping[str, Mapping[ModelKind, Mapping[str, Any]]] = {
     "balanced": {
         ModelKind.UNET: {**_EVERY_3, "skip_last_blocks": 3},

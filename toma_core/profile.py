@@ -19,7 +19,7 @@ from .schedule import RatioSchedule
 from .setting_spec import ConfigError, Refusal, shown
 
 SCHEMA = 1
-_MAX_TEXT = 10_000  # characters of a profile that is read; those that are written have a fifth of it
+_MAX_TEXT = 10_000  # most characters of a profile that is read; written profiles have a fifth
 _MAX_BANDS = 8  # noise levels, and ratios above 0: under torch.compile every ratio is a graph
 _MAX_SIGMA = 1e9  # ComfyUI's highest noise level is about 4500
 _MAX_LINE = 120  # characters of an explanation on a node
@@ -66,7 +66,7 @@ class Profile:
         return tuple(zip(self.above, by_band, strict=True))
 
     def text(self) -> str:
-        """Return it as JSON, with a line for each part. Settings that have `ToMAConfig`'s defaults are left out."""
+        """Return the profile as JSON, one line per part. Settings that have `ToMAConfig`'s defaults are left out."""
         changed = {name: value for name, value in vars(self.config).items() if value != setting_spec(name).default}
         lines = {
             "toma_profile": SCHEMA,
@@ -106,7 +106,7 @@ def parsed(text: Any) -> Profile:
 def fitted(profile: Profile, model: str, names: Sequence[str]) -> RatioSchedule:
     """Return the ratios of a profile for a model with this fingerprint and these blocks.
 
-    Raises `ConfigError` if it was made with another model.
+    Raises `ConfigError` if the profile is damaged or was made with another model.
     """
     if profile.model != model:
         raise _unused(Refusal.PROFILE_OTHER_MODEL(made=_one_line(profile.model), model=_one_line(model)))

@@ -1,8 +1,8 @@
 """Store a block's updates, keys and values in a refresh; propagate the stored ones in a merged step.
 
 Not in the paper. Updates change slowly from step to step, above all in the fine structure that destinations cannot
-carry. With a KV cache a merged step propagates the cached tensors and stores the results. Without one it adds the
-share p of the cached update that destinations still show, and half of their change, and stores nothing.
+carry. With a KV cache a merged step propagates the cached tensors and stores the results. Without a KV cache it adds
+the share p of the cached update that destinations still show, adds half of their change, and stores nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .coverage import Coverage
 from .latent_regression import LatentChange, Rotation
 from .merge import MergePlan, add_unmerged, gather_destinations, unmerge_residual
 
-# Weight of the change at destinations where the cached update still holds: part of that change comes of the merge, not
-# of the step (docs/fidelity.md). Where nothing of the cached update holds, the weight is 1: plain merging.
+# Weight of the change at destinations where the cached update still holds: part of that change comes from the merge,
+# not from the step (docs/fidelity.md). Where nothing of the cached update holds, the weight is 1: plain merging.
 DELTA_WEIGHT = 0.5
 
 
@@ -32,7 +32,7 @@ class Refresh:
     kv: bool = False  # keys or values
 
     def store(self, update: Tensor) -> None:
-        """Cache the block's update of (B, N, C)."""
+        """Cache an update, (B, N, C)."""
         self.coverage.store(self.keys, update, self.quantized, self.kv)
 
 
@@ -45,13 +45,13 @@ class Cached:
     update: Tensor  # (B, N, C), as cached
     quantized: bool = False  # cached in four bits a number
     kv: bool = False  # keys or values
-    change: LatentChange | None = None  # of the latent; None if unknown, and for tokens that are not the latent's
+    change: LatentChange | None = None  # the latent's; None if unknown, and for tokens that are not the latent's
 
     def propagate(self, fresh: Tensor, plan: MergePlan, rotation: Rotation | None = None) -> Tensor:
         """Return and cache the update with the change at destinations, see `latent_regression`; where the change of the
         latent is unknown, update + unmerge(fresh - update at destinations), (B, N, C).
 
-        fresh: (B, D, C), the new values at destinations. rotation: of keys. Raises `torch.OutOfMemoryError`.
+        fresh: (B, D, C), the new values at destinations. rotation: the keys'. Raises `torch.OutOfMemoryError`.
         """
         regression = None if self.change is None else self.change.regression(plan)
         if regression is not None:
@@ -80,7 +80,7 @@ def unmerge_residual_cached(out: Tensor, reduced: Tensor, x: Tensor, cached: Ten
 def _projection_coefficient(fresh: Tensor, old: Tensor) -> Tensor:
     """Return the least-squares share of an image's old update in the fresh one, within [0, 1]: (B, 1, 1) fp32.
 
-    Close to 1 between neighbours of twenty steps, close to 0 between those of four, whose noise levels lie far apart.
+    Close to 1 between neighbouring steps of a run of twenty, close to 0 in a run of four: noise levels lie far apart.
     """
     old = old.float()
     common, norm = ((t * old).sum((1, 2), keepdim=True) for t in (fresh, old))

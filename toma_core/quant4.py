@@ -1,4 +1,4 @@
-"""Quantise cached tensors to four bits a number, for KV caches that do not fit otherwise.
+"""Quantise cached tensors to four bits per element, for KV caches that do not fit otherwise.
 
 Not in the paper. Groups of neighbouring channels of a token share a minimum and a step, as in the KV caches of language
 models (KIVI, arXiv 2402.02750). Sizes and errors are in docs/settings.md.
@@ -19,7 +19,7 @@ WIDER = 1.01  # times the step, so that values rounded up in half precision stil
 
 @dataclass(frozen=True, eq=False)
 class Int4Tensor:
-    """A (B, N, C) tensor in four bits a number."""
+    """A (B, N, C) tensor in four bits per element."""
 
     codes: Tensor  # (B, N, C / 2) uint8; the lower four bits are the first half of a group of channels
     low: Tensor  # minimum and step, (B, N, groups) in the original dtype
@@ -47,11 +47,11 @@ class Int4Tensor:
         return [Int4Tensor(*part) for part in parts]
 
     def clone(self) -> Int4Tensor:
-        """Return a copy with memory of its own."""
+        """Return a copy that shares no memory."""
         return Int4Tensor(*(t.clone() for t in (self.codes, self.low, self.step)))
 
     def copy_(self, other: Int4Tensor) -> None:
-        """Copy the numbers of another of the same shape into this one."""
+        """Overwrite this tensor by another one of the same shape."""
         for name in ("codes", "low", "step"):
             getattr(self, name).copy_(getattr(other, name))
 
@@ -82,7 +82,7 @@ def quantize(x: Tensor) -> Int4Tensor | Tensor:
         return x.clone()
     x = x.unflatten(-1, (-1, group))
     low, high = x.aminmax(dim=-1, keepdim=True)
-    # Halved first (exactly): the difference may exceed half precision.
+    # Halved first (exactly): the difference may exceed the range of half precision.
     step = ((high / 2 - low / 2) * (2 * WIDER / 15)).clamp_min(torch.finfo(x.dtype).tiny)
     middle = high / 2 + low / 2
     # -7.5 to 7.5 shifted by 8: the cast truncates, as rounding would.
@@ -94,5 +94,5 @@ def quantize(x: Tensor) -> Int4Tensor | Tensor:
 
 
 def int4_bytes(numbers: int, itemsize: int) -> int:
-    """Return the bytes of `numbers` numbers of `itemsize` bytes once quantised, with groups of the largest size."""
+    """Return the bytes of `numbers` elements, `itemsize` bytes each, once quantised in groups of the largest size."""
     return numbers * BITS // 8 + 2 * numbers // _GROUP * itemsize

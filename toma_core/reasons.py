@@ -1,7 +1,7 @@
-"""Keep reasons and messages as data: the code compares ids, and text is made where it is shown.
+"""Keep reasons and messages as data: the code compares ids, and text is made where messages are shown.
 
 The core has no texts: alone it writes a message as its id and parameters, see `plain`. Inside the pack
-`nodes/adapters/report_text.py` sets `reader` to one that knows the English texts, for errors, the log and the report;
+`nodes/adapters/report_text.py` sets `reader` to a function that knows the English texts, for errors, log and report;
 the page formats the same messages with the texts of its own language.
 """
 
@@ -96,7 +96,7 @@ class Message:
 
 
 def plain(value: Value) -> str:
-    """Return a message without its text, as `out_of_range: setting=ratio, value=2`, or another value."""
+    """Return a message as its id and parameters, `out_of_range: setting=ratio, value=2`; other values as a string."""
     if isinstance(value, tuple):
         return f"({', '.join(map(plain, value))})"
     if not isinstance(value, Message) or not value.params:
@@ -108,8 +108,8 @@ reader: Callable[[Message], str] = plain
 
 
 class MessageError(ValueError):
-    """An error that is shown on a node. Its text is that of the message and its details, after the name of this
-    pack. details: lines that the node shows folded."""
+    """An error that is shown on a node. Its text is the name of this pack, then the message, then its details.
+    details: lines that the node shows folded."""
 
     prefix = "ToMA: "
 
@@ -123,5 +123,5 @@ def _json(value: Value) -> Any:
     if isinstance(value, Message):
         return value.json()
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has none of these
+        return str(value)  # JSON has no infinity and no NaN
     return [_json(each) for each in value] if isinstance(value, tuple) else value

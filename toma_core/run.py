@@ -30,10 +30,10 @@ from .windows import Budget, Grid, Windows, make_budget, make_windows
 
 
 class _PlanKey(NamedTuple):
-    scope: tuple[Hashable, Hashable]  # of blocks, and which part of the latent
+    scope: tuple[Hashable, Hashable]  # scope of the blocks, and which part of the latent
     grid: Grid
     ratio: float
-    selection: int  # LASTING if the tokens show the same during the run, as those of a reference image
+    selection: int  # LASTING if the tokens show the same during the run, as a reference image's do
     images: int
     dtype: torch.dtype
     device: torch.device
@@ -51,21 +51,21 @@ class RunState:
     stats: RunStats = field(default_factory=RunStats)
     dispatch: Dispatch = field(default_factory=Dispatch)
     _plans: dict[_PlanKey, tuple[MergePlan, int]] = field(default_factory=dict)  # plans and generations of weights
-    # Plans and their concatenation, by (scope, grid, ratio, plan keys, images of each, dtype, device).
+    # Plans and their concatenation, by (scope, grid, ratio, plan keys, images per key, dtype, device).
     _stacks: dict[tuple[Hashable, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
     # Destinations selected last since the last refresh, (B, D), by the plan's key without its generation.
     _recent: dict[_PlanKey, Tensor] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
     cache: Cache = field(default_factory=Cache)
-    coverage: Coverage = field(init=False)  # what the cache was made of
+    coverage: Coverage = field(init=False)  # what the cache's entries were made of
     unscheduled: int | None = None  # step of the last unscheduled refresh since a scheduled one
     kv_cache: bool = field(init=False)  # merged blocks attend to all tokens
-    quantized: bool = False  # the KV cache has four bits a number
+    quantized: bool = False  # the KV cache has four bits per element
     disabled_by: Message | None = None  # why all later steps are full
     tiles: bool = False  # calls of the model show tiles of the latent
     references: bool = False  # calls of the model have reference images
-    attention_hook_called: bool | None = None  # for a block that attends to all tokens; None before the first
+    attention_hook_called: bool | None = None  # by some attention; None before a chain that attends to all tokens ends
 
     def __post_init__(self) -> None:
         self.kv_cache = bool(self.config.kv_cache) and self.config.uses_cache
@@ -78,8 +78,8 @@ class RunState:
         return self.schedule.config
 
     def check_kv_cache(self, config_for: Callable[..., ToMAConfig]) -> None:
-        """Go on without a KV cache if the last evaluation revealed that it cannot be used. Settings without one skip
-        other blocks, so the residual cache is cleared too."""
+        """Go on without a KV cache if the last evaluation revealed that it cannot be used. Settings without a KV cache
+        skip other blocks, so the residual cache is cleared too."""
         if self.kv_cache and (self.tiles or self.attention_hook_called is False):
             self.stats.without_kv_cache = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION()
             self.schedule, self.kv_cache = replace(self.schedule, config=config_for(kv_cache=False)), False
@@ -118,7 +118,7 @@ class RunState:
         plan_keys: for each equal chunk of the batch, which part of the latent it shows. Chunks with one key (cond and
         uncond) hold the same images under different conditions and share the plan of the first.
         tile: the images of a call on tiles; the plan serves this evaluation only.
-        pictures: for each chunk (b, C', ..., H', W'), from which plans are made in place of x, for all scopes.
+        pictures: one per chunk, (b, C', ..., H', W'); plans are made from these in place of x, for all scopes.
         """
         if tile is not None:
             return self._tile_plan(tile, x, grid, scope, step)
@@ -147,7 +147,7 @@ class RunState:
             tokens = x.index_select(0, tile.first)
             plan = tile.resolve(key, self._selected(tokens, tokens, grid, step, even=True))
             self.stats.count_plan(grid, plan.num_destinations, selected=True)
-            # Replaces the last tile's, so that one of them can be drawn.
+            # Replaces the last tile's plan, so that a single plan is left to draw.
             drawn = _PlanKey((scope, TileBatch), grid, step.ratio, step.selection, 0, x.dtype, x.device)
             self._remember(drawn, plan, step)
         return tile.plans[key]
@@ -159,7 +159,7 @@ class RunState:
     def _plan(
         self, x: Tensor, grid: Grid, scope: tuple[Hashable, Hashable], step: StepPlan, picture: Tensor | None
     ) -> MergePlan:
-        """Return the plan of one part of the latent, of (B, N, C) or made from a picture."""
+        """Return the plan of one part of the latent, made from tokens x, (B, N, C), or from a picture if given."""
         key = _PlanKey(scope, grid, step.ratio, step.selection, len(x), x.dtype, x.device)
         old, weighing = self._plans.get(key, (None, 0))
         if old is not None and weighing == step.weighing:
@@ -181,8 +181,8 @@ class RunState:
     def _remember(self, key: _PlanKey, plan: MergePlan, step: StepPlan) -> None:
         """Store a plan. Called by several devices at once.
 
-        Drop the plans of its grid that are older or have none of the step's ratios: moving windows over a batch would
-        accumulate them. Lasting plans are compared with lasting ones.
+        Drop plans of the same grid that are older or have none of the step's ratios: moving windows over a batch would
+        accumulate such plans. Lasting plans are compared with lasting plans only.
         """
         ratios = step.in_use
         old = [

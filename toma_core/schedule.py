@@ -14,7 +14,7 @@ from functools import cached_property
 from .config import ToMAConfig
 from .reasons import Message, Reason
 
-# From high noise to low: (sigma, ratio of every block above it); the last holds for all below too.
+# From high noise to low: (sigma, ratio of every block above this sigma); the last ratios hold below it too.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
 # A run begins flat if it has at most this many steps and the first two lower sigma by less than this share.
@@ -50,9 +50,9 @@ class StepPlan:
     step: int  # sampling step, from 0
     mode: StepMode = StepMode.FULL
     ratio: float = 0.0  # share of tokens merged away in merged steps, the largest of all blocks; 0.0 if FULL
-    selection: int = 0  # generations of destinations and of weights; those of another generation are too old
-    weighing: int = 0
-    ratios: Mapping[str, float] | None = None  # by block where blocks differ; others are not merged
+    selection: int = 0  # generation of destinations; those of another generation are too old
+    weighing: int = 0  # generation of weights, likewise
+    ratios: Mapping[str, float] | None = None  # by block where blocks differ; blocks not listed are not merged
 
     def ratio_of(self, block: str) -> float:
         """Return the ratio of a block."""
@@ -88,12 +88,12 @@ class Schedule:
     """The settings of a run as a function of its steps."""
 
     config: ToMAConfig
-    sigmas: tuple[float, ...] = ()  # at which steps begin, rising in unsampling; empty if unknown: every step is 0
+    sigmas: tuple[float, ...] = ()  # where steps begin, rising in unsampling; empty if unknown: then all steps are 0
     sigma_start: float = float("inf")  # merging is active at sigmas in (sigma_end, sigma_start]
     sigma_end: float = float("-inf")
-    finishes: bool = False  # the last step ends with a picture free of noise, not with one that another run continues
-    continues_run: bool = False  # the run begins where another model's run ended, as with the two models of some videos
-    ratio_schedule: RatioSchedule = ()  # ratios of blocks by sigma, in place of the setting's one ratio; empty for that
+    finishes: bool = False  # the last step ends with a picture free of noise, not with a latent for another run
+    continues_run: bool = False  # the run begins where another model's run ended: some video models come as two
+    ratio_schedule: RatioSchedule = ()  # ratios of blocks by sigma; empty: all blocks have the setting's ratio
 
     def step_at(self, sigma: float) -> int:
         """Return the step of a sigma; sigmas between two steps belong to the earlier one."""
@@ -116,8 +116,8 @@ class Schedule:
 
     @property
     def _merges_last(self) -> bool:
-        """Whether the last step is merged: in the second half of a four-step run with a KV cache nothing else would be,
-        and that has less error than three steps (benchmarks/results/fidelity/trials.md)."""
+        """Whether the last step is merged: in the second half of a four-step run with a KV cache no other step would
+        be, and merging has less error than three steps (benchmarks/results/fidelity/trials.md)."""
         config = self.config
         return self.continues_run and len(self.sigmas) == 2 and config.full_step_interval > 2 and bool(config.kv_cache)
 
@@ -136,12 +136,13 @@ class Schedule:
         return len(self.sigmas) if self.begins_flat else self.config.full_step_interval
 
     def predicted_share(self, step: int) -> float:
-        """Return the share of all predictions, up to a step's, in the next latent by Euler's method: 1 at the end."""
+        """Return the share of the latent after a step that comes from predictions by Euler's method: 1 at the end."""
         following = (*self.sigmas, 0.0)[min(step + 1, len(self.sigmas))]
         return 1 - following / self.sigmas[0] if self.sigmas and following < self.sigmas[0] else 1.0
 
     def _is_full(self, step: int, age: int) -> bool:
-        """Return whether a step is full by the interval. In runs that begin flat as many steps are, but the last."""
+        """Return whether a step is full by the interval. Runs that begin flat have the same count of full steps: the
+        first step, the others at the end."""
         every, last = self.config.full_step_interval, len(self.sigmas) - 1
         if not self.begins_flat:
             return age % every == 0
@@ -155,7 +156,7 @@ class Schedule:
         return tuple({(plan.ratio, plan.selection % 2): plan for plan in each}.values())
 
     def ratios_at(self, sigma: float, step: int) -> Mapping[str, float] | None:
-        """Return the ratio of every block at this step, None if the setting holds for all. Ratios are constant from one
+        """Return the ratio of every block at this step, None if all have the setting's. Ratios are constant from one
         full step to the next, so that the caches fit."""
         if not self.ratio_schedule:
             return None

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .windows import Budget, Windows
 
-# Penalty of a gain for each slot before it. Two tokens that represent only each other gain the same late in a search;
-# without it rounding, and so the batch, threads or kernel, would choose. Far above rounding, far below differences.
+# Penalty on a slot's gain for each slot before it. Two tokens that represent only each other have equal gains late in a
+# search; rounding, and so the batch, threads or kernel, would decide between them. The penalty is far above rounding
+# and far below true differences.
 TIE = 1e-5
 
 # Priority of the last step's destinations if cached keys, values and updates are propagated: tokens take turns at being
@@ -53,9 +54,8 @@ def greedy_facility_location(
     """Return the first `number` slots of every window that a greedy search picks, best first: (G, number) int64.
 
     similarity: (G, S, S) fp32, S_ij = cos(x_i, x_j); valid: (G, S) bool, False in padding slots, None without padding.
-    priority: (G, S) fp32 in (0, 1], by which gains are multiplied; with p the least of them, the guarantee is
-    1 - e^-p. A window with fewer valid slots repeats one at the end. Ties go to the lowest slot, see `tie_step`. No
-    host sync.
+    priority: (G, S) fp32 in (0, 1], factors of gains; if the least factor is p, the guarantee is 1 - e^-p. A window
+    with fewer valid slots repeats a slot at the end. Ties go to the lowest slot, see `tie_step`. No host sync.
 
     Each round picks argmax_j of the gain sum_i relu(S_ij - m_i). m_i, the max of S_ij over picked j, says how well
     token i is represented; it starts at -1, the smallest cosine.

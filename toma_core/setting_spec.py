@@ -33,8 +33,8 @@ class ConfigError(MessageError):
 
 @dataclass(frozen=True)
 class SettingSpec:
-    """Default and help text of a setting; range (both ends allowed) and step of a number. internal: presets and
-    comparisons set it, no node does."""
+    """Default and help text of a setting; for a number also its range (both ends allowed) and step. internal: presets
+    and comparisons set it, no node does."""
 
     default: Any
     tooltip: str
@@ -45,8 +45,8 @@ class SettingSpec:
 
 
 def option(default: Any, tooltip: str, bounds: tuple[float, ...] = (), *, internal: bool = False) -> Any:
-    """Return a dataclass field with this default. bounds: minimum, maximum and step of a number. internal: no node has
-    it."""
+    """Return a dataclass field with this default. bounds: a number's minimum, maximum and step. internal: no node has
+    the setting."""
     return field(default=default, metadata={"spec": SettingSpec(default, tooltip, *bounds, internal=internal)})
 
 

@@ -15,7 +15,7 @@ from .windows import Grid
 class Unmerged(NamedTuple):
     """Something that ran on all tokens."""
 
-    block: str | None  # None for what is no block, as a reference image
+    block: str | None  # None if it is no block but a reference image
     part: str = ""  # of the block, "" for all of it
 
     def __str__(self) -> str:
@@ -42,13 +42,13 @@ class RunStats:
     kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch did
     full_by: tuple[Message, ...] = ()  # settings that make steps full
     full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full steps that the schedule merges
-    by_profile: bool = False  # whether ratios differ by block: grids and merged_steps then hold the largest of them
+    by_profile: bool = False  # whether ratios differ by block; grids and merged_steps then hold the largest ratio's
     cache_bytes: int = 0  # largest size of the residual cache
     cache_disabled: bool = False
     without_kv_cache: Message | None = None  # why the KV cache was not used
-    kv_place: tuple[int, int] = (0, 0)  # bytes of keys and values on the card and in main memory, if any lie there
+    kv_place: tuple[int, int] = (0, 0)  # peak bytes of keys and values, on the card and in main memory
     kv_pinned: bool = True  # whether that main memory could be pinned
-    kv_skipped: float = 0.0  # share of the first blocks that are not merged, because memory is short
+    kv_skipped: float = 0.0  # share of blocks, the first ones, that memory is too short to merge
     # For attentions that another node overrides: (tokens are merged, the node left the call to ComfyUI).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of the unmerged run over those of this one; None if unknown
@@ -84,7 +84,7 @@ class RunStats:
             self.full_reasons.setdefault(reason, set()).add(step)
 
     def count_plan(self, grid: Grid, destinations: int, selected: bool) -> None:
-        """Count a plan for a grid. selected: whether destinations were selected, not weights alone computed."""
+        """Count a plan for a grid. selected: whether destinations were selected too, not only weights computed."""
         with self.lock:
             fewest = min(destinations, self.grids.get(grid, destinations))
             self.grids[grid] = fewest if self.by_profile else destinations
@@ -103,8 +103,8 @@ class RunStats:
 
     @property
     def ratios_in_blocks(self) -> dict[int, float]:
-        """The ratio of each step in which some block was merged. A merged step has none where every block had a reason
-        against it, or where a step cache skipped them."""
+        """The ratio of each step in which some block was merged. In a merged step none was if every block had a reason
+        against merging, or if a step cache skipped all blocks."""
         found = set[int]().union(*self.merged_at.values())
         return {step: ratio for step, ratio in self.merged_steps.items() if step in found}
 
@@ -126,7 +126,7 @@ class RunStats:
         return {reason: set(map(str, each)) for reason, each in self.unmerged.items()}
 
     def unmerged_reasons(self) -> list[Message]:
-        """Return why blocks and reference images were not merged, the reason of most of them first."""
+        """Return why blocks and reference images were not merged, the most frequent reason first."""
         # A profile's choice is no reason in a run that would not have merged anyway.
         found = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]
         return sorted(found, key=lambda reason: -len(self.unmerged[reason]))

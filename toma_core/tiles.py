@@ -29,7 +29,7 @@ class TileBatch:
         self.first = _same(self.latent, self.latent).fill_diagonal_(True).int().argmax(1)
 
     def resolve(self, key: Hashable, plan: MergePlan) -> MergePlan:
-        """Store and return the plan of blocks that share `key`, with the weights of earlier calls for their images."""
+        """Store and return the plan of blocks that share `key`, with earlier calls' weights for images seen there."""
         before = [batch for batch in self.earlier if key in batch.plans]
         if before:
             same = _same(self.latent, torch.cat([batch.latent for batch in before]))

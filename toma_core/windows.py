@@ -30,7 +30,7 @@ class Windows:
     source: Tensor  # (W, S) int64, the token in each slot; padding slots repeat the window's first token
     valid: Tensor | None  # (W, S) bool, False in padding slots; None without padding
     inverse: Tensor  # (N,) int64, each token's slot in the flattened (W * S)
-    contiguous: bool  # windows are contiguous runs of tokens
+    contiguous: bool  # windows are contiguous in memory, one after the other
     cuts: tuple[tuple[int, ...], tuple[int, ...]]  # row and column borders; rows go on from frame to frame
     frames: int = 1
 
@@ -81,7 +81,7 @@ class Budget:
     with counts for each image. Tensors are None if every slot is in use."""
 
     counts: tuple[int, ...]  # equal shares, which an adaptive budget reallocates
-    compact: Tensor | None  # (D,) int64, the slots in use of the flattened (W * K), ascending; adaptive (B, D)
+    compact: Tensor | None  # (D,) int64, the slots in use in the flattened (W * K), ascending; adaptive (B, D)
     expand: Tensor | None  # (W * K,) int64, destinations; unused slots repeat the window's first; adaptive (B, W * K)
     valid: Tensor | None  # (W, K) bool, False in unused slots; adaptive (B, W, K)
 
@@ -116,7 +116,7 @@ class Budget:
 
 
 def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
-    """Return x of (B, N, ...) at (n,) or (B, n) indices; x itself without."""
+    """Return x, (B, N, ...), at (n,) or (B, n) indices; x itself without an index."""
     if index is None or index.ndim == 1:
         return x if index is None else x.index_select(1, index)
     index = index.view(*index.shape, *[1] * (x.ndim - 2))
@@ -185,9 +185,9 @@ def _parts(cuts: tuple[int, ...]) -> tuple[int, int]:
 def make_budget(counts: tuple[int, ...], ratio: float, frames: int = 1) -> Budget:
     """Share D = N - round(ratio * N) destinations among windows of `counts` tokens, on the CPU. Raises ValueError.
 
-    Each window gets its proportional share, rounded so that the sum is exact (largest remainder), and at least one:
-    only where that floor binds is D larger, by at most one a window. frames: equal parts of the windows, in order, each
-    with the same total.
+    Each window gets its proportional share, rounded so that the sum is exact (largest remainder), and at least one
+    destination: only where that floor binds is D larger, by at most one per window. frames: count of equal parts of the
+    windows, in order, each with the same total.
     """
     if not 0 <= ratio < 1:
         raise ValueError(f"ratio must be in [0, 1), got {ratio}")

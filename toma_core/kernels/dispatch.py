@@ -50,7 +50,7 @@ class Choice:
     """The kernels to use."""
 
     kernels: TritonKernels | None  # None for plain PyTorch
-    reason: Message | None = None  # why not faster ones
+    reason: Message | None = None  # why no faster kernels are used
 
     @property
     def message(self) -> Message:
@@ -78,7 +78,7 @@ class Dispatch:
     ) -> Choice:
         """Return the choice for tokens x of (B, N, C).
 
-        features: (B, N, C'), by which destinations are selected; None for x. weighs: weights are also computed without
+        features: (B, N, C'), by which destinations are selected; None: by x. weighs: weights are also computed without
         a selection. propagates: cached keys, values and updates are propagated.
         """
         features = (x if features is None else features).detach()
@@ -89,7 +89,7 @@ class Dispatch:
         )
 
     def quantize(self, x: Tensor) -> Int4Tensor | Tensor:
-        """Return (B, N, C) in four bits a number, see `quant4.quantize`."""
+        """Quantise (B, N, C) to four bits per element, see `quant4.quantize`."""
         kernels = self._choice(_quant_key(x), x, 0, lambda k: _quantizes(k, x[:1, :64].detach())).kernels
         return quantize(x) if kernels is None else kernels.quantize(x)
 
@@ -110,7 +110,7 @@ def _quant_key(x: Tensor | Int4Tensor) -> Hashable:
 
 
 def _obstacle(x: Tensor, slots: int) -> Message | None:
-    """Return why Triton's kernels cannot compute this, None if they can. slots: per window."""
+    """Return why Triton's kernels cannot compute on x, None if they can. slots: per window."""
     if x.device.type != "cuda" or torch.version.hip:
         return NoTriton.NO_CUDA()
     if x.dtype not in _DTYPES:
@@ -165,7 +165,7 @@ def _merges(
     weighs: bool,
     propagates: bool,
 ) -> bool:
-    """Return whether kernels give PyTorch's results; called with each of them that the run will need."""
+    """Return whether every kernel that the run will need gives PyTorch's results."""
     used = budget.valid if budget.valid is not None else x.new_ones(len(windows.counts), budget.slots, dtype=torch.bool)
     priority = torch.ones(features.shape[:2], device=x.device) if propagates else None
     plan = MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0, priority))
@@ -187,8 +187,8 @@ def _merges(
 
 
 def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Tensor, Tensor]]:
-    """Return two results of propagation, of kernels and of PyTorch, (B, N, C), without a rotation and with one. fresh:
-    (B, D, C). Testing one feature count is enough: it is a run-time argument."""
+    """Propagate by kernels and by PyTorch, without a rotation and with one, and return pairs of results, (B, N, C).
+    fresh: (B, D, C). Testing one feature count is enough: it is a run-time argument."""
     batch, N, C = cached.shape
     features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES).expand(batch, -1, -1)
     fast = regress(features, plan)
@@ -197,12 +197,12 @@ def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Te
         angles = torch.arange(N * P, device=cached.device).view(1, N, 1, P).float()
         R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
         rotations.append(Rotation.of(R, R[0, plan.destinations], cached))
-    rotations.append(rotations[-1])  # its second launch is a prepared one
+    rotations.append(rotations[-1])  # the same again: a second launch is a prepared one
     return [(fast.propagate(cached, fresh, R), plain.propagate(cached, fresh, R)) for R in rotations]
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether two results of the same products differ by rounding only; NaN of the tokens is equal."""
+    """Return whether two results of the same products differ by rounding only; NaN equals NaN."""
     largest = float(theirs.float().nan_to_num().abs().amax())
     tolerance = 8 * torch.finfo(ours.dtype).eps * max(largest, torch.finfo(ours.dtype).tiny)
     return torch.allclose(ours.float(), theirs.float(), rtol=0.0, atol=tolerance + 1e-5 * largest, equal_nan=True)

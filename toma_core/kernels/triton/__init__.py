@@ -1,4 +1,4 @@
-"""The kernels in Triton, which importing this package needs; `dispatch.Dispatch` decides whether to."""
+"""The kernels in Triton. Importing this package needs Triton; `dispatch.Dispatch` decides whether to import."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TritonKernels:
     def weigh(
         self, x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget, sharpness: float
     ) -> tuple[Tensor, Tensor]:
-        """Return merge and unmerge weights of given slots, ascending and distinct in each window."""
+        """Return merge and unmerge weights for given slots, which are ascending and distinct in each window."""
         return weigh(x, dest_slots.contiguous(), windows, budget, sharpness, select=False)
 
     def merge(self, x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
@@ -66,7 +66,7 @@ class TritonKernels:
         return launch(out, weights, budget.expand, reduced, x)
 
     def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
-        """Return fresh - cached at destinations, before the rotation R if given: (B, D, C), (B, N, C) -> (B, D, C)."""
+        """Return fresh - cached at destinations, the rotation R undone if given: (B, D, C), (B, N, C) -> (B, D, C)."""
         key = ("change", *_kind(fresh), *_kind(cached), *_kind(destinations), R is None or _kind(R))
         launch = self._launches.get(key) or self._prepare(key, change.change, fresh, cached, destinations, R)
         return launch(fresh, cached, destinations, R)
@@ -98,7 +98,7 @@ class TritonKernels:
 
 def _shared(budget: Budget) -> Hashable:
     """Return the budget if all images share it, else the sizes that a launch depends on."""
-    # Asked at each launch: faster than the property `adaptive`.
+    # Called at each launch, so not by the slower property `adaptive`.
     return (budget.slots, budget.total) if budget.valid is not None and budget.valid.ndim == 3 else budget
 
 

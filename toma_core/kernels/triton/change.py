@@ -9,15 +9,15 @@ from torch import Tensor
 from ..layout import cdiv, padded
 from .launch import Launch, require
 
-_BLOCK_D, _MAX_CHANNELS = 16, 128  # 16 numbers for each thread of 4 warps
+_BLOCK_D, _MAX_CHANNELS = 16, 128  # 16 elements per thread of 4 warps
 
 
 @triton.jit
 def rotated(x, R, present, pair, P, INVERSE: tl.constexpr):
-    """Rotate pairs of adjacent numbers of x, [rows, 2 * pairs] fp32.
+    """Rotate pairs of adjacent channels of x, [rows, 2 * pairs] fp32.
 
-    R: [rows, 1] addresses of the (P, 2, 2) matrices of each row, which its heads share. pair: [pairs], counted through
-    all heads. present: [rows, 1], rows of x that are no padding.
+    R: [rows, 1] addresses of the (P, 2, 2) matrices of each row, which all its heads share. pair: [pairs], indices
+    counted through all heads. present: [rows, 1], rows of x that are no padding.
     """
     first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     at = R + (pair % P)[None, :] * 4
@@ -57,8 +57,8 @@ def _change_kernel(
 def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Launch:
     """Prepare the inverse of R times (fresh - cached at destinations), (B, D, C), with one rounding.
 
-    fresh: (B, D, C); cached: (B, N, C); any strides. destinations: (B or 1, D) int64, rows contiguous. R: see
-    `rotation_strides`, of destinations. Called with all four.
+    fresh: (B, D, C); cached: (B, N, C); any strides. destinations: (B or 1, D) int64, rows contiguous. R: rotations of
+    the destinations, see `rotation_strides`. The launch is called with all four.
     """
     batch, D, C = fresh.shape
     require(cached, cached.shape[1], fresh)
@@ -77,8 +77,8 @@ def pairs(R: Tensor | None) -> int:
 
 
 def rotation_strides(R: Tensor | None, batch: int, tokens: int, channels: int) -> tuple[int, int]:
-    """Return the strides of images, 0 if all share one, and of tokens of R, (B or 1, T, 1, P, 2, 2) of any dtype with
-    the matrices of a token contiguous; zeros without. Raises ValueError."""
+    """Return the strides of R between images, 0 if all share one, and between tokens; zeros without R. R: (B or 1, T,
+    1, P, 2, 2), any dtype, the matrices of a token contiguous. Raises ValueError."""
     if R is None:
         return 0, 0
     images, rows, _, P = R.shape[:4]

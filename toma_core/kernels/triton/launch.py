@@ -33,12 +33,13 @@ def upcast(dtype: torch.dtype) -> bool:
 
 
 def turns(count: int) -> Any:
-    """Return a loop bound as a run-time argument, so that one binary serves all; the interpreter needs constants."""
+    """Return a loop bound as a run-time argument, so that one binary serves all counts; the interpreter needs a
+    constant."""
     return tl.constexpr(count) if INTERPRETED else count
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """Make x's GPU the current one: Triton launches there whatever its arguments."""
+    """Make x's GPU the current one: Triton launches on the current GPU, wherever its arguments lie."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
@@ -62,14 +63,14 @@ def require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:
 
 
 def budget_stride(part: Tensor | None, dims: int) -> int:
-    """Return the stride between images of a budget's tensor, 0 without one or if all images share its `dims`
+    """Return the stride of a budget's tensor between images; 0 without a tensor, or if all images share one, of `dims`
     dimensions."""
     return 0 if part is None or part.ndim == dims or len(part) == 1 else part.stride(0)
 
 
 def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
-    """Return the strides of images, 0 if all share one, of windows and of rows of (B or 1, W, rows, columns). The
-    padding of rows is read and masked. Raises ValueError."""
+    """Return the strides of (B or 1, W, rows, columns) between images, 0 if all share one, windows, and rows. Kernels
+    read the padding of rows and mask it. Raises ValueError."""
     (images, _, rows, columns), (by_image, by_window, by_row, by_column) = weights.shape, weights.stride()
     if rows == 1:
         by_row = columns  # PyTorch's stride of a single row is arbitrary
@@ -83,14 +84,14 @@ class Launch:
     """A kernel that makes one tensor, with its constant arguments.
 
     Triton inspects all arguments at each launch to find the compiled binary, which takes the host several times as long
-    as the launch. Here it does so once; then the binary is called with addresses, as long as they are aligned like the
-    first. Callers pass tensors of the same shapes, strides, dtypes and devices at each call.
+    as the launch. Here Triton does so once; then the binary is called with addresses, as long as these are aligned like
+    the first. Callers pass tensors of the same shapes, strides, dtypes and devices at each call.
     """
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int], like: Tensor, tokens: int, fixed: tuple[Any, ...], **options: int
     ) -> None:
-        """Prepare a kernel. Its arguments: the result, (B, tokens, C) as `like`; tensors of a call; `fixed`."""
+        """Prepare a kernel. Its arguments: the result, (B, tokens, C) as `like`; the call's tensors; `fixed`."""
         self._kernel, self._grid, self._fixed, self._options = kernel, (*grid, 1), fixed, options
         self._shape, self._dtype, self._device = (len(like), tokens, like.shape[2]), like.dtype, like.device
         self._alone = not like.is_cuda or torch.cuda.device_count() == 1

@@ -1,7 +1,7 @@
 """Merge and unmerge in one launch each (paper, section 4.2).
 
-Both are one small matrix product per window. If changes are regressed on latents (`latent_regression`), unmerging
-also adds the product of features and answers, rotates the sum, and then adds the cached tensor.
+Each is one small matrix product per window. If changes are regressed on latents (`latent_regression`), unmerging also
+adds the product of features and answers, rotates the sum, and then adds the cached tensor.
 Layout changes (tokens to windows, slots to destinations) are done by the addresses that a program reads and writes,
 without passes for gathering. Every destination and token is written once.
 """
@@ -19,7 +19,7 @@ from ..layout import cdiv
 from .change import pairs, rotated, rotation_strides
 from .launch import Launch, blocks, budget_stride, require, turns, upcast, weight_strides
 
-_BLOCK_F = 32  # of 33 or 129 features, the last has a step to itself
+_BLOCK_F = 32  # the last of 33 or 129 features has an iteration to itself
 
 
 @triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "D"))
@@ -142,7 +142,8 @@ def _unmerge_kernel(
 def merge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget: Budget) -> Launch:
     """Prepare X' = M X for tokens (x,) of (B, N, C), any strides -> (B, D, C), with fp32 sums.
 
-    weights: (B or 1, W, K, S), rows contiguous. Called with x, weights, and `valid` and `expand` of the budget.
+    weights: (B or 1, W, K, S), rows contiguous. The launch is called with x, weights, and the budget's `valid` and
+    `expand`.
     """
     (x,) = tokens
     require(x, windows.tokens)
@@ -159,7 +160,7 @@ def unmerge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budge
     """Prepare Y = A^T Y' for tokens (y,), or the block output x + A^T (y - reduced) for (y, reduced, x): (B, N, C).
 
     y, reduced: (B, D, C); x: (B, N, C); any strides. weights: (B or 1, W, S, K). Sums are fp32, rounded once to y's
-    dtype. Called with y, weights, `expand` of the budget, then reduced and x if given.
+    dtype. The launch is called with y, weights, the budget's `expand`, then reduced and x if given.
     """
     y, *residual = tokens
     for t, length in zip(tokens, (budget.total, budget.total, windows.tokens), strict=False):
@@ -175,8 +176,8 @@ def propagate(
     """Prepare x + R (A^T y + spread answer) for tokens (y, x, answer): (B, N, C), with one rounding.
 
     y: (B, D, C); x: (B, N, C); answer: (B, F, C), contiguous; spread: (B or 1, N, F), rows contiguous; weights: as for
-    `unmerge`. R: of all tokens, see `rotation_strides`. Called with y, weights, `expand` of the budget, None, x,
-    spread, answer and R.
+    `unmerge`. R: rotations of all tokens, see `rotation_strides`. The launch is called with y, weights, the budget's
+    `expand`, None, x, spread, answer and R.
     """
     (y, x, answer), F = tokens, spread.shape[2]
     for t, length in zip(tokens, (budget.total, windows.tokens, F), strict=True):
@@ -202,8 +203,8 @@ def _unmerging(
     residual: bool = False,
     rotates: bool = False,
 ) -> Launch:
-    """Prepare unmerging to tokens of `like`'s B, C and dtype. strides: of y, reduced and x. missing: for the tensors
-    that a call does not give. regressed: strides of spread and R, then F, its steps, and P."""
+    """Prepare unmerging to tokens with `like`'s B, C and dtype. strides: those of y, reduced and x. missing: a None per
+    tensor that calls leave out. regressed: strides of spread and R, then F, its iterations, and P."""
     (_, count, slots, K), (batch, _, C) = weights.shape, like.shape
     block_s, block_k, block_c, warps = blocks(like, slots, K)
     grid = (batch * count, cdiv(slots, block_s) * cdiv(C, block_c))

@@ -1,4 +1,4 @@
-"""Quantise and dequantise to four bits a number, see `toma_core.quant4`, in one launch each."""
+"""Quantise and dequantise to four bits per element, see `toma_core.quant4`, in one launch each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...quant4 import BITS, WIDER, Int4Tensor, group_of
 from ..layout import cdiv
 from .launch import on_device
 
-# Tokens of a program.
+# Tokens per program.
 _ROWS = 64
 
 

@@ -1,8 +1,8 @@
 """Selection and weights of every window of every image in one launch (paper, sections 4.1 and 4.2).
 
-One program owns one window. It computes S_ij = cos(x_i, x_j) once and derives everything else from it: the greedy
+One program owns one window. It computes S_ij = cos(x_i, x_j) once and derives everything else from S: the greedy
 search, the logits sharpness * S_ij of destination i and token j, the softmax over destinations, the normalised rows.
-Destinations are not gathered: a mask over the window's slots marks them, and the rank of one is the number before it.
+Destinations are not gathered: a mask over the window's slots marks them; a destination's rank is the count before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...windows import Budget, Windows
 from ..layout import DOT_MIN, cdiv, padded, room
 from .launch import budget_stride, on_device, require, turns, upcast
 
-# S of larger windows does not fit into registers.
+# The matrix S of a larger window does not fit into registers.
 MAX_SLOTS = 128
 # Not specialised, so that one binary serves all values.
 _ANY_SIZE = ("stride_u", "windows", "slots", "K", "rounds", "steps", "tokens")
@@ -49,9 +49,9 @@ def _select_kernel(
         )
         if UPCAST:
             rows = rows.to(tl.float32)
-        # Products of half-precision numbers are exact in fp32, so the tensor cores lose nothing here.
+        # Products of half-precision values are exact in fp32, so the tensor cores lose nothing here.
         similarity = tl.dot(rows, tl.trans(rows), similarity, input_precision="ieee")
-    # The products of tokens with themselves are their squared norms; an all-zero token has cosine 0 with all.
+    # The product of a token with itself is its squared norm; an all-zero token has cosine 0 with all tokens.
     squares = tl.sum(tl.where(slot[:, None] == slot[None, :], similarity, 0.0), axis=0)
     inverse = 1.0 / tl.maximum(tl.sqrt(squares), 1e-12)
     similarity = similarity * inverse[:, None] * inverse[None, :]
@@ -93,7 +93,7 @@ def _select_kernel(
     rank_rows = tl.sum(tl.where(slot[None, :] < slot[:, None], chosen_columns[None, :], 0), axis=1)
     if SELECT:
         tl.store(dest_slots + rank_columns, slot.to(tl.int64), mask=chosen_columns != 0)
-    # A of (destination, token): softmax over the chosen rows; columns of padding are 0.
+    # A, (destination, token): softmax over the chosen rows; columns of padding are 0.
     logits = tl.where((chosen_rows != 0)[:, None], similarity * sharpness, -float("inf"))
     A = tl.exp(logits - tl.max(logits, axis=0)[None, :])
     A = tl.where(inside[None, :], A / tl.sum(A, axis=0)[None, :], 0.0)
@@ -127,7 +127,7 @@ def weigh(
 
     x: (B, N, C) fp16, bf16 or fp32, any strides. dest_slots: (B, W, K) int64, contiguous, ascending and distinct in
     each window; with `select` they are filled with greedy facility-location slots, as `selection.select` does.
-    priority: (B, N) fp32, contiguous, see there.
+    priority: (B, N) fp32, contiguous, see `selection.select`.
     """
     (batch, count, K), slots = dest_slots.shape, windows.slots
     if slots > MAX_SLOTS:
