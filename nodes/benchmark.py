@@ -88,7 +88,7 @@ class ToMABenchmark(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, ratio: float | None = None) -> bool | str:
-        """Return True, or the pack's own message for a ratio out of range, or of 0."""
+        """Return True, or the pack's own message for a ratio that is 0 or out of range."""
         return str(ConfigError(Measured.RATIO_ZERO())) if ratio == 0 else ratio is None or complaint(ratio=ratio)
 
     @classmethod

@@ -38,7 +38,7 @@ from .widgets import CATEGORY, SEARCH_ALIASES
 
 # Target -> the preset and ratio whose work a choice has.
 TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
-_PROBES = 1.2  # evaluations beside the runs, as a share of a run's: with the preset's run they are about two runs
+_PROBES = 1.2  # evaluations for probes, as a share of a run's: with the preset's run about two runs
 _MIN_SITES, _MAX_SITES = 6, 12
 
 
@@ -142,9 +142,9 @@ class Calibrated:
 
     model: ModelPatcher  # merged as `profile` says
     profile: Profile | None = None  # the choice, or the preset where that is kept; None where nothing was chosen
-    errors: tuple[float, float] = (0.0, 0.0)  # of the preset and of the choice
-    work: tuple[float, float] = (1.0, 1.0)  # shares of the blocks' work that they leave
-    keeps_preset: bool = False  # the error of the choice is not smaller, or not in most images
+    errors: tuple[float, float] = (0.0, 0.0)  # the preset's and the choice's
+    work: tuple[float, float] = (1.0, 1.0)  # shares of the blocks' work that preset and choice leave
+    keeps_preset: bool = False  # the choice's error is not smaller, over all images or in most of them
     problem: Message | None = None  # why nothing was measured or chosen
 
 
@@ -157,9 +157,9 @@ def calibrate(
 ) -> Calibrated:
     """Measure a model and choose ratios with the work of one of `TARGETS`.
 
-    Presets with full steps are kept without measuring: on those models no choice had less error
+    Presets with full steps are kept without measuring: for models with such presets no choice had less error
     (benchmarks/results/fidelity/calibrated.md). The model is not changed; ToMA that it carries is left out. overrides:
-    settings on top of the preset's. on_run: called with the number of the run that begins, and of all runs. Raises
+    settings on top of the preset's. on_run: called when a run begins, with its number and the count of runs. Raises
     `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
     """
     plain, (preset, ratio) = apply_toma(model, ToMAConfig(ratio=0.0)), TARGETS[target]
@@ -205,15 +205,15 @@ def calibrate(
 
 
 def _saving(facts: Sequence[BlockFacts], blocks: Container[str], ratio: float) -> float:
-    """Return the share of all blocks' work that merging some of them saves."""
+    """Return the share of all blocks' work that merging `blocks` saves."""
     saving = sum(fact.flops() - fact.flops(ratio) for fact in facts if fact.name in blocks)
     return saving / max(sum(fact.flops() for fact in facts), 1e-12)
 
 
 def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str]) -> dict[Cell, list[Option]]:
     """Return the options of every cell; savings are shares of the work in a run."""
-    # How much of a predicted image's error enters the latent in each step. From there on it is taken to last: on a
-    # trained UNet estimates of its growth made choices no better.
+    # How much of a predicted image's error enters the latent in each step. From then on the error is taken to last: on
+    # a trained UNet estimates of its growth made choices no better.
     passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]
     table: dict[Cell, list[Option]] = {}
     for (site, number, ratio), squared in probes.squared_errors().items():

@@ -24,8 +24,8 @@ _EDGE = (250, 250, 250)  # colour of the line between tokens of different destin
 def draw(maps: Mapping[Grid, MergeMap], picture: Tensor | None = None, charts: Sequence[Image.Image] = ()) -> Tensor:
     """Draw one panel per token grid, the finest first, side by side, and charts below them.
 
-    picture: (B, H, W, C) fp32 in [0, 1]; the first is drawn under the regions. Returns (1, H, W, 3) fp32 in [0, 1], as
-    ComfyUI's IMAGE.
+    picture: (B, H, W, C) fp32 in [0, 1]; its first image is drawn under the regions. Returns (1, H, W, 3) fp32 in [0,
+    1], as ComfyUI's IMAGE.
     """
     photo = None if picture is None else _photo(picture)
     side = (WIDTH + _MARGIN) // max(1, len(maps)) - _MARGIN

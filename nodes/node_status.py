@@ -1,7 +1,7 @@
 """Show on a node what its runs do while the page is open: when a run begins, when it ends, and errors in between.
 
-web/toma.js writes it on the node, in the page's language. Messages go only to the page that queued the prompt, and name
-its workflow, because two workflows may use the same node ids.
+web/toma.js writes the lines on the node, in the page's language. Messages go only to the page that queued the prompt,
+and name its workflow, because two workflows may use the same node ids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..toma_core.stats import RunStats
 from .adapters import report_text
 
 _EVENT = "toma.said"
-Line = Message | str  # a message, or text that needs no translation, as an empty line
+Line = Message | str  # a message, or text that needs no translation, such as an empty line
 
 
 class Status(MessageId):
@@ -34,7 +34,7 @@ class NodeStatus:
 
     node_id: str | None  # ComfyUI's id of the node in the prompt; None outside of a prompt, where nothing is shown
     notes: Sequence[Line] = ()  # lines on its inputs, shown after each run
-    # Name of the preset, as `preset`, and values of the settings that are left to it, by name.
+    # Name of the preset, as `preset`, and values of the settings that are left to the preset, by name.
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def began(self) -> None:
@@ -55,7 +55,7 @@ class NodeStatus:
     def say(self, *lines: Line, details: Sequence[Line] = (), **more: Any) -> None:
         """Show lines on the node, and details in its tooltip. more: what else the page is sent."""
         server, client, _ = _running()
-        if client is not None and self.node_id is not None:  # without a client ComfyUI would send to all of them
+        if client is not None and self.node_id is not None:  # without a client ComfyUI would send to all clients
             with suppress(RuntimeError):  # the server is shutting down
                 server.send_sync(_EVENT, {"node": self.node_id, **_message(lines, details), **more}, client)
 
@@ -94,10 +94,10 @@ def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
 
 
 def _running() -> tuple[Any, str | None, str | None]:
-    """Return ComfyUI's server, the client whose prompt is running, and the id of the workflow on its page. None where
-    there is none, or where ComfyUI's queue is not as this pack knows it: a status must never end a run."""
+    """Return ComfyUI's server, the client whose prompt is running, and the id of the workflow on its page: each None if
+    missing, all None if ComfyUI's queue is not as this pack knows it, as a status must never end a run."""
     try:
-        server = sys.modules["server"].PromptServer.instance  # where ComfyUI's classes are used alone there is none
+        server = sys.modules["server"].PromptServer.instance  # there is none where ComfyUI's classes are used alone
         (prompt,) = server.prompt_queue.get_current_queue_volatile()[0]
         extra = prompt[3]
         workflow = (extra.get("extra_pnginfo") or {}).get("workflow") or {}

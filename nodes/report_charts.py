@@ -1,6 +1,6 @@
 """Draw charts with PIL: tokens by step and by block, and what Benchmark and Calibrate measured.
 
-Pictures hold numbers and names of blocks; what they mean is a `Caption` on the node, in the page's language. Colours
+Pictures hold numbers and names of blocks; a `Caption` on the node explains these in the page's language. Colours
 are Okabe and Ito's, which differ for every kind of colour vision.
 """
 
@@ -25,7 +25,7 @@ RECOMMENDED, ERROR = (230, 159, 0), (204, 121, 167)
 WIDTH, LARGE, SMALL = 784, 24, 22
 _PAD = 8
 _STRIP, _AXIS = 110, 84  # height of the steps' bars, width of their axis labels
-_SQUARE, _PITCH = 32, 35  # a block, and from one to the next
+_SQUARE, _PITCH = 32, 35  # side of a block's square, and distance from square to square
 _ROW, _THICK, _THIN = 84, 28, 10  # `bar_chart`: height of a row and of its two bars
 
 

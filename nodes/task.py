@@ -31,7 +31,8 @@ class Task:
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, latent: Any, negative: Any = None, **sampler: Any) -> Task:
-        """Return the task of a node's inputs, named as its fields. Raises `ConfigError` for inputs of another kind."""
+        """Return the task from a node's inputs, named like the task's fields. Raises `ConfigError` for inputs of
+        another kind."""
         validate_inputs.model(model)
         validate_inputs.conditioning("positive", positive)
         if negative is not None:
@@ -50,8 +51,8 @@ class Task:
         return 1 if self.negative is None or self.cfg == 1.0 else 2
 
     def sample(self, model: ModelPatcher, stepped: Callable[..., None]) -> Tensor:
-        """Sample the task with a model. stepped: ComfyUI's callback. Returns the final latent, fp32 on the CPU; of
-        several streams the first."""
+        """Sample the task with a model. stepped: ComfyUI's callback. Returns the final latent, fp32 on the CPU; if
+        there are several streams, the first."""
         with torch.random.fork_rng(devices=()):  # ComfyUI seeds the global generator
             noise = comfy.sample.prepare_noise(self.latent, 0) if self.noise is None else self.noise
         latent = comfy.sample.sample(

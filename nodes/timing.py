@@ -61,10 +61,10 @@ def measure(
 ) -> list[Timing]:
     """Return the timing without ToMA and at each ratio, in this order.
 
-    Every setting samples a few steps first. Then all of them take turns, in one order and in the other, so that a
-    machine that slows down favours none. The model is not changed; ToMA that it carries is left out. on_run: called
-    with the number of the run that begins, and of all runs. Raises `UnsupportedModelError`, and ComfyUI's own exception
-    when the user cancels.
+    Every setting samples a few steps first. Then all settings take turns, forwards and backwards, so that a machine
+    that slows down favours none. The model is not changed; ToMA that it carries is left out. on_run: called when a run
+    begins, with its number and the count of runs. Raises `UnsupportedModelError`, and ComfyUI's own exception when the
+    user cancels.
     """
     base = apply_toma(model, ToMAConfig(ratio=0.0))
     merged = [apply_toma(base, replace(settings, overrides={**settings.overrides, "ratio": each})) for each in ratios]
@@ -92,20 +92,20 @@ def measure(
 
 
 def worthwhile(timings: Sequence[Timing]) -> Timing | None:
-    """Return the one with the smallest error of those about as fast as the fastest, within a twentieth of the time
-    without ToMA. None if none is faster by more than the runs differ among themselves."""
+    """Return the timing with the smallest error among those about as fast as the fastest, within a twentieth of the
+    time without ToMA. None if no setting is faster by more than its runs differ among themselves."""
     faster = _faster(timings)
     enough = min((timing.median for timing in faster), default=0.0) + timings[0].median / 20
     return _least_error(timing for timing in faster if timing.median <= enough)
 
 
 def closest(timings: Sequence[Timing]) -> Timing | None:
-    """Return the one with the smallest error of those at least `WORTH` times as fast, None if there is none."""
+    """Return the timing with the smallest error among those at least `WORTH` times as fast, None if there is none."""
     return _least_error(each for each in _faster(timings) if timings[0].median >= WORTH * each.median)
 
 
 def noise(timings: Sequence[Timing]) -> float:
-    """Return by which share of their median most runs of one setting differ, at worst."""
+    """Return the largest spread of one setting's runs, as a share of their median."""
     return max((timing.spread[1] - timing.spread[0]) / timing.median for timing in timings)
 
 

@@ -42,7 +42,7 @@ def complaint(**values: Any) -> bool | str:
 
 
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
-    """Return the patched model. The node shows its runs; a node that is off shows at once that it has none."""
+    """Return the patched model. The node shows its runs; a node that is off shows at once that it is."""
     with status_of(hidden) as status:
         settings, model = UserSettings(preset, overrides), validate_inputs.model(model)
         settings, ratio_schedule, notes = _profiled(model, settings, profile)
@@ -54,9 +54,9 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
 
 
 def _profiled(model: Any, settings: UserSettings, text: Any) -> tuple[UserSettings, RatioSchedule, tuple[Message, ...]]:
-    """Return the settings and ratios of a profile's text, and what the node shows; the given settings without a profile
-    that fits the model. Settings of the profile override the preset's, settings made by hand override those; its ratios
-    replace the one that is set. Raises `UnsupportedModelError`."""
+    """Return the settings and ratios of a profile's text, and what the node shows; the given settings if no profile
+    fits the model. The profile's settings override the preset's, settings made by hand override both; the profile's
+    ratios replace the ratio that is set. Raises `UnsupportedModelError`."""
     if settings.off or text is None or (isinstance(text, str) and not text.strip()):
         return settings, (), ()
     try:
@@ -147,8 +147,8 @@ class ToMAAdvanced(io.ComfyNode):
         window_size: int | None = None,
         sharpness: float | None = None,
     ) -> bool | str:
-        """Return True, or what is wrong with the range of steps, or with a number whose least value is above 0: between
-        it and -1 ComfyUI allows all. ComfyUI flags all these inputs for one error; the page finds the faulty one."""
+        """Return True, or what is wrong with the range of steps, or with an input whose minimum is above 0: ComfyUI
+        also allows all from -1 to that minimum. For one error ComfyUI flags every input; the page finds the faulty."""
         given = {
             "start_percent": start_percent,
             "end_percent": end_percent,

@@ -14,14 +14,14 @@ from .adapters.streams import first_of_nested
 class WrongInput(MessageId):
     """Name what an input takes, and what to connect."""
 
-    MODEL = "wrong_model"  # setting, value, as the others
+    MODEL = "wrong_model"  # setting, value: for all four
     LATENT = "wrong_latent"
     CONDITIONING = "wrong_conditioning"
     IMAGE = "wrong_image"
 
 
 def model(value: Any) -> Any:
-    """Return a MODEL. Raises `ConfigError` for anything else, as do the others."""
+    """Return a MODEL. Raises `ConfigError` for anything else, as do the other functions."""
     return _need("model", value, hasattr(value, "get_model_object"), WrongInput.MODEL)
 
 

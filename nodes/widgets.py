@@ -18,7 +18,7 @@ CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
 _FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # shown at once, the others are advanced inputs
-# Values that leave a field to the preset, in lists and switches and in numbers, whose own are not negative.
+# Values that leave a field to the preset: in lists and switches, and in numbers, which are never negative otherwise.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
 
@@ -61,8 +61,8 @@ def overrides() -> list[Any]:
 
 
 def overridden(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that were set, from the values of their widgets. Other values, as of inputs that an older
-    version had, are ignored."""
+    """Return the fields that were set, from the values of their widgets. Other values, such as those of an older
+    version's inputs, are ignored."""
     given = {name: values[name] for name in _fields() if name in values and _is_set(values[name])}
     return {name: _SWITCH.get(value, value) if isinstance(value, str) else value for name, value in given.items()}
 
@@ -90,7 +90,7 @@ def _override(name: str) -> Any:
 
 def _values(preset: str, name: str) -> list[Any]:
     """Return a field's values in a preset, for UNets and for transformers: the page shows both until a run says which
-    of the two it is."""
+    kind the model is."""
     kinds = ModelKind.UNET, ModelKind.TRANSFORMER
     values = [getattr(UserSettings(preset).resolved(kind), name) for kind in kinds]
     return list(dict.fromkeys(value.value if isinstance(value, Enum) else value for value in values))

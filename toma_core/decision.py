@@ -41,8 +41,8 @@ class Facts:
     gradients: bool = False  # are computed, so nothing may be merged or cached
     new_noise: float = 0.0  # in the latent, as a share of all of its noise; inf if unknown
     enlarges: bool = False  # whether the sampler enlarges errors of the model's predictions
-    another: bool = False  # the latent is not the one that was evaluated before at this place
-    unknown: Message | None = None  # what of the model may change from step to step
+    another: bool = False  # the latent differs from the one evaluated before at this step, sigma and conditions
+    unknown: Message | None = None  # the part of the model that may change from step to step
 
 
 def decide(run: RunState, facts: Facts) -> StepPlan:

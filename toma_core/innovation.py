@@ -1,8 +1,8 @@
 """The results of a condition's evaluations: the predicted picture, and the new part of the next latent.
 
 Not in the paper. A sampler without noise begins each step with a combination of latents and predictions that it has
-seen. A part that no combination of the recent ones gives is new: noise that samplers such as `euler_ancestral` draw in
-every step, or another picture.
+seen. The part of a latent that no combination of recent ones gives is new: noise that samplers such as
+`euler_ancestral` draw in every step, or another picture.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Evaluations that a latent is compared with: solvers of third order combine as many.
+# Evaluations that a latent is compared with: solvers of third order combine three.
 _RECENT = 3
 # Side of the cells of the latent in which new noise is averaged.
 _CELL = 8
 # Noise below this share of the latent's root mean square no longer changes the picture.
 _NEGLIGIBLE = 0.05
-# A direction of which less than this share is new holds only rounding.
+# A direction with less than this share of new content holds only rounding.
 _ROUNDING = 1e-5
 
 
@@ -43,8 +43,8 @@ class History:
             self._recent.popleft()
 
     def new_noise(self, latent: Tensor, sigma: float) -> Tensor | None:
-        """Return the new part of a latent of (B, C, ..., H, W) as a share of its noise, where the share is largest, a
-        number on its device; None if there is nothing to compare it with. Nothing waits for the device.
+        """Return the new part of a latent of (B, C, ..., H, W) as a share of its noise in the cell with the largest
+        share: a scalar tensor; None without earlier latents of this shape. Nothing waits for the device.
 
         sigma: standard deviation of the noise.
         """
@@ -61,7 +61,7 @@ class History:
             basis.append(rest * torch.where(new, 1 / size.clamp_min(1e-30), 0.0))
         latent = latent.float()
         noise = (_NEGLIGIBLE * latent.square().mean().sqrt()).clamp_min(max(sigma, 1e-9))
-        # A mask may keep most of the picture, which hides the rest in a mean over all of it.
+        # A mask may keep most of the picture: a mean over the entire picture would hide the rest.
         new = _without(latent, basis).square().mean(1).flatten(0, -3)[:, None]
         cell = [min(_CELL, side) for side in new.shape[2:]]
         return F.avg_pool2d(new, cell, ceil_mode=True, count_include_pad=False).max().sqrt() / noise

@@ -205,9 +205,7 @@ class Lane:
     down: Stream
     lock: RLock
     ahead: dict[Parked, _Read] = field(default_factory=dict)
-    writing: deque[tuple[Tensor | Int4Tensor, Any]] = field(
-        default_factory=deque
-    )  # sources, and events after their copies
+    writing: deque[tuple[Tensor | Int4Tensor, Any]] = field(default_factory=deque)  # (source, event after the copy)
 
     def store(self, parked: Parked, source: Tensor | Int4Tensor) -> None:
         """Write a tensor down."""
@@ -220,7 +218,7 @@ class Lane:
             self.writing.append((source, buffer.written))
 
     def _copied(self, stream: Stream, targets: list[Tensor], sources: list[Tensor], pinned: bool) -> Any:
-        """Copy on a stream; return an event after the copies. Device memory is not freed before it, even if one fails."""
+        """Copy on a stream; return an event after the copies. No device memory is freed before, even if one fails."""
         try:
             for target, source in zip(targets, sources, strict=True):
                 self.copier.copy(stream, target, source, pinned)

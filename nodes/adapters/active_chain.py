@@ -35,7 +35,7 @@ class ActiveChain:
     """A chain of blocks in one evaluation."""
 
     signature: BlockSignature
-    grids: tuple[Grid, ...]  # of the image and of each reference image; (N,) for a reference that is not merged
+    grids: tuple[Grid, ...]  # the image's, then one per reference image; (N,) for a reference that is not merged
     scope: Hashable  # chains with equal scopes share plans
     names: Sequence[str]  # blocks of the chain, as in the report
     work: tuple[Block, Granularity]  # cost of one block, and the granularity that the chain is merged at
@@ -43,7 +43,7 @@ class ActiveChain:
 
     @property
     def tokens(self) -> list[int]:
-        """The numbers of tokens N of each grid."""
+        """The token counts N, one per grid."""
         return list(map(prod, self.grids))
 
     @property
@@ -71,7 +71,7 @@ class ActiveChain:
     def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
         """Whether (B, N, C) tokens of the image are merged. If not, note the reason in the run's stats.
 
-        reason: why not, if the caller found one. part: the part of the blocks that it concerns, for the report.
+        reason: why not, if the caller found a reason. part: the part of the blocks that this concerns, for the report.
         """
         if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(self.evaluation.plan_keys)):
             reason = Reason.TOKENS_CHANGED()
@@ -86,8 +86,8 @@ class ActiveChain:
         return reason is None
 
     def reduce(self, x: Tensor) -> tuple[Reduction, Tensor]:
-        """Merge the (B, N, C) tokens of all grids; an evaluation that only refreshes the cache returns them as they
-        are."""
+        """Merge the (B, N, C) tokens of all grids; an evaluation that only refreshes the cache returns the tokens as
+        they are."""
         evaluation, name, parts = self.evaluation, self.name, split(x, self.tokens)
         plans, cached = [evaluation.plan(parts[0], self.grids[0], self.scope)], list[Refresh | Cached | None]()
         for n, (part, grid) in enumerate(zip(parts, self.grids, strict=True)):
@@ -110,7 +110,7 @@ class Reduction:
 
     chain: ActiveChain
     plans: tuple[MergePlan | None, ...]  # one for each grid; None in an evaluation that only refreshes the cache
-    cached: tuple[Refresh | Cached | None, ...]  # of the chain for each grid; None where nothing is cached
+    cached: tuple[Refresh | Cached | None, ...]  # the chain's entry for each grid; None where nothing is cached
     lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid; N = D where the chain only refreshes the cache
     attended: set[str] = field(default_factory=set)  # blocks whose attention has read or stored keys and values
     # Rotary positions of the image's N tokens and of its D destinations, (B or 1, T, ..., P, 2, 2).
@@ -133,18 +133,18 @@ class Reduction:
         return self.chain.signature.clamp_fp16(joined(restored))
 
     def _all_attended(self) -> bool:
-        """Return whether every block is in `attended`; note in the run whether any is, and empty it."""
+        """Return whether every block is in `attended`; note in the run whether any block is, and empty the set."""
         run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
         run.attention_hook_called = bool(run.attention_hook_called or self.attended)
         self.attended.clear()
         return every
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
-        """Return the keys or values of all tokens in place of those of destinations.
+        """Return the keys or values of all tokens in place of the destinations'.
 
-        (B, before + D + rest, C) -> (B, before + N + rest, C); with axis 2, (B, heads, T, C). A refresh caches them; a
-        merged step propagates the change at its destinations. Without a cache t comes back as it is, or with `always`
-        each token gets what its destination has.
+        (B, before + D + rest, C) -> (B, before + N + rest, C); with axis 2, (B, heads, T, C). A refresh caches t; a
+        merged step propagates the change at its destinations. Without a cache t is returned as it is; with `always` it
+        is unmerged.
         """
         evaluation, lengths = self.chain.evaluation, [count for _, count in self.lengths]
         quantized = evaluation.run.quantized

@@ -15,7 +15,7 @@ from . import registry
 from .model_hooks import ATTACHMENT
 
 _MAX_REPORTS = 32
-_reports: dict[str, RunStats] = {}  # of the last run of each `Attachment`, by an id that survives copies; latest last
+_reports: dict[str, RunStats] = {}  # stats of each `Attachment`'s last run, by an id that survives copies; latest last
 
 
 class Watcher(Protocol):
@@ -33,13 +33,13 @@ class Attachment:
     """The settings that a patched model carries."""
 
     settings: UserSettings | ToMAConfig  # as given; each run resolves them once, see `config_for`
-    report_id: str  # of its runs in the report
+    report_id: str  # id of its runs' stats
     watcher: Watcher | None = None
-    ratio_schedule: RatioSchedule = ()  # of a profile
+    ratio_schedule: RatioSchedule = ()  # a profile's; empty without
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:
-    """Return the attachment of `apply_toma` on this model or on the model that it was cloned from."""
+    """Return what `apply_toma` attached to this model, or to a model that this one was cloned from; else None."""
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 

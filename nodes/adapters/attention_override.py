@@ -1,8 +1,8 @@
 """Replace the keys and values of a block's self-attention by those of all tokens.
 
-It uses ComfyUI's `optimized_attention_override`, after norm and rotation, so that each key has its own position, and
-attention is computed by the same function as before, with other keys and values: the override of another node, else
-what the checkpoint names for this attention, else ComfyUI's default.
+ComfyUI calls the `optimized_attention_override` after norm and rotation, so each key has its own position. Attention is
+then computed by the same function as without ToMA: another node's override, else the function that the checkpoint names
+for this attention, else ComfyUI's default.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .signature import CallArguments
 
 _OVERRIDE = "optimized_attention_override"
 
-# (keys or values, name, tokens before the image, axis of tokens) -> those to attend to instead. Keys: (B, T, C), (B, T,
-# heads, C) or, with axis 2, (B, heads, T, C).
+# (keys or values, name, tokens before the image, axis of tokens) -> keys or values to attend to instead: (B, T, C), (B,
+# T, heads, C) or, with axis 2, (B, heads, T, C).
 Change = Callable[[Tensor, str, int, int], Tensor]
-# A mask of the keys -> one of the keys that replace them, None if unknown.
+# A mask of the keys -> a mask of the keys that replace these, None if unknown.
 Masked = Callable[[Tensor], "Tensor | None"]
 # (whether tokens are merged, whether another node left this attention to ComfyUI).
 Note = Callable[[bool, bool], None]
@@ -34,14 +34,14 @@ class KVOverride:
     change: Change  # gives the keys and values to attend to
     spans: Sequence[tuple[int, ...]]  # see `BlockSignature.attention_spans`
     then: Callable[..., Any] | None  # the override of another node
-    masked: Masked  # gives the mask of the other keys
+    masked: Masked  # gives the mask of the new keys
     preferred: Sequence[nn.Module] = ()  # see `preferences_of`
-    note: Note | None = None  # called for each of the block's self-attentions that the other override has computed
+    note: Note | None = None  # called for each of the block's self-attentions that `then` has computed
     called: int = 0  # how many of the block's self-attentions have run
 
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
-        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of keys that are replaced
+        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of the original keys
         seen = None if mask is None else self.masked(mask)
         number = self._number(q, k, v, axis)
         if number is not None and (mask is None or seen is not None):
@@ -49,7 +49,7 @@ class KVOverride:
             keys = self.change(k, f"key {number}", before, axis)
             values = self.change(v, f"value {number}", before, axis)
             self.called += 1
-            if keys.shape[axis] == values.shape[axis]:  # else only one of them is cached
+            if keys.shape[axis] == values.shape[axis]:  # else only keys or only values are cached
                 k, v = keys, values
             if seen is not None and k.shape[axis] > tokens:
                 if len(args) > 1:
@@ -89,9 +89,8 @@ class KVOverride:
 
 
 def preferences_of(block: nn.Module) -> tuple[nn.Module, ...]:
-    """Return ComfyUI's `ComfyAttention` of each attention of a block: that of the self-attention first, that of the
-    attention to text last. Their `function` is what the checkpoint names for it, None if it names none. A ComfyUI
-    before 0.34 has none."""
+    """Return a block's `ComfyAttention` modules: the self-attention's first, that of the attention to text last. Each
+    module's `function` is what the checkpoint names for this attention, None if nothing. Empty before ComfyUI 0.34."""
     named = dict(block.named_modules())
     return tuple(module for name, module in named.items() if name.rpartition(".")[2] == "comfy_attention")
 
@@ -123,7 +122,7 @@ def to_btc(t: Tensor, axis: int) -> Tensor:
 
 
 def from_btc(t: Tensor, other: Tensor, axis: int) -> Tensor:
-    """Reverse `to_btc`, with the layout of another tensor."""
+    """Reverse `to_btc`, to the layout of `other`."""
     if other.ndim == 3:
         return t
     t = t.unflatten(2, (-1, other.shape[3]))

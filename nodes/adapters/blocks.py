@@ -1,4 +1,4 @@
-"""Blocks as every family describes them, which of them are skipped, and the hooks of a chain of them."""
+"""Blocks as every family describes them, which blocks are skipped, and the hooks of a chain."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class BlockFacts:
     home: str  # blocks of one home may be merged in one chain
     work: Block  # what it costs
     tokens: int  # image tokens at this block
-    width: int  # their channels, 0 if unknown
+    width: int  # channels of a token, 0 if unknown
 
     def flops(self, ratio: float = 0.0, attends: bool = False) -> float:
-        """Return the FLOPs of an evaluation of one image at a ratio. attends: whether it attends to all tokens."""
+        """Return the FLOPs of an evaluation of one image at a ratio. attends: whether the block attends to all."""
         left = self.tokens - round(ratio * self.tokens)
         return self.work.flops(left, 1, self.width or 1024, self.tokens if attends else left)
 
@@ -58,10 +58,10 @@ def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True
 def merged_blocks(
     hooks: Sequence[BlockHook], modules: Any, skips: Sequence[Message | None], evaluation: Evaluation
 ) -> dict[int, BlockHook]:
-    """Return the hooks of the blocks that are merged, by index, set to the modules that are there now; note why others
-    are not.
+    """Return the hooks of the blocks that are merged, by index, each set to the module that is there now; note why
+    other blocks are not merged.
 
-    modules: in a list that another pack may have replaced. skips: why the settings skip each block.
+    modules: the model's list, which another pack may have replaced. skips: per block, why the settings skip it.
     """
     merged = {}
     own = isinstance(modules, Sequence | nn.ModuleList) and len(modules) == len(hooks)
@@ -113,7 +113,7 @@ def chain_hooks(
             merged = first.own_site.prepare(x, first.module, width)
         finally:
             if not merged:
-                first.release()  # it is not installed, so nothing else releases it, also after an error
+                first.release()  # the hook is not installed, so nothing else releases it, also after an error
         if not merged:
             return
     for hook in hooks:

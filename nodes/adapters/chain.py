@@ -4,10 +4,10 @@
     x = block(x) ...          the blocks, with rotary positions and arguments that fit the merged tokens
     y = site.leave(x)         unmerge
 
-There are two ways to them, because blocks show their arguments only when they are called:
+Eager mode and graphs differ in how they merge, because blocks show their arguments only when they are called:
 - In eager mode `start` decides and merges when the first block is called; `enter` hands over the merged tokens.
 - A graph of torch.compile must not depend on what a call shows. `prepare` decides before the model runs, from shapes;
-  the graph guards on these numbers, and operators merge.
+  the graph guards on the token counts, and operators merge.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .signature import BlockSignature, CallArguments, TokenReduction
 class ChainSite:
     """The block of a model that a chain may begin at. Lives as long as the model.
 
-    A graph reads plain values of it, and torch.compile guards on these.
+    A graph reads plain values of the site, and torch.compile guards on these values.
     """
 
     signature: BlockSignature  # how the blocks take their tokens
-    number: int  # by which operators find the site
+    number: int  # the id by which operators find the site
     image: int  # image tokens, N, without references
     references: int  # tokens of reference images that are merged too
     lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and of each reference; N = D in a refresh
@@ -46,8 +46,8 @@ class ChainSite:
     in_graph: bool  # whether the numbers were prepared for a graph; else the chain decides outside of it
     attends: bool  # whether blocks attend to all tokens; False where a graph leaves decisions to run time
     chain: ActiveChain | None  # in this evaluation
-    reduction: Reduction | None  # its merged tokens
-    pair: tuple[Tensor, ...]  # (what blocks get, x) until `leave`, in a refresh both of N tokens; else empty
+    reduction: Reduction | None  # the chain's merged tokens
+    pair: tuple[Tensor, ...]  # (tokens for the blocks, x) until `leave`, in a refresh both have N tokens; else empty
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
     reached: bool  # whether the model has reached the chain in this evaluation
 
@@ -74,9 +74,9 @@ class ChainSite:
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Prepare the numbers for a graph in which blocks like `module` see (B, N, width) of a latent of B images.
 
-        Return False if the caller must not install the chain's hooks: it is not merged, and the reason is noted. With
-        True the numbers are prepared, or the chain decides when it sees the tokens: there is none, the width is unknown
-        (0), or the keys of plans do not divide the batch.
+        Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks. With
+        True either the numbers are prepared, or the decision waits for the tokens: the chain is not set, the width is
+        unknown (0), or the plan keys do not divide the batch.
         """
         chain = self.chain
         if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
@@ -103,7 +103,7 @@ class ChainSite:
 
     @eager
     def start(self, call_args: CallArguments) -> None:
-        """Decide outside of a graph whether the chain is merged; reduce the tokens of its first block if it is."""
+        """Decide outside of a graph whether the chain is merged; if so, reduce the tokens of its first block."""
         self.reach()
         self.in_graph, self.pair = False, ()
         reason, x = self.reason(call_args), self.signature.tokens(call_args)
@@ -116,14 +116,14 @@ class ChainSite:
 
     def reason(self, call_args: CallArguments) -> Message | None:
         """Return why the chain is not merged, see `BlockSignature.obstacle`, from the arguments of its first block;
-        None if it may be."""
+        None if it may be merged."""
         chain, signature = self.chain, self.signature
         if chain is None:
             return None
         grid = signature.grid(call_args, chain.grids[0])
         if grid is None:
             return Reason.UNKNOWN_GRID()
-        # A ComfyUI that does not name references has them after the image too: they stay unmerged.
+        # References also follow the image in a ComfyUI that does not name them; they then stay unmerged.
         grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
         self.activate(replace(chain, grids=grids))
         return signature.obstacle(call_args, prod(grid), self.references)
@@ -185,13 +185,13 @@ class ChainSite:
 class RopeCache:
     """Rotary positions and other rows of merged tokens, shared by blocks that share plans in an evaluation."""
 
-    # Rows of all tokens and plans, and the rows of the merged tokens that they give.
+    # (rows of all tokens, then plans), and the rows of merged tokens made from these.
     entry: tuple[tuple[Any, ...], tuple[Tensor, ...]] | None = None
 
     @eager
     def of(self, rows: dict[str, Any], site: ChainSite, before: int) -> dict[str, Any]:
-        """Return the rows of the merged tokens, by argument, from those of all; `rows` itself where the chain only
-        refreshes the cache."""
+        """Return the rows of the merged tokens, by argument, from the rows of all tokens; `rows` itself where the chain
+        only refreshes the cache."""
         reduction = site.reduction
         if not rows or reduction is None or reduction.refreshes:
             return rows
@@ -204,13 +204,13 @@ class RopeCache:
 
 
 class BlockHook(Hook):
-    """Stands in for a block that may run on merged tokens, alone or in a chain with those after it."""
+    """Stands in for a block that may run on merged tokens, alone or in a chain with other blocks."""
 
     name: str  # as in the report
     work: Block  # what the block costs
     scope: Hashable  # blocks with equal scopes share plans
-    own_site: ChainSite  # of a chain that begins with this block
-    site: ChainSite  # of the block's chain in this evaluation: its own, or an earlier block's
+    own_site: ChainSite  # site of a chain that begins with this block
+    site: ChainSite  # site of the block's chain in this evaluation: `own_site`, or that of an earlier block
     last: bool  # whether the chain ends with the block
     preferences: Sequence[nn.Module]  # the attention that the checkpoint names, see `preferences_of`
 
@@ -262,7 +262,7 @@ class BlockHook(Hook):
         return self._merged_outside(len(args), call_args, before)
 
     def _merged(self, positional: int, call_args: CallArguments, before: int) -> Any:
-        """Run the block on the merged tokens of its chain, of which `before` others come before the image."""
+        """Run the block on the merged tokens of its chain. before: tokens that precede the image."""
         site, signature, x = self.site, self.signature, self.signature.tokens(call_args)
         if site is self.own_site:
             x, start = site.enter(x, before), before + signature.attention_offset(call_args)

@@ -1,7 +1,7 @@
-"""Check what this pack uses of ComfyUI where it is used.
+"""Check the parts of ComfyUI that this pack uses, where it uses them.
 
-A later ComfyUI may call a hook with other arguments, or remove it. Then a warning names the hook once, and what would
-be merged runs unmerged: a graph that worked still works. The same holds for an error of this pack; tests raise it.
+A later ComfyUI may call a hook with other arguments, or remove the hook. Then one warning names the hook, and models
+run unmerged: a workflow that worked still works. Errors of this pack are treated alike; in tests they are raised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RAISES_OWN_ERRORS = False  # set by `scripts.comfy_pack`, for tests and measurem
 
 
 class UnmergedError(Exception):
-    """What runs next cannot be merged."""
+    """The call that runs next cannot be merged."""
 
     @property
     def reason(self) -> Message:
@@ -34,7 +34,7 @@ class UnmergedError(Exception):
 
 
 class UnsupportedApiError(UnmergedError):
-    """Something of ComfyUI is not as this pack knows it. The message begins with its name."""
+    """A part of ComfyUI is not as this pack knows it. The message begins with the part's name."""
 
     @property
     def reason(self) -> Message:
@@ -51,9 +51,9 @@ class OwnError(UnmergedError):
 
 @contextmanager
 def require_api(name: str) -> Iterator[None]:
-    """Raise `UnsupportedApiError` of `name` where the lines inside do not find what they read of ComfyUI.
+    """Raise `UnsupportedApiError` with `name` where the lines inside do not find a part of ComfyUI.
 
-    The lines inside call no code of this pack: its own TypeError would pass for an unknown ComfyUI.
+    The lines inside must call no code of this pack, whose own TypeError would pass for an unknown ComfyUI.
     """
     try:
         yield
@@ -63,8 +63,8 @@ def require_api(name: str) -> Iterator[None]:
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Raise `OwnError` where code of this pack fails, so that the run goes on unmerged. Errors that are for the user,
-    and those of memory, go through; tests let all of them through."""
+    """Raise `OwnError` where code of this pack fails, so that the run goes on unmerged. Errors for the user and
+    out-of-memory errors pass through; in tests all errors do."""
     try:
         yield
     except (MessageError, torch.OutOfMemoryError):
@@ -77,7 +77,7 @@ def own_code() -> Iterator[None]:
 
 @contextmanager
 def warned() -> Iterator[None]:
-    """Warn instead of raising an `UnmergedError`, and go on: for what the rest does not need."""
+    """Warn instead of raising an `UnmergedError`, and go on: for lines that later ones do not need."""
     try:
         yield
     except UnmergedError as error:
@@ -121,8 +121,8 @@ _replays_lock, _replays_before = Lock(), list[dict[str, bool]]()
 
 @contextmanager
 def without_replays() -> Iterator[None]:
-    """Have ComfyUI neither record nor replay the evaluations inside: they allocate otherwise than full ones, and cache
-    tensors that outlive their block. Several devices may be inside at a time."""
+    """Have ComfyUI neither record nor replay the evaluations inside: merged evaluations allocate otherwise than full
+    ones, and cache tensors that outlive their block. Several devices may be inside at a time."""
     from comfy.cli_args import args
 
     with _replays_lock:
@@ -138,8 +138,8 @@ def without_replays() -> Iterator[None]:
 
 
 def end_interrupted(several_devices: bool = False) -> None:
-    """End what ComfyUI began in an evaluation that an error ended: its recording, and weights that it has prefetched.
-    ComfyUI does so only when a node ends. several_devices: end only this device's recording; others still compute."""
+    """End ComfyUI's recording and prefetching in an evaluation that an error ended: ComfyUI does so only when a node
+    ends. several_devices: end only this device's recording; other devices still compute."""
     try:
         from comfy import model_prefetch as prefetch
     except ImportError:  # an older ComfyUI begins nothing of the kind
@@ -152,7 +152,7 @@ def end_interrupted(several_devices: bool = False) -> None:
 
 
 def comfyui_lines() -> tuple[Message, ...]:
-    """Return the version of this ComfyUI for the report, and that it is newer than what was tried, if it is."""
+    """Return lines of the report: the version of this ComfyUI, and whether it is newer than `NEWEST_TRIED`."""
     try:
         from comfyui_version import __version__ as version
     except (ImportError, AttributeError):
@@ -174,7 +174,7 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name
 def with_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with another value for one of them, see `argument`."""
+    """Return the arguments with one value replaced, see `argument`."""
     if position < len(args):
         return (*args[:position], value, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: value}

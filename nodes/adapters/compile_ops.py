@@ -2,7 +2,7 @@
 
 Merging depends on content, step and run, which a traced graph would freeze. Merging outside would break the graph in
 the middle of the loops over blocks: each block would be a graph of its own, and guards would cost most of what
-compiling gains. So a graph holds operators that know a site of the model, by number, and shapes.
+compiling gains. So a graph holds operators that are given the number of a site in the model, and shapes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
 def compiled(model_options: dict[str, Any]) -> bool:
-    """Whether ComfyUI compiles the model with Inductor. A CUDA graph would replay what the operators did at its
-    recording: with CUDA graphs or unknown options, merging stays outside of graphs."""
+    """Whether ComfyUI compiles the model with Inductor. A CUDA graph would replay what the operators did when it
+    was recorded: with CUDA graphs or unknown options, merging stays outside of graphs."""
     kwargs = model_options.get("torch_compile_kwargs") or {}
     options = kwargs.get("options") or {}
     return kwargs.get("backend") == "inductor" and kwargs.get("mode") in _MODES and not options.get("triton.cudagraphs")
@@ -35,8 +35,8 @@ def in_one_piece(model_options: dict[str, Any]) -> bool:
 
 
 def allow_more_graphs() -> None:
-    """Allow as many graphs of one code as sizes, prompts and references need. PyTorch by itself stops compiling after
-    eight; full and merged steps need one each. The limit is not lowered again: the graphs remain."""
+    """Allow as many graphs per function as sizes, prompts and references need. PyTorch by itself stops compiling after
+    eight graphs; full and merged steps need one each. The limit is not lowered again: the graphs remain."""
     from torch._dynamo import config  # takes seconds, which a run that compiles nothing is spared
 
     for name in ("recompile_limit", "cache_size_limit"):  # before PyTorch 2.6
@@ -65,7 +65,7 @@ def enter(x: Tensor, site: int, destinations: int) -> Tensor:
 
 
 def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
-    """Unmerge (B, D, C), with (B, D, C) and (B, N, C) of `enter`, to (B, N, C)."""
+    """Unmerge out, (B, D, C), to (B, N, C). reduced, x: what `enter` returned, (B, D, C), and was given, (B, N, C)."""
     return _sites[site].reduction.restore(out, reduced, x, _sites[site].attends)
 
 

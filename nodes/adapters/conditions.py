@@ -23,13 +23,13 @@ def frames_of(transformer_options: Mapping[str, Any]) -> Hashable:
     return None if window is None else tuple(getattr(window, "index_list", ()))
 
 
-# What guidance of LTX-2 switches off in a block in some of its calls.
+# Parts of a block that guidance of LTX-2 switches off in some of its calls.
 _SWITCHES = ("run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn")
 
 
 def patches_of(transformer_options: Mapping[str, Any]) -> Hashable:
-    """Return what is switched off and what is patched, by names of functions, as many are created for each
-    evaluation."""
+    """Return what is switched off and what is patched. Patches go by the functions' names, as many functions are new in
+    each evaluation."""
     added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
     return (
         *(switch for switch in _SWITCHES if not transformer_options.get(switch, True)),
@@ -44,8 +44,8 @@ def _name(function: Any) -> tuple[str, str]:
 
 
 def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
-    """Return an area (sizes, then starts) of (B, C, ..., H, W). As in ComfyUI it may have rows and columns alone: it
-    covers all frames then."""
+    """Return an area (sizes, then starts) of (B, C, ..., H, W). As in ComfyUI, an area of rows and columns alone covers
+    all frames."""
     if area is None:
         return image
     half = len(area) // 2
@@ -56,7 +56,7 @@ def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
 
 
 def area_size(area: Sequence[int] | None, size: Sequence[int]) -> tuple[int, ...]:
-    """Return rows and columns (frames before them) of an area of a latent of this size; not positive outside of it."""
+    """Return an area's rows and columns, after its frames if any, in a latent of this size; not positive outside."""
     if area is None:
         return tuple(size)
     half = len(area) // 2
@@ -79,7 +79,7 @@ def is_active(cond: Mapping[str, Any], sigma: float) -> bool:
 
 
 def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
-    """Return for each ControlNet of a condition whether it takes part: it changes residuals, and ends chains."""
+    """Return for each ControlNet of a condition whether it takes part: ControlNets change residuals and end chains."""
     active, control = [], cond.get("control")
     while control is not None:
         within = getattr(control, "timestep_range", None)
@@ -89,8 +89,8 @@ def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
 
 
 def set_keyframes(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tensor, model_options: Any) -> None:
-    """Set the keyframes of weight hooks for an evaluation of these conditions, as ComfyUI does a little later; it does
-    so once for a noise level."""
+    """Set the keyframes of weight hooks for an evaluation of these conditions, as ComfyUI does a little later, once per
+    noise level."""
     for hooks in (cond["hooks"] for cond in conds if cond.get("hooks") is not None):
         with optional_api("ModelPatcher.prepare_hook_patches_current_keyframe"):
             model.current_patcher.prepare_hook_patches_current_keyframe(timestep, hooks, model_options)

@@ -1,8 +1,8 @@
-"""Find conditions of equal content, as the prompts of a schedule have: they share caches.
+"""Find conditions of equal content, such as prompts of a schedule: conditions of equal content share caches.
 
-ComfyUI gives each condition an id, also where several hold the same text. Contents are compared by digests of their
-tensors: before sampling for the conditions of a run, and for conditions that another node adds later only where that
-does not wait for a device.
+ComfyUI gives each condition an id, even if several hold the same text. Contents are compared by digests of their
+tensors: before sampling for the conditions of a run; for conditions that another node adds later, only where reading a
+tensor does not wait for a device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Contents:
         """Compare the conditions of each group ("positive", "negative"), before sampling begins."""
         groups = [members or () for members in conds.values()]
         self._first = [cond for members in groups for cond in members]
-        # Id of the first condition with the same content, by id; and by content.
+        # Ids of the first conditions with the same content, by id; the same ids by content.
         self._of: dict[Hashable, Hashable] = {cond["uuid"]: cond["uuid"] for cond in self._first}
         self._stands: dict[Hashable, Hashable] = {}
         self._digests: dict[int, tuple[Any, Hashable]] = {}
@@ -68,7 +68,7 @@ class Contents:
 
 
 def _digest(tensor: Tensor, wait: bool) -> Hashable:
-    """Return a digest of a tensor's numbers; if that would wait for a device, their address."""
+    """Return a digest of a tensor's values; if reading these would wait for a device, their address."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     if not wait and tensor.device.type != "cpu":
         return shape, tensor.dtype, stride, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version

@@ -1,7 +1,7 @@
 """Find out before a run begins which conditions it evaluates in each step, and which of them its caches will hold.
 
-Guidance decides by itself what it evaluates, so a guider is asked: its `predict_noise` is called on zeros, without the
-model and without the functions of other nodes, which may hold state. Nothing of that changes the run.
+A guider decides by itself what it evaluates, so its `predict_noise` is called on zeros, without the model and without
+the functions of other nodes, which may hold state. This trial does not change the run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 
 
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
-    """Return the areas of the entries in the caches of a run when they are fullest.
+    """Return the areas of the entries in a run's caches when these are fullest.
 
     steps: the entries of each step. size: an area's entry size.
     """
@@ -74,7 +74,7 @@ def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area],
 
 
 class _Unloaded:
-    """Stands in for a model that is not loaded yet: all of it but its evaluation."""
+    """Stands in for a model that is not loaded yet: everything works except evaluation."""
 
     def __init__(self, patcher: Any) -> None:
         self._model = patcher.model
@@ -109,7 +109,7 @@ def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dic
 def _calls(
     guider: Any, sampler: Any, conds: Mapping[str, Any], model: Any, shape: Sequence[int], sigma: float | None
 ) -> Iterator[Call]:
-    """Yield the calls of a guider at a noise level, and those that functions of other nodes add."""
+    """Yield the calls of a guider at a noise level, and the calls that functions of other nodes add."""
     options = guider.model_options
     sampler_name = getattr(getattr(sampler, "sampler_function", None), "__name__", "cfg_pp")
     unguided_too = bool(options.get("disable_cfg1_optimization")) or "cfg_pp" in sampler_name
@@ -117,7 +117,7 @@ def _calls(
         alone = not unguided_too and math.isclose(guider.cfg, 1.0)
         yield [conds.get(name) for name in ("positive", "negative")[: 1 if alone else 2]], ()
     elif any(getattr(type(guider), name, None) is not getattr(CFGGuider, name) for name in _PREPARING):
-        yield list(conds.values()), ()  # it would be asked before it is ready
+        yield list(conds.values()), ()  # `predict_noise` would run before it is ready
     else:
         if sigma is None:
             sigma = float(model.model_sampling.sigma_max)
@@ -131,7 +131,7 @@ def _calls(
 def _asked(
     guider: Any, conds: Mapping[str, Any], model: Any, shape: Sequence[int], sigma: float, unguided_too: bool
 ) -> list[Call]:
-    """Return the calls of a guider's own `predict_noise`; none if they cannot be found out."""
+    """Return the calls that a guider's own `predict_noise` makes; none if it fails here."""
     calls = list[Call]()
 
     def noted(executor: Any, model: Any, conds: Sequence[Any], x: Tensor, timestep: Any, options: Any) -> list[Tensor]:
@@ -141,7 +141,7 @@ def _asked(
     try:
         asked = copy(guider)
         for name, value in vars(guider).items():
-            if type(value) in (dict, list, set):  # it may count in them
+            if type(value) in (dict, list, set):  # the guider may count in these
                 setattr(asked, name, copy(value))
         options = {key: value for key, value in guider.model_options.items() if not key.startswith(_FOREIGN)}
         options["transformer_options"] = {

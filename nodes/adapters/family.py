@@ -1,7 +1,7 @@
 """The declarations of a family of models, and how the hooks of all transformers are chosen from them.
 
 A family is a file in `families`: NAME, MODEL and `Hooks`, which names the blocks, how they take their tokens
-(`BlockSignature`), what they cost, and who reads the tokens between two of them.
+(`BlockSignature`), what they cost, and what reads the tokens between two blocks.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class ModelHooks:
     """The hooks of one model, as long as the model lives; by default it has no blocks and nothing is merged."""
 
     takes_frames = False  # whether latents may have several frames
-    own_presets: Fields = MappingProxyType({})  # fields in which presets differ from those of its kind of model
+    own_presets: Fields = MappingProxyType({})  # fields in which presets differ from those for the model's kind
 
     def kind(self, kv_cache: bool) -> ModelKind:
-        """Return the kind of model that presets know, with a KV cache or without. UNets have none: convolutions see all
-        tokens, and the error is small without it."""
+        """Return the kind of model that presets know, with a KV cache or without. UNets have no KV cache: convolutions
+        see all tokens, and the error is small without a cache."""
         return ModelKind.UNET
 
     def select(
@@ -67,7 +67,7 @@ class ModelHooks:
         return iter(())
 
     def flops_beside_blocks(self, latent: Tensor) -> float:
-        """Return the FLOPs that an evaluation of one image needs outside of these blocks; a multiply-add is two."""
+        """Return the FLOPs that an evaluation of one image needs outside of `blocks`; a multiply-add is two."""
         return 0.0
 
     def kv_cache_numel(
@@ -91,8 +91,8 @@ class ModelHooks:
         """Return the FLOPs of the unmerged run over those of this one, for a latent of (B, C, ..., H, W), from shapes
         alone: nothing is measured in a step.
 
-        None where nothing was merged, and where the model saw tiles of the latent or reference images, whose tokens
-        stay. Plans are not counted; text beyond what a family always has is not either.
+        None if nothing was merged, or if the model saw tiles of the latent, or reference images, whose tokens stay.
+        Neither plans nor text tokens beyond a family's minimum are counted.
         """
         stats, schedule = run.stats, run.schedule
         if run.tiles or run.references or not stats.merged_blocks:
@@ -112,8 +112,8 @@ class ModelHooks:
 class Transformer(ModelHooks, ABC):
     """Hooks for a model whose blocks all see the image at one resolution.
 
-    A chain ends where tokens are read between two blocks: where a ControlNet adds, or another node replaces a block or
-    patches it.
+    A chain ends where tokens are read between two blocks: where a ControlNet adds to the tokens, or another node
+    replaces or patches a block.
     """
 
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")  # patches of other nodes inside a block
@@ -123,7 +123,7 @@ class Transformer(ModelHooks, ABC):
     keys_width = 0  # channels of a token's keys in all attentions of a block; 0 if as wide as the token
     patch_size = 2  # side of a token in pixels of the latent
     references_follow = False  # whether tokens of reference images come right after those of the image
-    hooks: list[list[BlockHook]]  # of each block of each group
+    hooks: list[list[BlockHook]]  # by group, then by block
 
     def __init__(self, model: Any) -> None:
         self.model = ref(model)  # weak: the registry keys these hooks by the model
@@ -180,7 +180,7 @@ class Transformer(ModelHooks, ABC):
 
     def chains(self, options: Options, config: ToMAConfig) -> bool:
         """Whether tokens stay merged from one block to the next. The loops of step caches may read tokens between any
-        two."""
+        two blocks."""
         model: Any = self.model()
         stacked = config.granularity is Granularity.STACK and runs_own_loop(model, _LOOPS)
         return stacked and not patched(options, self.between)
@@ -206,7 +206,7 @@ class Transformer(ModelHooks, ABC):
                 yield from chain_hooks(chain, grids, x, evaluation, options, self.width)
 
     def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[Grid]:
-        """Return the grids of the reference images, (N,) for one that is not merged; nothing if none is."""
+        """Return the grids of the reference images, (N,) for an image that is not merged; empty if none is merged."""
         config, stats = evaluation.run.config, evaluation.run.stats
         if not (self.references_follow and config.merge_references):
             return []

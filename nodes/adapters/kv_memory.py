@@ -29,10 +29,10 @@ from .evaluated import Area, Parts, evaluated_parts, most_held
 from .family import ModelHooks
 from .main_memory import main_room, may_take
 
-# How much of a device's memory a KV cache in four bits may take, if it shares that memory with the computer (a CPU
-# does) or this pack cannot copy from it.
+# How much of a device's memory a KV cache in four bits may take, if the device shares its memory with the computer (a
+# CPU does) or this pack cannot copy from the device.
 _SHARE = 0.55
-# Shares of the first blocks that are not merged where keys and values of all blocks have no room.
+# Shares of the blocks, from the first on, that stay unmerged if keys and values of all blocks have no room.
 _FEWER_BLOCKS = (0.15, 0.3, 0.5)
 # ComfyUI frees this much memory for each byte of weights that it loads, see `load_models_gpu`.
 _LOADING = 1.1
@@ -45,13 +45,13 @@ class KVCachePlan:
     """The size and place of a run's KV cache."""
 
     bytes: int = 0  # size of the cache; 0 without
-    quantized: bool = False  # keys and values have four bits a number
+    quantized: bool = False  # keys and values have four bits per element
     reason: Message | None = None  # why there is no cache
-    keys: int = 0  # bytes of keys and values; the others are of updates, which lie on the card
-    in_main: int = 0  # bytes of them that have no room on the card
-    staging: int = 0  # bytes on the card through which they would be copied
+    keys: int = 0  # bytes of keys and values; the rest of `bytes` is updates, which lie on the card
+    in_main: int = 0  # bytes of keys and values that have no room on the card
+    staging: int = 0  # bytes on the card for copies from and to main memory
     main_room: float = 0.0  # bytes that main memory has room for; 0: everything lies on the card
-    skipped: float = 0.0  # share of the first blocks that are not merged, because memory is short
+    skipped: float = 0.0  # share of the blocks, from the first on, that stay unmerged because memory is short
 
     @property
     def on_card(self) -> int:
@@ -63,11 +63,11 @@ def plan_kv_cache(
     config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any, packed: Sequence[int], sigmas: Sequence[float] = ()
 ) -> KVCachePlan:
     """Decide what a run on latents of (B, C, ..., H, W) caches: keys and values at full precision where they fit beside
-    the model's weights, else in four bits, of fewer blocks if need be. Parts without room on the card lie in main
-    memory. Nothing where main memory is short too.
+    the model's weights, else in four bits, and for fewer blocks if need be. Parts without room on the card lie in main
+    memory; if that is short too, nothing is cached.
 
-    packed: the shape of all streams as ComfyUI packs them. sigmas: of the steps, and the one at which the run ends;
-    without any, all conditions count.
+    packed: the shape of all streams as ComfyUI packs them. sigmas: one per step, then that at the run's end; if empty,
+    all conditions count.
     """
     model, options = guider.model_patcher, guider.model_options
     hooks = registry.find(model.get_model_object("diffusion_model"))
@@ -119,8 +119,8 @@ def _numbers(
     windows: float,
     config: ToMAConfig,
 ) -> tuple[int, int, int]:
-    """Return how many numbers of updates, and of keys and values, a run with these settings holds at a time at most,
-    and of how many conditions. steps: see `evaluated_parts`. windows: see `windows_of`."""
+    """Return the most elements that a run with these settings holds at a time: of updates, and of keys and values; then
+    the count of conditions that have them. steps: see `evaluated_parts`. windows: see `windows_of`."""
     conds = _conds(guider)
     of_an_area = partial(
         hooks.kv_cache_numel,
@@ -129,7 +129,7 @@ def _numbers(
         controlled=any(cond.get("control") is not None for cond in conds),
         references=max((cond.get("reference_latents") or [] for cond in conds), key=len, default=[]),
     )
-    sizes: dict[Area, tuple[int, int]] = {}  # numbers of updates, and of keys and values
+    sizes: dict[Area, tuple[int, int]] = {}  # elements of updates, and of keys and values
 
     def size(area: Area) -> int:
         if area not in sizes:
@@ -149,8 +149,7 @@ def _four_bits(
 ) -> KVCachePlan:
     """Return the plan of a cache in four bits; the card holds as much of it as fits into the `left` bytes.
 
-    updates, keys: bytes. staging: share of keys and values through which they are copied. For the rest see
-    `KVCachePlan`.
+    updates, keys: bytes. staging: bytes for copies, as a share of keys and values. For the rest see `KVCachePlan`.
     """
     staged = round(keys * staging)
     fits = updates + keys <= left
@@ -176,7 +175,7 @@ def _shares_memory(device: torch.device) -> bool:
 
 
 def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
-    """Return the place of a run's keys and values that do not fit on the card; None if all do."""
+    """Return the memory of a run's keys and values, on the card and in main memory; None if all lie on the card."""
     copier = copier_of(device) if plan.main_room else None
     if copier is None:
         return None
@@ -185,10 +184,10 @@ def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
 
 
 def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:
-    """Have keys and values lie on the card as far as memory is really free, now that the model is loaded.
+    """Set how much of the card keys and values take to the memory that is really free, now that the model is loaded.
 
-    ComfyUI may load a model block by block as it runs: memory that is free then awaits more weights, so keys and values
-    take no more than was planned. shape, conds: as ComfyUI estimates the memory of an evaluation.
+    ComfyUI may load a model block by block as it runs: free memory then awaits more weights, so keys and values take no
+    more than was planned. shape, conds: those from which ComfyUI estimates an evaluation's memory.
     """
     try:
         activations, _ = estimate_memory(model, shape, conds)
@@ -204,11 +203,11 @@ def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], co
 
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:
-    """Return how many bytes of the card a run on latents of this shape leaves free, negative if it does not fit: all
-    but what ComfyUI frees before it loads the run's models, see `load_models_gpu`.
+    """Return how many bytes of the card a run on latents of this shape leaves free, negative if the run does not fit:
+    all but the bytes that ComfyUI frees before it loads the run's models, see `load_models_gpu`.
 
-    Counts with the dtype of the run, which ComfyUI's estimate sees only once object patches are applied, and from the
-    size of the card, not from its free memory: a seed must give the same image whatever else runs.
+    The estimate is made for the run's dtype, which ComfyUI's own sees only once object patches are applied, and for the
+    card's size, not its free memory: a seed must give the same image whatever else runs.
     """
     model, options = guider.model_patcher, guider.model_options
     as_run = _AsRun(model, options)
@@ -232,14 +231,14 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
 
 
 def dtype_of(model: ModelPatcher) -> torch.dtype:
-    """Return the dtype that a run of the model computes in, before ComfyUI applies its object patches, too."""
+    """Return the dtype in which a run of the model computes, even before ComfyUI applies object patches."""
     dtype: torch.dtype = model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
     return dtype
 
 
 def windows_of(guider: Any, latent: Tensor) -> float:
     """Return how often a frame of the latent is evaluated for a condition: more than once where context windows
-    overlap; 0 where windows move at each step: caches of a full step would be of other frames."""
+    overlap; 0 where windows move at each step: a full step would have cached other frames."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:
@@ -278,8 +277,8 @@ class _Reserving:
 
 @contextmanager
 def reserved(model: Any, more: int) -> Iterator[None]:
-    """Have ComfyUI count `more` bytes for activations while it loads the model. A replacement by another node meanwhile
-    is kept."""
+    """Have ComfyUI count `more` bytes for activations while it loads the model. If another node replaces the method
+    meanwhile, the replacement stays."""
     ours = vars(model).get("memory_required")
     if not isinstance(ours, _Reserving):
         ours = model.memory_required = _Reserving(model)

@@ -1,4 +1,4 @@
-"""How much of main memory keys and values may take: of the computer's, or of the container's that ComfyUI runs in."""
+"""How much main memory keys and values may take, of the computer or of the container in which ComfyUI runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from comfy import model_management
 
 from .compat import optional_api
 
-# The share of main memory that keys and values of a card may take: ComfyUI keeps weights and text encoders there.
+# The share of main memory that keys and values may take: ComfyUI keeps weights and text encoders there.
 SHARE = 0.35
-# Bytes that nothing takes. ComfyUI pins weights until about 2 GB are available.
+# Bytes that always stay free. ComfyUI pins weights until about 2 GB are available.
 _LAST = 1e9
-# What a container on Linux sees of its limits: files of the limit and of what is used, by version of control groups.
+# Where a container on Linux finds its limits: files with the limit and with the usage, per version of control groups.
 _CGROUPS = Path("/sys/fs/cgroup")
 _FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
@@ -25,8 +25,8 @@ class _Memory(NamedTuple):
 
 
 def main_room() -> float:
-    """Return how many bytes of main memory keys and values may take: a share of all, whatever is free now, for a seed
-    must give the same picture in every run."""
+    """Return how many bytes of main memory keys and values may take: a share of the total, not of what is free now, as
+    a seed must give the same picture in every run."""
     return min(each.total for each in _memories()) * SHARE
 
 
@@ -54,7 +54,7 @@ def _container() -> _Memory | None:
         except (OSError, ValueError):  # there are no such files, or the limit is "max"
             continue
         stat = dict(line.split() for line in lines)
-        # Files in memory give way, as they do in what psutil calls available.
+        # Cached files give way to other data; psutil counts these as available too.
         files = float(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
         return _Memory(total, total - taken + files)
     return None

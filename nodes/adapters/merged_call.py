@@ -26,7 +26,7 @@ def merged_call(
     """Return the result of `call` under the hooks that `select` chooses for latents x of (B, C, ..., H, W).
 
     Whether the caches serve the call is decided when its chains are known and the model has not run. If this pack fails
-    before, the call is full. positions: see `conditions.positions_of`.
+    until then, the call is full. positions: see `conditions.positions_of`.
     """
     with ExitStack() as installation:
         try:
@@ -59,7 +59,7 @@ def _sites(hooks: Iterable[Hook]) -> list[ChainSite]:
 
 
 def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> tuple[Hashable, ...]:
-    """Return the part of a call that its caches depend on beside the conditions: latents x, and chains."""
+    """Return what a call's caches depend on beside the conditions: shape, dtype and device of x, and chains."""
     chains = [site.chain for site in _sites(hooks) if site.chain is not None]
     images = len(x) // len(evaluation.cond_keys)
     return x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)

@@ -1,7 +1,7 @@
 """Replace a module's `forward` for the duration of one model evaluation: one mechanism for every model.
 
 ComfyUI's patch lists would not do: the UNet has none around the feed-forward or a block, Flux has single slots that
-other packs use, and both hand patches the merged tokens. A replaced `forward` lies inside all of them, so other patches
+other packs use, and both would hand merged tokens to patches. A replaced `forward` lies inside all patches, so these
 see all tokens, and the model is unchanged between evaluations, however a run ends.
 """
 
@@ -16,8 +16,8 @@ from torch import nn
 
 from ... import toma_core
 
-# Keys of transformer_options. They are removed before the model is called: code of torch.compile reads every key that
-# was there when it was traced, also in later runs without ToMA.
+# Keys of transformer_options, removed before the model is called: code of torch.compile reads every key that was there
+# when the code was traced, also in later runs without ToMA.
 ATTACHMENT = "toma"
 SAMPLING = "toma_sampling"
 GRAPHS = "toma_graphs"
@@ -25,10 +25,10 @@ RIDING = (ATTACHMENT, SAMPLING, GRAPHS)
 
 
 class Hook:
-    """Stands in for a module's `forward`; `original` is what it replaces, while it is installed.
+    """Stands in for a module's `forward`; `original` is the `forward` that an installed hook replaces.
 
-    It holds no state of a run beyond one evaluation. Each lives as long as its model, because torch.compile guards on
-    the identity of what it traced.
+    A hook holds no state of a run beyond one evaluation. It lives as long as its model, because torch.compile guards on
+    the identity of the objects that it traced.
     """
 
     original: Callable[..., Any]
@@ -61,8 +61,8 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[list[Hook]]:
             hook.release()
 
 
-# Merging depends on content, step and shape: a traced graph would freeze those choices. The block itself may be
-# compiled, so only hooks stay out of graphs, and planning and merging with all that they call.
+# Merging depends on content, step and shape: a traced graph would freeze those choices. `outside_graph` keeps a hook
+# out of graphs, but not the block that it calls; `eager` keeps a function out with all that it calls.
 outside_graph = torch.compiler.disable(recursive=False)
 eager = torch.compiler.disable
 merge, unmerge = eager(toma_core.merge), eager(toma_core.unmerge)

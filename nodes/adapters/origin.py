@@ -21,7 +21,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def kinds_of(model: nn.Module) -> list[str]:
     """Return the names of those classes of a model that ComfyUI defines, most derived first. Other packs, and PyTorch
-    for several cards, derive their classes from it."""
+    for several cards, derive further classes from these."""
     return [kind.__name__ for kind in type(model).__mro__ if _by_comfyui(kind)]
 
 
@@ -29,14 +29,14 @@ def is_original(block: nn.Module) -> bool:
     """Whether a block is of one of ComfyUI's classes, not one that another pack has put in its place."""
     module = unwrapped(block)
     own = vars(module).get("forward")
-    # The class with the `forward`: PyTorch derives another from it where weights are spread over cards.
+    # The class with the `forward`: PyTorch derives a further class where weights are spread over cards.
     homes = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
     return _by_comfyui(homes[0]) and (own is None or isinstance(own, Hook) or _by_comfyui(own))
 
 
 def foreign_positions(model: nn.Module | None) -> str | None:
-    """Return the class of another pack's module that computes positions, None without one: the positions may differ at
-    each step, as with modules for pictures larger than in training."""
+    """Return the class of another pack's module that computes positions, None without such a module: its positions may
+    differ at each step, as with modules for pictures larger than in training."""
     for name, child in () if model is None else unwrapped(model).named_children():
         if name.startswith(_POSITIONS) and not type(child).__module__.startswith("torch.") and not is_original(child):
             return type(child).__name__

@@ -2,8 +2,8 @@
 
 apply_toma       -> settings and three wrappers on a clone of the model
 OUTER_SAMPLE     -> once a run: a new `SamplingRun`, dropped at the end, however the run ends
-PREPARE_SAMPLING -> when ComfyUI loads the model for a run with a KV cache: reserves its memory
-PREDICT_NOISE    -> once an evaluation of the sampler; each run adds it in front of all others
+PREPARE_SAMPLING -> when ComfyUI loads the model for a run with a KV cache: reserves the cache's memory
+PREDICT_NOISE    -> once an evaluation of the sampler; each run adds this wrapper in front of all others
 CALC_COND_BATCH  -> once for all conditions of an evaluation: its noise level becomes a `StepPlan`
 APPLY_MODEL      -> once a batch of conditions: hooks are installed around the model call
 """
@@ -65,9 +65,9 @@ def apply_toma(
 ) -> ModelPatcher:
     """Return a clone of the model that merges tokens by these settings; the model itself if they are off.
 
-    ratio_schedule: ratios by block and noise level, in place of the one of the settings. Settings that the model
-    already carries are replaced. In a ComfyUI whose models cannot be patched as this pack knows it, the model is
-    returned with a warning. Raises `UnsupportedModelError`.
+    ratio_schedule: ratios by block and noise level, in place of the settings' ratio. Settings that the model already
+    carries are replaced. If this ComfyUI's models cannot be patched as this pack knows, a warning is logged and the
+    model itself is returned. Raises `UnsupportedModelError`.
     """
     registry.require(model.get_model_object("diffusion_model"))
     if settings.off and attachment_of(model) is None:
@@ -171,7 +171,7 @@ def run_config(
 ) -> tuple[ToMAConfig, KVCachePlan]:
     """Return the settings for a run of a guider with these conditions, and its KV cache.
 
-    noise: of the first stream. packed: the shape of all streams as ComfyUI packs them, if there are several. sigmas:
+    noise: the first stream's. packed: the shape of all streams as ComfyUI packs them, if there are several. sigmas:
     see `plan_kv_cache`.
     """
     settings, model = attachment.settings, guider.model_patcher
@@ -184,8 +184,8 @@ def run_config(
 
 
 def _wrap_first(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
-    """Add a wrapper in front of all others for a run. False if ComfyUI has no such place: then no other node can skip
-    what it wraps, as LazyCache skips evaluations, but each noise level is read, which waits for the device."""
+    """Add a wrapper in front of all others for a run. Return False if ComfyUI has no wrappers of this kind: no node can
+    skip evaluations then, as LazyCache does, but each noise level is read, which waits for the device."""
     kind = getattr(WrappersMP, kind, "")
     if not kind:
         return False
@@ -221,8 +221,8 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         image = executor(*args, **kwargs)
     except torch.OutOfMemoryError:
-        # All conditions are evaluated again: guidance would amplify what one of them lost. ComfyUI does not wait for
-        # other devices, whose results would be taken for those of the next evaluation: see `_apply_model`.
+        # All conditions are evaluated again: guidance would amplify what a single one lost. ComfyUI does not wait for
+        # other devices, whose results would pass for the next evaluation's: see `_apply_model`.
         if sampling is None or sampling.several_devices or not sampling.no_memory():
             raise
         image = None
@@ -301,7 +301,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _obstacle(sampling: SamplingRun, model: nn.Module, hooks: ModelHooks | None, x: Any) -> Message | None:
-    """Return why a call of the model on a latent x is not merged, None if it is."""
+    """Return why a call of the model on a latent x is not merged, None if it is merged."""
     if sampling.sigma is None:
         return Reason.UNKNOWN_SIGMA()
     name = type(unwrapped(model)).__name__

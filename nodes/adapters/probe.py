@@ -38,10 +38,10 @@ class Band(NamedTuple):
     """Consecutive steps that get the same ratios."""
 
     steps: Sequence[int]  # from 0
-    above: float  # sigma below them
+    above: float  # sigma above which the steps lie
 
     def may_probe(self, step: int) -> bool:
-        """Whether a step is in the second half, where it is measured."""
+        """Whether a step is in the second half of the band, where errors are measured."""
         return step in self.steps[len(self.steps) // 2 :]
 
 
@@ -53,7 +53,7 @@ class Probes:
     tick: Callable[[], None] = lambda: None  # called before each additional evaluation
     sigmas: tuple[float, ...] = ()  # noise levels at which the run's steps begin, once it has begun
     bands: tuple[Band, ...] = ()
-    # By band, site (None for all together) and ratio. On the device: reading a value would wait for it.
+    # By band, site (None for all together) and ratio. Kept on the device, for which reading a value would wait.
     _errors: dict[tuple[int, str | None, float], Tensor] = field(default_factory=dict)
 
     def on(self, model: ModelPatcher, config: ToMAConfig) -> ModelPatcher:
@@ -158,6 +158,6 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
 
 
 def _growth(errors: Mapping[float, float], ratio: float) -> float:
-    """Return by how much an error is larger at a ratio than at `RATIO`; where that is unknown, by its square."""
+    """Return the factor from the error at `RATIO` to that at a ratio; if unknown, errors grow as the ratio's square."""
     known = math.isfinite(errors.get(ratio, math.nan)) and errors.get(RATIO, 0.0) > 0.0
     return errors[ratio] / errors[RATIO] if known else (ratio / RATIO) ** 2

@@ -35,8 +35,8 @@ _unavailable: list[str] = []
 
 @contextmanager
 def _of(family: str) -> Iterator[None]:
-    """Guard the import of a family. A ComfyUI older than its models has no folder for them, so that none can be
-    loaded."""
+    """Guard the import of a family. A ComfyUI older than the family's models has no folder for them and can load
+    none."""
     try:
         with require_api(f"the classes of {family}"):
             yield
@@ -124,15 +124,15 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
     if model not in _hooks:
         family = next((f for f in _FAMILIES if is_of(f, model)), None)
         if family is None:
-            # A family that could not be imported may be this model's: it runs unmerged.
+            # A family that could not be imported may be this model's: the model then runs unmerged.
             return _Plain(type(model).__name__) if _unavailable else None
         _hooks[model] = _made(family, model)
     return _hooks[model]
 
 
 def is_of(family: Any, model: nn.Module) -> bool:
-    """Whether a model is of a family. False for a class that a later ComfyUI derives from a known one: it may read
-    tokens that merging removes."""
+    """Whether a model is of a family. False for a class that a later ComfyUI derives from a known one: such a class
+    may read tokens that merging removes."""
     if not isinstance(model, family.MODEL):
         return False
     kinds, fits = kinds_of(model), getattr(family, "fits", None)

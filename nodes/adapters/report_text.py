@@ -108,7 +108,7 @@ def headline(stats: RunStats) -> Message:
     if not ratios:
         return Line.NOTHING_MERGED(reason=next(iter((*stats.unmerged_calls, *unmerged)), _why_full(stats)))
     steps = len(ratios)
-    # Blocks that merge in some of these steps count for their share.
+    # A block that merges in some of these steps counts as a share of a block.
     merged = max(1, round(sum(len(at & ratios.keys()) for at in stats.merged_at.values()) / steps))
     share = _at_most(stats, Line.PERCENT(value=100 * sum(ratios.values()) / steps))
     every = max(stats.total_steps, len(stats.steps))
@@ -118,7 +118,7 @@ def headline(stats: RunStats) -> Message:
 
 
 def work(stats: RunStats) -> list[Message]:
-    """Return how much less work the run was, counted; nothing if that is unknown."""
+    """Return how much less work the run was than unmerged, in FLOPs; empty if unknown or hardly less."""
     times = stats.times_less_work
     return [] if times is None or times < 1.05 else [Line.WORK(percent=100 - 100 / times)]
 
@@ -219,6 +219,6 @@ def _steps(steps: Iterable[int]) -> str:
 
 
 def _ranges(numbers: Iterable[int], prefix: str = "") -> str:
-    # The difference between a number and its place is the same in a run of consecutive numbers.
+    # Consecutive numbers all differ from their positions by the same amount.
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{prefix}{run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)

@@ -46,7 +46,7 @@ _ALL_NOISE = 0.99
 
 
 def records_gradients() -> bool:
-    """Whether autograd records what the model computes, as in training: nothing of it may be merged or cached."""
+    """Whether autograd records what the model computes, as in training: nothing may be merged or cached then."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
@@ -61,18 +61,18 @@ class SamplingRun:
     contents: Contents = field(default_factory=Contents)
     obstacle: Message | None = None  # why nothing may be merged in this run
     max_prediction_sigma: float = float("inf")  # above it a prediction is too poor to plan from
-    shapes: Shapes | None = None  # of the latent's streams, if it has several
-    areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # of each condition that has one
+    shapes: Shapes | None = None  # shapes of the latent's streams, if it has several
+    areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # area of each condition that has one
     trajectory: Trajectory = field(default_factory=Trajectory)
     begun: int = 0  # evaluations of the sampler so far
     observed: int = 0  # calls of `observe` so far
     # The evaluation in progress.
-    sigma: float | None = None  # as given to the model; None before the first
+    sigma: float | None = None  # as given to the model; None before the run's first evaluation
     latent_shape: tuple[int, ...] = ()  # () if unknown
-    patches: Hashable = ()  # of the model, by name
-    several_devices: bool = False  # its conditions may run on several
+    patches: Hashable = ()  # the model's, by name
+    several_devices: bool = False  # its conditions may run on several devices
     counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)  # calls by condition and what is evaluated
-    calls: int = 0  # of `observe`
+    calls: int = 0  # calls of `observe`
     merged_calls: int = 0
     tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)  # by shape and device
     _lock: Lock = field(default_factory=Lock)
@@ -87,7 +87,7 @@ class SamplingRun:
         takes_frames: bool = False,
     ) -> SamplingRun:
         """Start a run. sigmas: one per step, then that at the run's end. ratio_schedule: a profile's, see `Schedule`.
-        takes_frames: the model is one for videos, of which some are two models that follow each other."""
+        takes_frames: the model is for videos; some video models come as two, for one run after the other."""
         start, end = float("inf"), float("-inf")
         if config.start_percent > 0:
             start = float(model_sampling.percent_to_sigma(config.start_percent))
@@ -102,7 +102,7 @@ class SamplingRun:
         return cls(run, StepPlan(0), partial(replace, config), max_prediction_sigma=best)
 
     def next(self, timestep: Tensor) -> None:
-        """Begin an evaluation of the sampler at this noise level. Until `observe` decides what it does, it is full."""
+        """Begin an evaluation of the sampler at this noise level. Until `observe` decides, the evaluation is full."""
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         self.tracker.next(timestep)
         self.begun += 1
@@ -123,8 +123,8 @@ class SamplingRun:
     def no_memory(self, again: bool = True) -> bool:
         """Drop plans and caches after memory ran out: this evaluation and all later ones are full.
 
-        Return False without a KV cache for a picture or a full step: the model's own memory is short. again: whether
-        all calls of the evaluation are repeated.
+        Return False if only the model's own memory is short: without a KV cache, for a picture or a full step. again:
+        whether all calls of the evaluation are repeated.
         """
         plan = out_of_memory(self.run, self.step_plan, self._video)
         if plan is None:
@@ -136,13 +136,13 @@ class SamplingRun:
         return True
 
     def undecided(self, reason: Message) -> None:
-        """Make a call in full for which `observe` has failed."""
+        """Run a call in full because `observe` has failed for it."""
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         self.run.stats.count_evaluation(self.step_plan.step, 0.0)
         self.run.stats.full_because(self.step_plan.step, reason)
 
     def full_instead(self, reason: Message) -> None:
-        """Go on in full in this evaluation, of which a call could not be prepared."""
+        """Go on in full in this evaluation because a call could not be prepared."""
         self.run.coverage.broken_off()
         with self._lock:
             self._go_on(self.step_plan.with_mode(StepMode.FULL))
@@ -153,7 +153,7 @@ class SamplingRun:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
     def awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether plans need a prediction that is missing: the run's first or, with a KV cache, whose settings plan
+        """Whether plans need a prediction that is missing: the run's first or, with a KV cache, where plans are made
         from nothing else, one for the conditions in progress."""
         if not self.run.config.uses_prediction or self.begun < 2:
             return self.run.config.uses_prediction and self.begun == 1
@@ -229,9 +229,9 @@ class SamplingRun:
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation of one call of the model on latents of (B, C, ..., H, W).
 
-        Conditions of one area share plans, made from the tokens of the first or, on several devices, from a predicted
-        picture. A call on a piece of the latent, as tiled sampling makes them, is planned from what it shows, again in
-        every evaluation: it may show another piece then.
+        Conditions of one area share plans, made from the first condition's tokens or, on several devices, from a
+        predicted picture. A call on a piece of the latent, as in tiled sampling, is planned from that piece, again in
+        every evaluation, as the next one may show another piece.
         """
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
@@ -256,14 +256,14 @@ class SamplingRun:
         return LatentChange(x, before) if before is not None and known else None
 
     def decide_call(self, evaluation: Evaluation, layout: Hashable) -> Evaluation:
-        """Return a call as the caches let it run, now that its chains are known. layout: see `decision.decide_call`."""
+        """Return a call in the mode that the caches allow its chains. layout: see `decision.decide_call`."""
         with self._lock:
             self._go_on(decide_call(self.run, self.step_plan, evaluation.cond_keys, layout))
         return replace(evaluation, step_plan=self.step_plan)
 
     def ended(self, evaluation: Evaluation, x: Tensor, layout: Hashable, unreached: Iterable[str]) -> None:
-        """Note in the ledger that a call on latents x has written its caches, but for those of the chains that another
-        node skipped."""
+        """Note in the ledger that a call on latents x has written its caches. unreached: names of chains that another
+        node skipped, whose caches were not written."""
         if not evaluation.step_plan.mode.caches:
             return
         missed = [key for name in unreached for key in evaluation.keys(name)]
@@ -300,7 +300,7 @@ class SamplingRun:
         return self.trajectory.prediction(self.latent_shape)
 
     def _is_tile(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether a call shows something else than one latent, or each condition its area of it."""
+        """Whether some condition of a call shows neither the latent nor the condition's area of it."""
         if self.trajectory.another or (self.trajectory.tiles and merges_plainly(self.run)):
             return True
         if not self.latent_shape:
@@ -346,5 +346,5 @@ _runs: WeakValueDictionary[str, SamplingRun] = WeakValueDictionary()
 
 
 def _run_of(key: str) -> SamplingRun | None:
-    """Return the run that was pickled, None once it is over and in another process."""
+    """Return the run that was pickled; None in another process, and once the run is over."""
     return _runs.get(key)

@@ -2,7 +2,7 @@
 
 Samplers hold the level in a tensor. Reading a tensor waits for the device; a host that never waits launches kernels a
 step ahead. So levels come from the schedule if the sampler is known to evaluate once a step, at the sigmas of the
-schedule. For all other samplers they are read.
+schedule. For all other samplers levels are read from the tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils import _contextlib
 from ...toma_core.schedule import step_at
 from .compat import with_argument
 
-# ComfyUI's samplers that do so, checked by tests/nodes/adapters/test_sigmas.py.
+# ComfyUI's samplers that are known to, checked by tests/nodes/adapters/test_sigmas.py.
 ONCE_A_STEP = (
     *("sample_euler", "sample_euler_cfg_pp", "sample_euler_ancestral", "sample_euler_ancestral_cfg_pp"),
     *("sample_lms", "sample_ddpm", "sample_lcm", "sample_ipndm", "sample_ipndm_v", "sample_deis"),
@@ -33,7 +33,7 @@ ONCE_A_STEP = (
     *("sample_res_multistep_ancestral_cfg_pp", "sample_gradient_estimation", "sample_gradient_estimation_cfg_pp"),
     *("sample_er_sde", "sample_sa_solver"),
 )
-# Those of them that draw new noise. How much is measured in each step of a run with a KV cache. These samplers wait for
+# Samplers of `ONCE_A_STEP` that draw new noise, which is measured in each step of a run with a KV cache. They wait for
 # the device anyway, to test for the last step: no work of the model is queued when the noise is read.
 _DRAWS_NOISE = (
     *("sample_euler_ancestral", "sample_euler_ancestral_cfg_pp", "sample_lcm", "sample_ddpm", "sample_er_sde"),
@@ -48,7 +48,7 @@ _ENLARGES = (
     *("sample_res_multistep_cfg_pp", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2s_ancestral_cfg_pp"),
     "sample_gradient_estimation_cfg_pp",
 )
-# Options that do not change how often or where a sampler evaluates. Others must have their default.
+# Options that do not change how often or where a sampler evaluates. Other options must have their default.
 _PASSIVE = {
     *("eta", "s_noise", "s_noise_end", "noise_sampler", "noise_scaler", "noise_clip_std", "solver_type", "order"),
     *("max_order", "deis_mode", "ge_gamma", "cfg_pp", "max_stage", "tau_func", "predictor_order", "corrector_order"),
@@ -85,11 +85,11 @@ class SigmaTracker:
         self._at: SigmaStep | None = None
         self._last_given: float | None = None  # noise level of the model in the evaluation before
         self._step = self._unreported = 0
-        self._repeated = 0  # evaluations at the noise level of the one before
+        self._repeated = 0  # evaluations at the same noise level as the evaluation before
         self._kept = True  # whether every noise level so far is one of the schedule
         self._reported: int | None = None  # the last step that was reported
         self._wraps = _wraps_known(sampler)
-        self._since, self._each = 0, int(self._wraps)  # evaluations since then; between the last two reports
+        self._since, self._each = 0, int(self._wraps)  # evaluations since the last report; between the last two
         self._reports = bool(self._sigmas)
 
     def measures_noise(self, kv_cache: bool) -> bool:
@@ -118,14 +118,14 @@ class SigmaTracker:
         """Record that the sampler reports a step: it does so after the step's first evaluation."""
         last = -1 if self._reported is None else self._reported
         if step != last + 1 or not self._since:
-            self._reports = False  # it counts in another way, as samplers do that run in rounds
+            self._reports = False  # the sampler counts in another way, as those do that run in rounds
         elif self._reported is not None or self._since > 1:
             self._each = self._since
         self._reported, self._since = step, 0
 
     def of(self, timestep: Tensor) -> SigmaStep:
-        """Return where the sampler is. timestep: (B,), of the model's call. Guidance may evaluate at another noise
-        level: that is another tensor, and is read."""
+        """Return where the sampler is. timestep: (B,), the model call's. If guidance evaluates at another noise level,
+        it passes another tensor, which is read."""
         mine = timestep is self._given
         if mine and self._evaluation < len(self._scheduled):
             self._taken[self._evaluation] = timestep.detach().flatten()[:1]
@@ -162,7 +162,7 @@ class SigmaTracker:
         if not self._reports or self._since > max(3, self._each + 1):
             return by_sigma
         if self._reported is None:
-            # The first evaluation is of the first step.
+            # The first evaluation belongs to the first step.
             return 0 if self._since == 1 else by_sigma
         following = min(self._reported + 1, len(self._sigmas) - 1)
         if self._each and self._since >= self._each:
@@ -170,7 +170,7 @@ class SigmaTracker:
         return min(max(by_sigma, self._reported), following)
 
     def _repeats(self, given: float, following: int) -> bool:
-        """Return whether a sampler evaluates the step again that it has just reported, as one that corrects does."""
+        """Return whether a sampler evaluates again the step that it has just reported, as corrector samplers do."""
         again = self._since == 1 and given == self._last_given and not self._wraps
         return again and self._sigmas[following] != self._sigmas[following - 1]
 
@@ -181,7 +181,7 @@ class SigmaTracker:
             return
         scheduled = torch.tensor([self._scheduled[n] for n in self._taken])
         given = torch.cat(list(self._taken.values())).float().cpu()
-        if not torch.allclose(given, scheduled, rtol=1e-3):  # the stochastic ones begin a little below pure noise
+        if not torch.allclose(given, scheduled, rtol=1e-3):  # stochastic samplers begin a little below pure noise
             # Only a warning: results must not depend on earlier runs.
             logging.warning(
                 "ToMA: the sampler %s left its schedule, which it was not known to do: some steps were merged by the "

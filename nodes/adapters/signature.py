@@ -1,4 +1,4 @@
-"""Describe a block's arguments: which carries the tokens, where in it the image lies, and which others are per token.
+"""Describe a block's arguments: which one has the tokens, where the image lies in these, which others are per token.
 
 Arguments that are not listed here may be per token; the block then runs unmerged and the report names them.
 """
@@ -49,13 +49,13 @@ class BlockSignature:
     positional_args: tuple[str, ...] = ("x",)  # arguments that may come by position, in order
     required_kwargs: tuple[str, ...] = ("transformer_options",)  # arguments by name that a `forward` must take
     tokens_arg = "x"  # the argument with the tokens
-    output_index: int | None = None  # which of the results they are; None if there is one
+    output_index: int | None = None  # index of the tokens among a block's results; None if there is a single result
     rope_arg = ""  # the argument with the rotary positions; empty without
-    rope_token_dim = 2  # its dimension that counts tokens
-    rope_split_half = False  # whether it pairs number i of a head with i + d / 2, not with its neighbour
+    rope_token_dim = 2  # the dimension of rotary positions that counts tokens
+    rope_split_half = False  # whether rotation pairs channel i of a head with i + d / 2, not with its neighbour
     image_last = False  # whether positions end with the image, its padding, and references that options name
-    image_multiple = 1  # what the number of image tokens is padded to a multiple of
-    row_args: tuple[str, ...] = ()  # further arguments with a row for each token, in the same dimension
+    image_multiple = 1  # the count of image tokens is padded to a multiple of this
+    row_args: tuple[str, ...] = ()  # further arguments with a row for each token, along `rope_token_dim`
     index_args: tuple[str, ...] = ()  # arguments with an index into the tokens, or a list of (start, stop, ...)
     text_arg = ""  # the argument with text tokens that are attended to beside those of `tokens_arg`
     text_first = True  # whether text comes before the image in positions and in attention
@@ -68,8 +68,8 @@ class BlockSignature:
     clamps_fp16 = False
 
     def call_args(self, args: tuple[Any, ...], kwargs: CallArguments) -> CallArguments:
-        """Return a call's arguments by name, positional ones first. More positional ones than are known may be per
-        token."""
+        """Return a call's arguments by name, positional ones first. Positional arguments beyond the known ones may be
+        per token."""
         names = self.positional_args
         if len(args) > len(names):
             names = (*names, *[f"argument {n + 1}" for n in range(len(names), len(args))])
@@ -108,7 +108,8 @@ class BlockSignature:
         return tuple([x if n == self.output_index else part for n, part in enumerate(out)])
 
     def has_image(self, call_args: CallArguments) -> bool:
-        """Whether a call has tokens of the image. A call without them runs as it is and says nothing about others."""
+        """Whether a call has tokens of the image. A call without image tokens runs as it is, and decides nothing for
+        other calls."""
         return True
 
     def observe(self, call_args: CallArguments) -> None:
@@ -118,10 +119,11 @@ class BlockSignature:
         """Drop what was noted: the evaluation is over."""
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        """Return how many tokens come before the image, of N tokens, in the same argument; None if unknown.
+        """Return how many tokens come before the image in `tokens_arg`; None if unknown. image: its N tokens.
 
         Called for every block of a chain: `image` stays N, while all but the first block see fewer tokens. If neither
-        positions nor options tell, note it at the first block or in `observe` of an earlier group, until `release`.
+        positions nor options give the count, note it at the first block or in `observe` of an earlier group, until
+        `release`.
         """
         if not self.image_last:
             return 0
@@ -137,17 +139,17 @@ class BlockSignature:
         return int(call_args[self.text_arg].shape[1]) if self.text_arg else 0
 
     def attention_offset(self, call_args: CallArguments) -> int:
-        """Return how many text tokens precede this argument's in positions and attention."""
+        """Return how many text tokens precede the tokens of `tokens_arg` in positions and attention."""
         return self._text(call_args) if self.text_first else 0
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each attention to the image, in order, how many tokens come before the image in it, how many
-        there are in all, and how many queries if those are of other tokens. Attentions between have other numbers."""
+        """Return for each attention to the image, in order: the count of keys before the image, of all keys, and, if
+        other tokens attend, of queries. Attentions in between have other counts."""
         tokens = self._text(call_args) + int(self.tokens(call_args).shape[1])
         return ((self.attention_offset(call_args) + before, tokens),)
 
     def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
-        """Return the grid of the image's tokens; None if unknown. grid: as the latent has it."""
+        """Return the grid of the image's tokens; None if unknown. grid: the latent's."""
         return grid
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
@@ -168,7 +170,7 @@ class BlockSignature:
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
         """Return a copy of the options that is true of merged tokens: another node that computes attention may index by
-        them. Where nothing changes they are returned themselves."""
+        these options. If nothing changes, `options` itself is returned."""
         changed, image, removed = {}, options.get("img_slice"), reduction.removed  # [text, all]
         if image and removed:
             changed["img_slice"] = [image[0], image[1] - removed]
@@ -184,7 +186,7 @@ class BlockSignature:
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         """Return why a block's tokens cannot be merged, None if they can. image: N. references: how many reference
-        tokens after it are merged too."""
+        tokens after the image are merged too."""
         x, before = self.tokens(call_args), self.image_start(call_args, image)
         if before is None:
             return Reason.UNKNOWN_IMAGE_POSITION()
@@ -207,7 +209,7 @@ class BlockSignature:
 
     def reference_tokens(self, call_args: CallArguments) -> int:
         """Return how many tokens of reference images follow the image. If several processes share the stream (raylight,
-        xDiT), each has fewer, and its first tokens would pass for the image."""
+        xDiT), each process has fewer tokens, and the first of these would pass for the image."""
         options: Mapping[str, Any] = call_args.get("transformer_options") or {}
         return sum(options.get("reference_image_num_tokens", ()))
 
@@ -226,6 +228,6 @@ class BlockGroup:
     kind: str  # their name in the report and in plans
     blocks: Sequence[nn.Module]
     signature: BlockSignature
-    work: Block  # what one of them costs
-    added: str = ""  # key under which ControlNets add something after each, see ComfyUI's `control`
+    work: Block  # what one block costs
+    added: str = ""  # key under which ControlNets add something after each block, see ComfyUI's `control`
     borders: Container[int] = ()  # indices after which the model itself reads all tokens

@@ -1,7 +1,7 @@
-"""Latents of several streams, as of a video with its sound.
+"""Latents of several streams, such as a video with its sound.
 
-ComfyUI packs their streams into one tensor of (B, 1, all numbers) for samplers and wrappers, and lists their shapes;
-only the model is given the streams themselves. The tokens that are merged are those of the first stream.
+ComfyUI packs the streams into one tensor of (B, 1, all elements) for samplers and wrappers, and lists the streams'
+shapes; only the model is given the streams themselves. The tokens that are merged are those of the first stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def first_of_nested(x: Any) -> Any:
 
 
 def shapes_of(conds: Sequence[Any]) -> Shapes | None:
-    """Return the streams' shapes from the groups of conditions (in a context window, those of the window); None if not
-    listed."""
+    """Return the streams' shapes from the groups of conditions, in a context window the shapes of its streams; None if
+    not listed."""
     entries = (cond.get("model_conds") or {} for group in conds for cond in group or ())
     return next((each["latent_shapes"].cond for each in entries if "latent_shapes" in each), None)

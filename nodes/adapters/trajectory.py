@@ -25,17 +25,17 @@ class Trajectory:
 
     reads: bool = True  # whether noise may be measured, for which the host waits for the device
     latent: Tensor | None = None  # of the evaluation in progress, (B, C, ..., H, W); None until it is known
-    new_noise: float = float("inf")  # in that latent, as a share of its noise; what is unknown is new
-    another: bool = False  # whether it is not the one that was evaluated before at this place
+    new_noise: float = float("inf")  # new noise in `latent`, as a share of all its noise; inf if unknown
+    another: bool = False  # whether `latent` differs from the one evaluated before at `_place`
     _histories: dict[Hashable, History] = field(default_factory=dict)
     _kind: Hashable = None  # conditions that take part in the evaluation in progress
-    _place: Hashable = None  # its step, noise level and conditions
+    _place: Hashable = None  # step, noise level and conditions of the evaluation in progress
     _repeats: set[int | None] = field(default_factory=set)  # steps that evaluate another latent of the same size
 
     @property
     def tiles(self) -> bool:
-        """Whether the latent in progress is to be taken for a tile: it is another, or the sampler has evaluated others
-        in several steps, so that they may come in any order."""
+        """Whether the latent in progress is to be taken for a tile: it differs from the one before, or several steps
+        have evaluated more than one latent, so that latents may come in any order."""
         return self.another or len(self._repeats) > 1
 
     def next(self) -> None:
@@ -43,7 +43,7 @@ class Trajectory:
         self.latent, self.another, self.new_noise = None, False, float("inf")
 
     def observe(self, latent: Tensor, at: SigmaStep, kind: Hashable) -> None:
-        """Compare the latent of an evaluation for these conditions with those before."""
+        """Compare the latent of an evaluation for these conditions with earlier latents."""
         place = at.step, at.model_sigma, kind
         again = place == self._place
         self.latent, self._place, self._kind = latent, place, kind

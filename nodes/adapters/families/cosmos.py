@@ -17,17 +17,17 @@ from ..signature import BlockGroup, BlockSignature
 NAME = "Anima, Cosmos-Predict2"
 MODEL = MiniTrainDIT
 DERIVED = ("Anima",)
-# It attends to the text and to itself; modulation is by frame.
+# A block attends to the picture and to the text; modulation is by frame.
 COST = Block(14, 57, (1, 18, 3))
 
 
 def fits(model: MiniTrainDIT) -> bool:
-    """Whether a token is of one frame."""
+    """Whether a token covers one frame."""
     return int(model.patch_temporal) == 1
 
 
 class Signature(BlockSignature):
-    """All frames; merged ones are rows of (B, frames, 1, D / frames, C)."""
+    """All frames; merged frames have a single row: (B, frames, 1, D / frames, C)."""
 
     positional_args = ("x_B_T_H_W_D", "emb_B_T_D", "crossattn_emb")
     tokens_arg = "x_B_T_H_W_D"

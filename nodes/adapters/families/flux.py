@@ -1,6 +1,6 @@
 """Flux.1 (dev, schnell, Fill, Kontext), Flux.2, Klein and every other model that ComfyUI runs on its `Flux` class.
 
-Tokens of the image are merged, and of reference images by setting; text tokens are not.
+Image tokens are merged, those of reference images if the settings say so; text tokens are not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 MODEL = Flux
 DOUBLE, SINGLE = Block(12, 75, (2, 19, 4), beside=256), Block(12, 31, (2, 20, 5), beside=256)
 FLUX2_DOUBLE, FLUX2_SINGLE = Block(13, 73, (3, 19, 4), beside=512), Block(13, 30, (2, 20, 5), beside=512)
-# The released method skips five double and five single blocks of Flux.1; models with fewer skip a share.
+# The released method skips five double and five single blocks of Flux.1; models with fewer blocks skip a share.
 _FLUX_1 = 19, 38
 
 
@@ -41,7 +41,7 @@ class SingleSignature(BlockSignature):
 
 
 class DoubleSignature(BlockSignature):
-    """[image | references]; in positions, the text comes before them."""
+    """[image | references]; in positions, the text comes before the image."""
 
     positional_args = ("img", "txt", "vec", "pe", "attn_mask")
     tokens_arg, text_arg, output_index = "img", "txt", 0
@@ -77,6 +77,7 @@ class Hooks(Transformer):
         )
 
     def works(self, model: Any) -> tuple[Block, Block]:
-        """Return the costs of double and single blocks. Flux.2 and Klein have one modulation for all and wider MLPs."""
+        """Return the costs of double and single blocks. Flux.2 and Klein have one modulation for all blocks and
+        wider MLPs."""
         flux2 = getattr(model.params, "global_modulation", False)
         return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (DOUBLE, SINGLE)

@@ -15,7 +15,7 @@ COST = Block(12, 52, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """[text | image]. A mask, of prompts of several lengths in a batch, is per query: such blocks are not merged."""
+    """[text | image]. With prompts of several lengths in a batch, a mask is per query: blocks are not merged."""
 
     positional_args = ("x", "attn_mask", "freqs_cis", "adaln_input")
     rope_arg, rope_token_dim = "freqs_cis", 1

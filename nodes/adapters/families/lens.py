@@ -14,7 +14,7 @@ COST = Block(12, 108, (1, 18, 3))
 
 
 class Signature(BlockSignature):
-    """The image alone. A mask is of the keys, [image | text]; all of the image is attended to."""
+    """The image alone. A mask covers the keys, [image | text]; all of the image is attended to."""
 
     positional_args = ("hidden_states", "encoder_hidden_states", "temb", "freqs_cis")
     tokens_arg, output_index = "hidden_states", 1

@@ -1,8 +1,8 @@
 """LTX-Video and LTX-2: videos, and videos with their sound.
 
-A block of LTX-2 takes (video, audio) and attends from one to the other. Only the video is merged, every frame to the
-same number of tokens, because modulation may be per frame. Frames of guides lie behind those of the video in the latent
-and are merged like them. Modulation per token, as masks and guides with a strength have it, follows the destinations.
+A block of LTX-2 takes (video, audio), and each attends to the other. Only the video is merged, every frame to the same
+number of tokens, because modulation may be per frame. Guide frames lie behind the video's frames in the latent and are
+merged alike. Modulation per token, as with masks, and guides with a strength, follows the destinations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..signature import BlockGroup, BlockSignature, CallArguments, TokenReductio
 NAME = "LTX-Video and LTX-2"
 MODEL = LTXVModel
 DERIVED = ("LTXVModel", "LTXAVModel")
-# Of the video's stream. With sound it attends to the audio too, in half its width.
+# Costs of the video's stream, which with sound also attends to the audio, in half the width.
 COST, AV_COST = Block(14, 70, (1, 19, 4)), Block(16, 282, (1, 19, 4))
 
 
@@ -54,7 +54,7 @@ class Signature(BlockSignature):
         reason = super().obstacle(call_args, image, references)
         for name in self.row_args:
             each: Any = call_args.get(name)
-            # Modulation per frame must be of the frames that the tokens are of.
+            # Modulation per frame must be for the same frames as the tokens.
             if not reason and _is_per_frame(each) and each.patches_per_frame * each.num_frames != image:
                 return Reason.OWN_MODULATION()
         return reason
@@ -98,7 +98,7 @@ class AVSignature(Signature):
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
         # The video attends to itself, and after other attentions the audio to the video. Where token counts cannot tell
-        # them apart, audio attends to merged tokens.
+        # these attentions apart, audio attends to merged tokens.
         spans, audio = super().attention_spans(call_args, before), call_args[self.tokens_arg][1].shape[1]
         tokens, text = spans[0][1], call_args["v_context"].shape[1]
         return spans if not audio or tokens in (audio, text) else (*spans, (before, tokens, audio))

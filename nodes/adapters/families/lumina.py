@@ -1,7 +1,7 @@
 """Z-Image, Lumina 2 and every other model that ComfyUI runs on `NextDiT`.
 
 One stream of [text | references | image], text and image each padded to a multiple of 32 in Z-Image. The few refiner
-blocks before it, of text or image alone, are not merged.
+blocks before that stream, on text or image alone, are not merged.
 """
 
 from __future__ import annotations

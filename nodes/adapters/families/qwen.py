@@ -14,7 +14,7 @@ COST = Block(12, 77, (1, 18, 3))
 
 
 class Signature(BlockSignature):
-    """[image | references]; the last may be marked as clean (timestep_zero_index). A mask is of the text."""
+    """[image | references]; references may be marked as clean (timestep_zero_index). A mask covers the text."""
 
     positional_args = (
         "hidden_states",

@@ -1,7 +1,7 @@
 """Qwen-Image 2.1: one stream of [text and references | image]; blocks are given the function that computes attention.
 
-Tokens before the image never attend to it. Where ComfyUI caches their keys, they run in a call of their own, and then
-the block is called with the image alone.
+Tokens before the image never attend to it. If ComfyUI caches their keys, the block is called with these tokens alone,
+then with the image alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Signature(BlockSignature):
         return bool(call_args["pe"].shape[1] > call_args["prefix_len"])
 
 
-# Bytes relative to the run's dtype.
+# Bytes per element, relative to the run's dtype.
 _STORED = {"int8": 0.5, "int4": 0.25}
 
 

@@ -34,7 +34,7 @@ _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_pa
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether the model is no video UNet: those mix frames inside a stack."""
+    """Whether the model is no video UNet: video UNets mix frames inside a stack."""
     return {type(m) for m in model.modules() if isinstance(m, SpatialTransformer)} == {SpatialTransformer}
 
 
@@ -63,7 +63,7 @@ class _Stack:
     halvings: int  # how often the latent's sides are halved on the way here; a Downsample rounds up
     width: int  # channels of a token, 0 if unknown
     home: SpatialTransformer  # runs the blocks
-    blocks: list[ByModule]  # their hooks
+    blocks: list[ByModule]  # the blocks' hooks
 
 
 class Hooks(ModelHooks):

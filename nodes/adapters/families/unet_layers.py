@@ -18,11 +18,11 @@ from ..signature import Options
 
 
 class ByModule(Hook):
-    """A transformer block whose modules are merged one by one. It keeps transformer_options for them, because a
+    """A transformer block whose modules are merged one by one. Keeps transformer_options for the modules, because a
     feed-forward gets none."""
 
     def __init__(self, block_hook: BlockHook) -> None:
-        """block_hook: the hook of the same block that merges it as one."""
+        """block_hook: the hook that merges the same block in one piece."""
         self.block_hook = block_hook
         self.options: dict[str, Any] = {}
         self.attn1 = MergedAttention(self, "self-attention")
@@ -56,7 +56,7 @@ class ByModule(Hook):
 
     @eager
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
-        """Return the plan for the tokens x of one of its modules, None if it is not merged; the outcome is noted."""
+        """Return the plan for the tokens x of a module, None if the module is not merged; the outcome is noted."""
         site = self.block_hook.own_site
         reason = site.reason({"x": x, "transformer_options": self.options})
         chain = site.chain
@@ -67,7 +67,7 @@ class ByModule(Hook):
 
 
 class MergedAttention(Hook):
-    """Self- or cross-attention with merged queries; in self-attention keys and values are merged with them."""
+    """Self- or cross-attention with merged queries; in self-attention keys and values are merged alike."""
 
     def __init__(self, block: ByModule, part: str) -> None:
         self.block, self.part = block, part
@@ -107,8 +107,8 @@ class MergedFeedForward(Hook):
 
 
 def without_grid(options: Options, tokens: int, destinations: int) -> Options:
-    """Return options for merged tokens: `activations_shape` (B, C, H, W) becomes (B, C, 1, D), as they lie on no grid.
-    The same mapping where nothing is merged."""
+    """Return options for merged tokens: `activations_shape` (B, C, H, W) becomes (B, C, 1, D), as merged tokens lie on
+    no grid. If nothing is merged, `options` itself is returned."""
     shape = options.get("activations_shape")
     if not shape or destinations == tokens:
         return options

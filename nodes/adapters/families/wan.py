@@ -23,10 +23,9 @@ NAME = "Wan 2.1 and 2.2"
 MODEL = WanModel
 COST = Block(11.4, 59, (1, 18, 3))  # of the 14B model; others have wider feed-forwards
 
-# Known kinds by their class, and after which of its blocks each reads all tokens: VACE adds what its control blocks
-# give, Animate attends to faces, WanDancer to music. Left out: HuMo attends to sound frame by frame, with a reference
-# as one frame more; S2V has noise levels for shares of tokens that end inside its reference; Causal Forcing keeps keys
-# of its own.
+# Known classes, and after which of its blocks each class reads all tokens: VACE adds the output of its control blocks,
+# Animate attends to faces, WanDancer to music. Left out: HuMo attends to sound frame by frame, with a reference as one
+# frame more; S2V has noise levels for shares of tokens that end inside its reference; Causal Forcing has its own cache.
 _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "WanModel": lambda model: (),
     "CameraWanModel": lambda model: (),
@@ -37,17 +36,17 @@ _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "SCAIL2WanModel": lambda model: (),
 }
 DERIVED = tuple(_BORDERS)
-# Kinds whose references are the first frames of the grid that ComfyUI's options have.
+# Classes whose references are the first frames of the grid in ComfyUI's options.
 _LEADING_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
 
 
 def fits(model: WanModel) -> bool:
-    """Whether a token is of one frame."""
+    """Whether a token covers one frame."""
     return int(model.patch_size[0]) == 1
 
 
 class Signature(BlockSignature):
-    """[references | video | further frames, context or pose]. The positions are of all of them."""
+    """[references | video | further frames, context or pose]. Positions cover the entire stream."""
 
     required_kwargs = ("e", "freqs", "context", "transformer_options")
     rope_arg, rope_token_dim = "freqs", 1
@@ -56,7 +55,7 @@ class Signature(BlockSignature):
 
     def __init__(self, has_reference: bool, leading_frames: bool = False) -> None:
         self.has_reference = has_reference  # whether the model can put a reference before the video
-        self.leading_frames = leading_frames  # whether references are frames of its grid
+        self.leading_frames = leading_frames  # whether references are frames of the video's grid
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         grid = _grid_sizes(call_args)
@@ -66,7 +65,7 @@ class Signature(BlockSignature):
         if not self.has_reference:
             return 0
         reference = super().image_start(call_args, prod(grid))
-        return reference if reference in (0, prod(grid[1:])) else None  # it is one frame
+        return reference if reference in (0, prod(grid[1:])) else None  # a reference is one frame
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
         # (frames, rows, columns) become (frames, 1, D / frames), or (1, 1, all) where further frames follow.
@@ -86,7 +85,7 @@ class Signature(BlockSignature):
 
 
 def _grid_sizes(call_args: CallArguments) -> tuple[int, ...]:
-    """Return frames, rows and columns of the video and the frames behind it, from ComfyUI's options; empty if
+    """Return frames, rows and columns of the video with the frames behind it, from ComfyUI's options; empty if
     unknown."""
     return tuple((call_args.get("transformer_options") or {}).get("grid_sizes") or ())
 
