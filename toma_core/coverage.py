@@ -33,7 +33,7 @@ class Origin(NamedTuple):
 class _Line:
     """The entries of one condition."""
 
-    origin: Origin  # of the last refresh
+    origin: Origin  # origin of the last refresh
     layout: Hashable = None  # of the call that refreshed the entries; None until that call has ended
     latent: Tensor | None = None  # (b, C, ..., H, W), of the call, refresh or merged, that wrote the entries last
 

@@ -28,7 +28,7 @@ class Refresh:
 
     coverage: Coverage
     keys: Keys  # one for each equal chunk of the batch
-    quantized: bool = False  # cached in four bits a number
+    quantized: bool = False  # cached in four bits per element
     kv: bool = False  # keys or values
 
     def store(self, update: Tensor) -> None:
@@ -43,7 +43,7 @@ class Cached:
     cache: Cache
     keys: Keys  # one for each equal chunk of the batch
     update: Tensor  # (B, N, C), as cached
-    quantized: bool = False  # cached in four bits a number
+    quantized: bool = False  # cached in four bits per element
     kv: bool = False  # keys or values
     change: LatentChange | None = None  # the latent's; None if unknown, and for tokens that are not the latent's
 

@@ -50,7 +50,7 @@ class StepPlan:
     step: int  # sampling step, from 0
     mode: StepMode = StepMode.FULL
     ratio: float = 0.0  # share of tokens merged away in merged steps, the largest of all blocks; 0.0 if FULL
-    selection: int = 0  # generation of destinations; those of another generation are too old
+    selection: int = 0  # generation of destinations; a plan with another one is too old
     weighing: int = 0  # generation of weights, likewise
     ratios: Mapping[str, float] | None = None  # by block where blocks differ; blocks not listed are not merged
 

@@ -51,7 +51,7 @@ class RunStats:
     kv_skipped: float = 0.0  # share of blocks, the first ones, that memory is too short to merge
     # For attentions that another node overrides: (tokens are merged, the node left the call to ComfyUI).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
-    times_less_work: float | None = None  # FLOPs of the unmerged run over those of this one; None if unknown
+    times_less_work: float | None = None  # FLOPs of the unmerged run over this run's; None if unknown
     comfyui: tuple[Message, ...] = ()  # which ComfyUI the run is in
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     merged_in: Counter[int] = field(default_factory=Counter)  # merged evaluations of each step

@@ -61,7 +61,7 @@ def last_stats(model: ModelPatcher) -> RunStats | None:
 
 
 def keep_stats(attachment: Attachment, stats: RunStats) -> None:
-    """Keep the stats of a finished run in place of those of the run before."""
+    """Keep the stats of a finished run in place of the previous run's."""
     _reports.pop(attachment.report_id, None)
     _reports[attachment.report_id] = stats
     for oldest in list(_reports)[:-_MAX_REPORTS]:

@@ -1,7 +1,7 @@
 """Merge inside the graphs of torch.compile, by operators that the compiler does not trace.
 
 Merging depends on content, step and run, which a traced graph would freeze. Merging outside would break the graph in
-the middle of the loops over blocks: each block would be a graph of its own, and guards would cost most of what
+the middle of the loops over blocks: each block would be a separate graph, and guards would cost most of what
 compiling gains. So a graph holds operators that are given the number of a site in the model, and shapes.
 """
 

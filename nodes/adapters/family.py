@@ -88,8 +88,8 @@ class ModelHooks:
         return 0
 
     def times_less_work(self, latent: Tensor, run: RunState) -> float | None:
-        """Return the FLOPs of the unmerged run over those of this one, for a latent of (B, C, ..., H, W), from shapes
-        alone: nothing is measured in a step.
+        """Return the FLOPs of the unmerged run over this run's, for a latent of (B, C, ..., H, W), from shapes alone:
+        nothing is measured in a step.
 
         None if nothing was merged, or if the model saw tiles of the latent, or reference images, whose tokens stay.
         Neither plans nor text tokens beyond a family's minimum are counted.

@@ -246,7 +246,7 @@ def windows_of(guider: Any, latent: Tensor) -> float:
         if handler.context_schedule.name in _MOVING:
             return 0.0
         windows = handler.get_context_windows(guider.model_patcher.model, latent, guider.model_options)
-        # ComfyUI may put a frame before those of a window.
+        # ComfyUI may put a frame before a window's frames.
         return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
     except (AttributeError, TypeError, IndexError):
         return 1.0  # windows of another pack: the size of the cache is limited anyway

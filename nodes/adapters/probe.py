@@ -26,8 +26,8 @@ from .origin import unwrapped
 from .patch_model import apply_toma
 
 _KEY = "toma_probes"
-RATIO = 0.5  # of single sites
-RATIOS = (0.25, 0.5, 0.75)  # of all sites together, measured in the middle band
+RATIO = 0.5  # for single sites
+RATIOS = (0.25, 0.5, 0.75)  # for all sites together, measured in the middle band
 MAX_BANDS = 3
 # Keys of wrappers that a model is measured without: ComfyUI's step caches return results of earlier steps,
 # torch.compile would build a graph for every site and ratio.

@@ -86,7 +86,7 @@ class SigmaTracker:
         self._last_given: float | None = None  # noise level of the model in the evaluation before
         self._step = self._unreported = 0
         self._repeated = 0  # evaluations at the same noise level as the evaluation before
-        self._kept = True  # whether every noise level so far is one of the schedule
+        self._kept = True  # whether every noise level so far is in the schedule
         self._reported: int | None = None  # the last step that was reported
         self._wraps = _wraps_known(sampler)
         self._since, self._each = 0, int(self._wraps)  # evaluations since the last report; between the last two
@@ -115,7 +115,7 @@ class SigmaTracker:
         return with_argument(args, kwargs, 5, "callback", reported)
 
     def reported(self, step: int) -> None:
-        """Record that the sampler reports a step: it does so after the step's first evaluation."""
+        """Record that the sampler reports a step: samplers report after a step's first evaluation."""
         last = -1 if self._reported is None else self._reported
         if step != last + 1 or not self._since:
             self._reports = False  # the sampler counts in another way, as those do that run in rounds

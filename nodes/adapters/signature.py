@@ -60,11 +60,11 @@ class BlockSignature:
     text_arg = ""  # the argument with text tokens that are attended to beside those of `tokens_arg`
     text_first = True  # whether text comes before the image in positions and in attention
     masks_text = False  # whether attention is masked by key, and all of the image is attended to
-    mask_arg = ""  # the argument with such a mask of all keys, if blocks take it as it is
+    mask_arg = ""  # the argument with a mask by key, over all keys, if blocks take the mask as it is
     attention_arg = ""  # the argument with the function that computes attention, if blocks are given one
     passthrough_args: tuple[str, ...] = ()  # further arguments that are not per token
     mutates_input = False  # whether blocks add into the tokens that they are given
-    # Whether the model clamps fp16 inside its blocks: merging then does so too, else NaN becomes an image.
+    # Whether the model clamps fp16 inside its blocks: merging then clamps too, else NaN becomes an image.
     clamps_fp16 = False
 
     def call_args(self, args: tuple[Any, ...], kwargs: CallArguments) -> CallArguments:

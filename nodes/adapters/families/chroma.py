@@ -1,4 +1,4 @@
-"""Chroma: a class of its own, with the blocks of Flux."""
+"""Chroma: a separate class with the blocks of Flux."""
 
 from __future__ import annotations
 

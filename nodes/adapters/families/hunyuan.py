@@ -1,4 +1,4 @@
-"""HunyuanVideo and HunyuanVideo 1.5, HunyuanImage 2.1: a class of its own, with the blocks of Flux.
+"""HunyuanVideo and HunyuanVideo 1.5, HunyuanImage 2.1: a separate class with the blocks of Flux.
 
 Tokens are [text | reference | frames]; only frames are merged, each to the same number of tokens. Where the first frame
 has another noise level, blocks get that frame's position as an index inside a frame, and run unmerged.

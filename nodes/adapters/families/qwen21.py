@@ -22,7 +22,7 @@ COST = Block(13, 22, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """[text and references | image], or one of the two. `attn_fn` gets no options, so the argument is replaced."""
+    """[text and references | image], or either alone. `attn_fn` gets no options, so the argument is replaced."""
 
     positional_args = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
     rope_arg, rope_token_dim = "pe", 1
