@@ -138,7 +138,7 @@ class Found(MessageId):
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What a calibration found."""
+    """The result of a calibration."""
 
     model: ModelPatcher  # merged as `profile` says
     profile: Profile | None = None  # the choice, or the preset where that is kept; None where nothing was chosen

@@ -21,7 +21,7 @@ Line = Message | str  # a message, or text that needs no translation, such as an
 
 
 class Status(MessageId):
-    """What a node shows of runs."""
+    """The messages that a node shows about runs."""
 
     ACTIVE = "active"
     MEASURING = "measuring"  # run, runs
@@ -53,7 +53,7 @@ class NodeStatus:
         self.say(Status.MEASURING(run=run, runs=runs))
 
     def say(self, *lines: Line, details: Sequence[Line] = (), **more: Any) -> None:
-        """Show lines on the node, and details in its tooltip. more: what else the page is sent."""
+        """Show lines on the node, and details in its tooltip. more: further data for the page."""
         server, client, _ = _running()
         if client is not None and self.node_id is not None:  # without a client ComfyUI would send to all clients
             with suppress(RuntimeError):  # the server is shutting down
@@ -76,7 +76,7 @@ def status_of(hidden: Any) -> Iterator[NodeStatus]:
 
 
 def said(lines: Sequence[Line], details: Sequence[Line] = ()) -> dict[str, Any]:
-    """Return lines as part of a node's own `ui`, for what is known when the node is executed."""
+    """Return lines as part of a node's `ui`, for lines that are known when the node is executed."""
     return {"toma": (_message(lines, details),)}
 
 

@@ -21,7 +21,7 @@ Colour = tuple[int, int, int]
 PAPER, INK, FAINT, BLACK = (34, 34, 36), (230, 230, 230), (84, 84, 88), (16, 16, 16)
 MERGED, PARTLY, FULL = (86, 180, 233), (240, 228, 66), (150, 150, 150)
 RECOMMENDED, ERROR = (230, 159, 0), (204, 121, 167)
-# Pixels of a picture, and sizes of letters; a node shows them at a little more than half.
+# Width of a picture in pixels, and sizes of letters; a node shows pictures at a little more than half size.
 WIDTH, LARGE, SMALL = 784, 24, 22
 _PAD = 8
 _STRIP, _AXIS = 110, 84  # height of the steps' bars, width of their axis labels
@@ -88,7 +88,7 @@ def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
 def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
     """Draw a square for each transformer block, a row for each stack: merged, merged in part, or not merged.
 
-    Squares show the numbers of their reasons, as the report has them under "Not merged".
+    A square shows the numbers of the block's reasons in the report's section "Not merged".
     """
     reasons: dict[str, list[str]] = {}
     for number, reason in enumerate(stats.unmerged_reasons(), 1):

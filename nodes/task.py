@@ -18,7 +18,7 @@ from .adapters.streams import first_of_nested
 
 @dataclass(frozen=True)
 class Task:
-    """What is sampled."""
+    """One sampling task."""
 
     positive: Any  # conditioning
     negative: Any  # None to sample without guidance

@@ -32,7 +32,7 @@ TOO_NOISY = 0.15  # runs of one setting that differ by a larger share of their m
 
 @dataclass
 class Timing:
-    """What was measured at one ratio."""
+    """The measurements at one ratio."""
 
     ratio: float  # 0 without ToMA
     seconds: list[float] = field(default_factory=list)  # per step, one value for each run

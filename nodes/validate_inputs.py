@@ -12,7 +12,7 @@ from .adapters.streams import first_of_nested
 
 
 class WrongInput(MessageId):
-    """Name what an input takes, and what to connect."""
+    """The messages for wrong inputs: what the input takes, and what to connect."""
 
     MODEL = "wrong_model"  # setting, value: for all four
     LATENT = "wrong_latent"

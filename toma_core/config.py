@@ -1,6 +1,6 @@
-"""Define every setting in one place: fields, ranges, defaults, tooltips. Presets override them in `presets`.
+"""Define every setting in one place: fields, ranges, defaults, tooltips. `presets` overrides defaults.
 
-`ToMAConfig` is frozen: it rides on a model and is shared by every run of it. State of a run lives in `run.RunState`.
+`ToMAConfig` is frozen: a model carries it, and all runs of the model share it. State of a run lives in `run.RunState`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REST_WEIGHT = 0.7
 # Share of the textbook's ridge, F / D: latents explain most of the change, so a full one is mostly bias.
 _RIDGE = 0.1
-# With fewer destinations per feature, the fit describes them more than other tokens.
+# With fewer destinations per feature, the fit describes destinations better than other tokens.
 _LEAST_DESTINATIONS = 2
 
 
@@ -85,7 +85,7 @@ class Rotation:
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """How the tokens of a plan answer to their latents in one call."""
+    """How the tokens of a plan change with their latents in one call."""
 
     plan: MergePlan  # its unmerge weights are U
     fit: Tensor  # (B, F, D), in the dtype of the plan's weights

@@ -78,7 +78,7 @@ class MergePlan:
 def stacked(plans: list[MergePlan]) -> MergePlan:
     """Return one plan for the concatenation of several batches with the same windows, such as cond and uncond."""
     first = plans[0]
-    # Kernels read one image's weights for all images; a product in PyTorch would copy them every time.
+    # Kernels read one image's weights for all images; a product in PyTorch would copy the weights every time.
     once = first.kernels is not None and len(first.dest_slots) == 1 and all(plan is first for plan in plans)
 
     def together(parts: list[Tensor]) -> Tensor:

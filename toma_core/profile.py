@@ -27,7 +27,7 @@ _MAX_LINE = 120  # characters of an explanation on a node
 
 @dataclass(frozen=True)
 class Profile:
-    """Ratios by block and noise level, over the settings that they were found with. Raises `ValueError`."""
+    """Ratios by block and noise level, and the settings with which these were found. Raises `ValueError`."""
 
     model: str  # fingerprint of the model that it was made with
     config: ToMAConfig

@@ -24,7 +24,7 @@ DELTA_WEIGHT = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Refresh:
-    """A chain's update, or keys or values of a block, in an evaluation that caches them."""
+    """A chain's update, or a block's keys or values, in an evaluation that caches it."""
 
     coverage: Coverage
     keys: Keys  # one for each equal chunk of the batch
@@ -38,7 +38,7 @@ class Refresh:
 
 @dataclass(frozen=True, eq=False)
 class Cached:
-    """A chain's update, or keys or values of a block, in a merged evaluation that begins with them."""
+    """A chain's update, or a block's keys or values, in a merged evaluation that begins with the cached tensor."""
 
     cache: Cache
     keys: Keys  # one for each equal chunk of the batch

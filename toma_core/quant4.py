@@ -70,7 +70,7 @@ class Int4Tensor:
 
 
 def group_of(channels: int) -> int:
-    """Return how many of `channels` share a minimum and a step; 0 if they cannot be grouped."""
+    """Return how many of `channels` share a minimum and a step; 0 if the channels cannot be grouped."""
     group = gcd(channels, _GROUP)
     return group if group >= _MIN_GROUP else 0
 

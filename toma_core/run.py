@@ -257,7 +257,7 @@ class RunState:
         return weigh(windows.split(features), plan.dest_slots, windows, budget, sharpness, x.dtype)
 
     def _laid_out(self, features: Tensor, grid: Grid, step: StepPlan, even: bool) -> tuple[Windows, Budget]:
-        """Return the windows and their budget, equal or adaptive."""
+        """Return the windows and a budget for them, equal or adaptive."""
         windows, budget = self._layout(grid, step, features.device)
         return windows, budget if even else allocate(budget, spread(windows.split(features), windows), windows)
 

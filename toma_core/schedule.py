@@ -1,7 +1,7 @@
 """Decide when to merge, how much, and when a plan is too old: plain numbers, no tensors, no state.
 
 Steps come from sigma, not from a count of calls: samplers of higher order evaluate the model several times a step, at
-sigmas between the scheduled ones. Callers that know the step index pass it, because two steps may share a sigma.
+sigmas between scheduled sigmas. Callers that know the step index pass it, because two steps may share a sigma.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Schedule:
         """Return the plan of an evaluation by the settings; `decision.decide` adjusts it. step: if known."""
         config, step = self.config, self.step_at(sigma) if step is None else step
         age = max(0, step - self.span[0])
-        # The first step decides the composition, and no later step can mend seams of the last: both are full.
+        # The first step decides the composition, and no later step can mend seams of the last: first and last are full.
         counted = bool(config.full_step_interval and self.sigmas)
         full = counted and self._is_full(step, age)
         final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._merges_last

@@ -83,8 +83,8 @@ def greedy_facility_location(
 
 
 def tie_step(slots: int) -> float:
-    """Return the penalty of a slot's gain against the slot before it, at most 256 * TIE over a window, so that large
-    windows do not prefer their first slots."""
+    """Return by how much more a slot's gain is penalised than the gain of the slot before, at most 256 * TIE over a
+    window, so that large windows do not prefer their first slots."""
     return TIE * min(1.0, 256 / slots)
 
 

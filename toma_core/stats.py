@@ -42,7 +42,7 @@ class RunStats:
     kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch did
     full_by: tuple[Message, ...] = ()  # settings that make steps full
     full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full steps that the schedule merges
-    by_profile: bool = False  # whether ratios differ by block; grids and merged_steps then hold the largest ratio's
+    by_profile: bool = False  # whether ratios differ by block: grids and merged_steps are then for the largest ratio
     cache_bytes: int = 0  # largest size of the residual cache
     cache_disabled: bool = False
     without_kv_cache: Message | None = None  # why the KV cache was not used
@@ -68,7 +68,7 @@ class RunStats:
                 self.merged_in[step] += 1
 
     def discard_evaluations(self, step: int, evaluations: int, merged: int) -> None:
-        """Subtract evaluations of a step that broke off and will be repeated; `merged` of them were merged."""
+        """Subtract evaluations of a step that broke off and will be repeated. merged: count of merged evaluations."""
         with self.lock:
             self.evaluations -= evaluations
             self.merged_evaluations -= merged
@@ -103,7 +103,7 @@ class RunStats:
 
     @property
     def ratios_in_blocks(self) -> dict[int, float]:
-        """The ratio of each step in which some block was merged. In a merged step none was if every block had a reason
+        """The ratio of each step in which some block was merged. A merged step is missing if every block had a reason
         against merging, or if a step cache skipped all blocks."""
         found = set[int]().union(*self.merged_at.values())
         return {step: ratio for step, ratio in self.merged_steps.items() if step in found}
@@ -122,7 +122,7 @@ class RunStats:
         self.unmerged_calls[reason] = None
 
     def unmerged_names(self) -> dict[Message, set[str]]:
-        """Return the names of what was not merged, by reason."""
+        """Return the names of blocks and reference images that were not merged, by reason."""
         return {reason: set(map(str, each)) for reason, each in self.unmerged.items()}
 
     def unmerged_reasons(self) -> list[Message]:

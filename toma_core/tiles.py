@@ -1,7 +1,7 @@
 """Identify the images of a call by comparing latents on the device.
 
-Tiled sampling cuts the latent into tiles, several to a call, in any order and without a name. Two images are the same
-tile under different conditions if all their numbers are equal.
+Tiled sampling cuts the latent into tiles, several per call, in any order and without a name. Two images are the same
+tile under different conditions if all their elements are equal.
 """
 
 from __future__ import annotations

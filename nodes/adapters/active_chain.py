@@ -176,7 +176,7 @@ class Reduction:
 
     def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
         """Note the rotary positions of [before | N | rest] and of [before | D | rest]. Ignored are other rows, and
-        rotations of channels that are not adjacent: such keys are regressed as they are."""
+        rotations of channels that are not adjacent: keys rotated like that are regressed without undoing it."""
         axis, (tokens, destinations) = self.chain.signature.rope_token_dim, self.lengths[0]
         if self.chain.signature.rope_split_half:
             return

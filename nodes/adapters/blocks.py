@@ -38,16 +38,16 @@ class BlockFacts:
 
 
 def token_grid(latent: Tensor, patch_size: int) -> Grid:
-    """Return rows and columns of the image tokens of a (B, C, ..., H, W) latent, odd sides padded as ComfyUI does;
-    before them the frames of a (B, C, T, H, W) latent, if it has several."""
+    """Return (rows, columns) of the image tokens of a (B, C, ..., H, W) latent, odd sides padded as ComfyUI does;
+    (frames, rows, columns) if a (B, C, T, H, W) latent has several frames."""
     *frames, height, width = latent.shape[2:]
     sides = -(-height // patch_size), -(-width // patch_size)
     return (*frames, *sides) if prod(frames) > 1 else sides
 
 
 def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> Message | None:
-    """Return why the settings skip the block of this index among `count`, None if they do not. last: whether they end
-    where the model ends."""
+    """Return why the settings skip the block of this index among `count`, None if they do not. last: whether these
+    blocks end where the model ends."""
     if index < resolve_count(config.skip_first_blocks, count):
         return Reason.SKIP_FIRST_BLOCKS(count=config.skip_first_blocks)
     if last and count - index <= resolve_count(config.skip_last_blocks, count):
@@ -80,7 +80,7 @@ def merged_blocks(
 def chains_of(
     hooks: Mapping[int, BlockHook], modules: Sequence[nn.Module], begins: Container[int], evaluation: Evaluation
 ) -> list[list[BlockHook]]:
-    """Divide merged blocks into chains of consecutive ones. begins: indices at which a chain begins in any case."""
+    """Divide merged blocks into chains of consecutive blocks. begins: indices at which a chain begins in any case."""
     chains = list[list[BlockHook]]()
     for index, hook in hooks.items():
         before = hooks.get(index - 1)
@@ -97,7 +97,7 @@ def chain_hooks(
 ) -> Iterator[HookPair]:
     """Yield hooks that keep tokens merged from the first of consecutive blocks to the last.
 
-    grids: the image's, then those of references merged too. x: latent of (B, C, ..., H, W). width: channels of a token,
+    grids: the image's, then one per reference. x: latent of (B, C, ..., H, W). width: channels of a token,
     0 if unknown.
     """
     first, config = hooks[0], evaluation.run.config

@@ -173,7 +173,7 @@ class ChainSite:
             self.chain.evaluation.run.stats.attentions.add((merged, left))
 
     def merge_rows(self, rows: dict[str, Any], before: int, shared: RopeCache) -> None:
-        """Make the rows of the merged tokens from those of [before | N | rest]."""
+        """Make the rows of the merged tokens from the rows of [before | N | rest]."""
         sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
         if not self.in_graph:
             rows = shared.of(rows, self, before)
@@ -229,7 +229,7 @@ class BlockHook(Hook):
         self.signature.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Before anything else: a graph guards on what it reads.
+        # Before anything else: a graph guards on every value that it reads.
         if self.site.in_graph:
             call_args = self.signature.call_args(args, kwargs)
             before = self.signature.image_start(call_args, self.site.image)

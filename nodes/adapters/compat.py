@@ -19,7 +19,7 @@ from torch import nn
 from ...toma_core.reasons import Message, MessageError, Reason
 from .report_text import Line
 
-NEWEST_TRIED = "0.33.0"  # the newest ComfyUI that all tests have run on; `make api-check` says what a newer one changed
+NEWEST_TRIED = "0.33.0"  # the newest ComfyUI that all tests have run on; `make api-check` lists changes in newer ones
 _warned: set[str] = set()
 RAISES_OWN_ERRORS = False  # set by `scripts.comfy_pack`, for tests and measurements
 
@@ -113,8 +113,8 @@ def warn(error: UnmergedError, consequence: str = "without merging") -> None:
     )
 
 
-# Options of ComfyUI that switch off what expects all evaluations of a model to be alike: CUDA graphs, and its compiler,
-# which records a block's allocations and repeats their addresses in the next evaluation.
+# Options of ComfyUI that switch off features for which all evaluations of a model must be alike: CUDA graphs, and its
+# compiler, which records a block's allocations and repeats the addresses in the next evaluation.
 _REPLAYS = ("disable_comfy_compiler", "disable_cuda_graphs")
 _replays_lock, _replays_before = Lock(), list[dict[str, bool]]()
 
@@ -183,9 +183,9 @@ def with_argument(
 def check(module: nn.Module, hook: object) -> None:
     """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`.
 
-    The hook's `BlockSignature`, or its own `__call__`, lists the arguments that are known. Positional ones must lead
-    the class's `forward` under the same names (nameless before a `/`), named ones must follow there, and any further
-    argument of `forward` must have a default and a `**rest` in the hook, which checks it.
+    The hook's `BlockSignature`, or its own `__call__`, lists the known arguments. Its positional arguments must be
+    the first of the class's `forward`, with the same names (nameless before a `/`); its named arguments must follow
+    there. Any further argument of `forward` must have a default; the hook must take and check it by a `**rest`.
     """
     module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes any argument
     try:

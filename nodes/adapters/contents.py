@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Entries on when, where and how strongly a condition takes part, and those that ComfyUI derives from the rest.
+# Entries on when, where and how strongly a condition takes part, and entries that ComfyUI derives from the rest.
 _NOT_CONTENT = {
     *("uuid", "strength", "area", "mask", "mask_strength", "set_area_to_bounds", "default", "model_conds"),
     *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),

@@ -25,7 +25,7 @@ from .conditions import is_active, patches_of
 from .contents import Contents
 
 Area = tuple[int, ...]  # of a latent: sizes, then starts; () for all of it
-# What one evaluation caches: areas by signature, which names condition, area and call as in `SamplingRun`.
+# The entries that one evaluation caches: areas by signature, which names condition, area and call as in `SamplingRun`.
 Parts = dict[Hashable, Area]
 Call = tuple[Sequence[Any], Hashable]  # groups of conditions that are evaluated at once, and what is patched meanwhile
 
@@ -87,8 +87,8 @@ class _Unloaded:
 
 
 def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dict[str, list[Any]]:
-    """Return copies of all conditions with their areas and noise levels, as ComfyUI makes them when sampling begins.
-    If that fails, the copies are returned unresolved."""
+    """Return copies of all conditions, with areas and noise levels resolved as ComfyUI does when sampling begins. If
+    that fails, the copies are returned unresolved."""
     copies = {name: [dict(cond) for cond in group or ()] for name, group in conds.items()}
     prepared = {name: list(group) for name, group in copies.items()}
     try:

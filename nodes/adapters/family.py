@@ -74,7 +74,7 @@ class ModelHooks:
         self, latent: Tensor, config: ToMAConfig, options: Options, controlled: bool, references: Sequence[Tensor]
     ) -> tuple[int, int]:
         """Return how many elements per image are stored with a KV cache: residuals of chains, then keys and values of
-        the blocks that these settings merge, 0 if their attention cannot be changed.
+        the blocks that these settings merge, 0 if the blocks' attention cannot be changed.
 
         Args:
             options: ComfyUI's `transformer_options`, whose patches may end chains.
@@ -142,7 +142,7 @@ class Transformer(ModelHooks, ABC):
 
     @abstractmethod
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        """Return the groups of blocks in the order in which they run; set `patch_size` and `width`."""
+        """Return the groups of blocks in the order of running; set `patch_size` and `width`."""
 
     def kind(self, kv_cache: bool) -> ModelKind:
         return ModelKind.TRANSFORMER if kv_cache and self.passes_options else ModelKind.WITHOUT_KV_CACHE
@@ -163,7 +163,7 @@ class Transformer(ModelHooks, ABC):
     def kv_cache_numel(
         self, latent: Tensor, config: ToMAConfig, options: Options, controlled: bool, references: Sequence[Tensor]
     ) -> tuple[int, int]:
-        # Grouped keys count in full: they come to attention repeated.
+        # Grouped keys count in full: attention gets repeated keys.
         if not self.passes_options:
             return 0, 0
         merged = references if config.merge_references and self.references_follow else ()

@@ -88,7 +88,7 @@ def plan_kv_cache(
     left = memory_left(guider, packed) - own * len(latent) * itemsize
     copies = copier_of(device) is not None
     main = main_room() if copies and config.kv_cache is KVCache.ON else 0.0
-    staging = 2 / max(sum(1 for _ in hooks.blocks(latent)), 2)  # as a share of keys and values: those of two blocks
+    staging = 2 / max(sum(1 for _ in hooks.blocks(latent)), 2)  # two blocks' keys and values, as a share of all
     if (updates + keys) * itemsize <= left:
         staged = round(keys * itemsize * staging)
         return KVCachePlan((updates + keys) * itemsize, keys=keys * itemsize, staging=staged, main_room=main)
@@ -219,7 +219,7 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
         return 0.0
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
     loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
-    # A guider may have a model of its own for the negative prompt. Clones share their weights.
+    # A guider may have a second model for the negative prompt. Clones of a model share weights.
     loaded += [model, *model.model_patches_models(), *(m for m in vars(guider).values() if isinstance(m, ModelPatcher))]
     here = {id(getattr(m, "model", m)): m for m in loaded if m.load_device == model.load_device}
     weights = sum(m.model_size() for m in here.values())

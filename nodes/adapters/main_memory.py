@@ -51,7 +51,7 @@ def _container() -> _Memory | None:
         try:
             total, taken = (float((_CGROUPS / name).read_text()) for name in (limit, used))
             lines = (_CGROUPS / limit).with_name("memory.stat").read_text().splitlines()
-        except (OSError, ValueError):  # there are no such files, or the limit is "max"
+        except (OSError, ValueError):  # the files do not exist, or the limit is "max"
             continue
         stat = dict(line.split() for line in lines)
         # Cached files give way to other data; psutil counts these as available too.

@@ -1,4 +1,4 @@
-"""One call of the model with hooks in its blocks: select them, decide, install them, and note what was cached."""
+"""One call of the model with hooks in its blocks: select hooks, decide, install, and note what was cached."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
             raise
         image = None
     if image is None:
-        # The error and what it references are gone here.
+        # The error and all that it references are gone here.
         end_interrupted()
         comfy.model_management.soft_empty_cache()
         image = executor(*args, **kwargs)

@@ -47,7 +47,7 @@ class Band(NamedTuple):
 
 @dataclass(eq=False)
 class Probes:
-    """What one run measures."""
+    """The measurements of one run."""
 
     sites: Mapping[str, Sequence[str]]  # blocks of each site, which get one ratio
     tick: Callable[[], None] = lambda: None  # called before each additional evaluation
@@ -65,8 +65,8 @@ class Probes:
     def squared_errors(self) -> dict[tuple[str, int, float], float]:
         """Return the squared error of each site, band and ratio; to be read after the run.
 
-        Errors are measured at `RATIO`; other ratios scale them as they scale the joint error. Sites that gave NaN
-        anywhere are left out: they must not be merged.
+        Errors are measured at `RATIO`; other ratios scale a site's error like the joint error. Sites that gave NaN
+        anywhere must not be merged and are left out.
         """
         errors = {key: float(error) for key, error in self._errors.items()}
         joint = {ratio: error for (_, site, ratio), error in errors.items() if site is None}
@@ -146,7 +146,7 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
     groups = list(stacks.values())
 
     def joint_work(index: int) -> tuple[bool, float]:
-        """Return the order in which neighbours join: those of one resolution first, then by work."""
+        """Return a sorting key of neighbours, by which the least join first: equal resolutions, then little work."""
         a, b = groups[index : index + 2]
         return a[0].tokens != b[0].tokens, math.fsum(block.flops() for block in (*a, *b))
 

@@ -159,7 +159,7 @@ def require(diffusion_model: nn.Module) -> ModelHooks:
     if hooks is None:
         kind = type(unwrapped(diffusion_model))
         if not kind.__module__.startswith("comfy."):
-            # ComfyUI loads packs under their path.
+            # ComfyUI loads a pack under the pack's path.
             pack = kind.__module__.replace("\\", ".").replace("/", ".").rpartition("custom_nodes.")[2]
             raise UnsupportedModelError(Unsupported.WRAPPED(model=kind.__name__, pack=pack))
         supported = tuple(family.NAME for family in _FAMILIES)
@@ -175,8 +175,8 @@ def blocks_of(model: ModelPatcher, latent: Tensor | None = None) -> list[BlockFa
 
 
 def fingerprint(model: ModelPatcher) -> str:
-    """Return facts that distinguish a model from all others but finetunes of its base: its family, how many blocks of
-    which kind, their channels, what it predicts and its highest noise level. Raises `UnsupportedModelError`."""
+    """Return facts that distinguish a model from all others except finetunes of its base: family, count of blocks by
+    kind, their channels, kind of prediction and highest noise level. Raises `UnsupportedModelError`."""
     facts, hooks = blocks_of(model), require(model.get_model_object("diffusion_model"))
     family = type(hooks).__module__.rpartition(".")[2]
     blocks = ", ".join(f"{home} {count}" for home, count in Counter(fact.home for fact in facts).items())

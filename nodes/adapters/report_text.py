@@ -202,7 +202,7 @@ def natural_order(name: str) -> list[tuple[int, int | str]]:
 
 
 def _names(blocks: set[str]) -> str:
-    """Return the names of blocks, consecutive ones of a stack as a range: double.0-18, single.0."""
+    """Return the names of blocks, consecutive blocks of a stack as a range: double.0-18, single.0."""
     stacks: dict[str, list[int]] = {}
     for name in sorted(blocks, key=natural_order):
         stack, dot, number = name.rpartition(".")
@@ -214,7 +214,7 @@ def _names(blocks: set[str]) -> str:
 
 
 def _steps(steps: Iterable[int]) -> str:
-    """Return steps counted from 1, consecutive ones as a range."""
+    """Return steps counted from 1, consecutive steps as a range."""
     return _ranges([step + 1 for step in sorted(steps)])
 
 

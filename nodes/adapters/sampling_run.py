@@ -115,7 +115,7 @@ class SamplingRun:
             self.trajectory.predicted(first(image, self.shapes))
 
     def close(self) -> RunStats:
-        """End the run, also after an error: drop what it holds, and return its stats."""
+        """End the run, also after an error: drop all that it holds, and return its stats."""
         self.trajectory.close()
         self.tiles.clear()
         return self.run.close()
@@ -319,7 +319,7 @@ class SamplingRun:
         self, conditions: Iterable[Hashable], frames: Hashable, counts: Counter[tuple[Hashable, ...]]
     ) -> tuple[Hashable, ...]:
         """Return for each condition its content, area, frames, shape, the model's patches (perturbed guidance changes
-        them) and the number of its calls, which this function counts."""
+        these) and the count of its calls, which this function raises."""
         keys = []
         for each in conditions:
             key = self.contents.of(each), self.areas.get(each), frames, self.latent_shape, self.patches

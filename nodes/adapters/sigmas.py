@@ -41,8 +41,8 @@ _DRAWS_NOISE = (
     *("sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu", "sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu"),
     *("sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
 )
-# Samplers that enlarge what merging leaves out: they end two to seventeen times as far off as Euler's method
-# (benchmarks/results/fidelity/tables.md), so that runs with a KV cache merge none of their steps.
+# Samplers that enlarge what merging leaves out: their error is two to seventeen times that of Euler's method
+# (benchmarks/results/fidelity/tables.md), so runs with a KV cache merge no step under these samplers.
 _ENLARGES = (
     *("sample_lms", "sample_ipndm_v", "sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp"),
     *("sample_res_multistep_cfg_pp", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2s_ancestral_cfg_pp"),

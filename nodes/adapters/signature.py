@@ -44,7 +44,7 @@ class TokenReduction:
 
 
 class BlockSignature:
-    """How blocks of one kind take [before | image | after] tokens of (B, T, C), and return them."""
+    """How blocks of one kind take and return tokens, [before | image | after] of (B, T, C)."""
 
     positional_args: tuple[str, ...] = ("x",)  # arguments that may come by position, in order
     required_kwargs: tuple[str, ...] = ("transformer_options",)  # arguments by name that a `forward` must take
@@ -88,7 +88,7 @@ class BlockSignature:
         return self.unpack(call_args[self.tokens_arg])
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
-        """Return by name the tensors with a row for each token: rotary positions, and others where they are given."""
+        """Return by name the tensors with a row for each token: rotary positions, and `row_args` if given."""
         names = (self.rope_arg, *self.row_args)
         return {name: self.unpack(call_args[name]) for name in names if call_args.get(name) is not None}
 
@@ -116,7 +116,7 @@ class BlockSignature:
         """Note the values that another signature of the model needs. Called outside of graphs, before all else."""
 
     def release(self) -> None:
-        """Drop what was noted: the evaluation is over."""
+        """Drop all that `observe` or `image_start` noted: the evaluation is over."""
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         """Return how many tokens come before the image in `tokens_arg`; None if unknown. image: its N tokens.
@@ -127,7 +127,7 @@ class BlockSignature:
         """
         if not self.image_last:
             return 0
-        # Positions stay as they were while the tokens are merged. An older ComfyUI may have several tables.
+        # Positions stay unmerged while the tokens are merged. An older ComfyUI may have several tables of positions.
         rope = call_args.get(self.rope_arg)
         if not isinstance(rope, Tensor) or rope.ndim <= self.rope_token_dim:
             return None
@@ -225,7 +225,7 @@ class BlockSignature:
 class BlockGroup:
     """Consecutive blocks of one kind."""
 
-    kind: str  # their name in the report and in plans
+    kind: str  # the blocks' name in the report and in plans
     blocks: Sequence[nn.Module]
     signature: BlockSignature
     work: Block  # what one block costs

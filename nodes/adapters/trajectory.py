@@ -18,7 +18,7 @@ _MAX_HISTORIES = 8
 
 @dataclass(eq=False)
 class Trajectory:
-    """The results of a sampler's evaluations, by the conditions that took part in them.
+    """The results of a sampler's evaluations, by the conditions that took part.
 
     A plan is never made from a picture predicted for other conditions.
     """

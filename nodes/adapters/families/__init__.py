@@ -1,1 +1,1 @@
-"""Families of models, one file each: its blocks, where their tokens lie, and what they cost."""
+"""Families of models, one file each: the family's blocks, where tokens lie in their arguments, and their costs."""

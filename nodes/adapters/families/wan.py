@@ -77,7 +77,7 @@ class Signature(BlockSignature):
         return {**options, "grid_sizes": (frames, 1, (tokens - image + left) // frames)}
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
-        # Modulation is (B, 6, C), or (B, T, 6, C) for T equal shares of all tokens: those must be the video's frames.
+        # Modulation is (B, 6, C), or (B, T, 6, C) for T equal shares of all tokens, which must be the video's frames.
         e, grid, reason = call_args.get("e"), _grid_sizes(call_args), super().obstacle(call_args, image, references)
         shares = 1 if e is None or e.ndim < 4 else e.shape[1]
         fits = shares == 1 or (grid[:1] == (shares,) and call_args["x"].shape[1] == image == prod(grid))
@@ -96,7 +96,7 @@ class Hooks(Transformer):
     takes_frames = True
 
     def block_groups(self, model: WanModel) -> tuple[BlockGroup, ...]:
-        # All blocks but those of VACE's control, which see the control video.
+        # All blocks except VACE's control blocks, which see the control video.
         self.patch_size, self.width = model.patch_size[-1], model.dim
         kind = kinds_of(model)[0]
         work = replace(COST, weights=6 + 2 * model.ffn_dim / model.dim)
