@@ -227,7 +227,7 @@ def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str
 
 
 def _mostly_closer(latent: Tensor, than: Tensor, unmerged: Tensor) -> bool:
-    """Whether more than half of the images are at least as close as another run's: one outlier decides nothing."""
+    """Whether more than half of the images are at least as close as those of `than`, so that no outlier decides."""
     mine, others = ((each - unmerged).flatten(1).norm(dim=1) for each in (latent, than))
     return bool((mine <= others).float().mean() > 0.5)
 

@@ -62,8 +62,8 @@ class NodeStatus:
 
 @contextmanager
 def status_of(hidden: Any) -> Iterator[NodeStatus]:
-    """Yield the status of the node that is executed, from its hidden inputs. Show errors raised inside on the node
-    itself, too."""
+    """Yield the status of the node that is executed, from its hidden inputs. Show errors raised inside on the node,
+    too."""
     status = NodeStatus(None if hidden is None else hidden.unique_id)
     try:
         yield status

@@ -85,7 +85,7 @@ def measure(
             seconds, latent = sample(patched, task)
             timing.seconds.append(seconds / task.steps)
             if index == 0:
-                unmerged = latent if unmerged is None else unmerged  # the first run is the one without ToMA
+                unmerged = latent if unmerged is None else unmerged  # the first run is without ToMA
                 timing.error, stats = error(latent, unmerged), last_stats(patched)
                 timing.merged = None if stats is None else headline(stats)
     return timings

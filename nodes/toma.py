@@ -25,7 +25,7 @@ _PLACE = "ToMA goes after the LoRAs, before step caches, torch.compile and the s
 
 
 class Note(MessageId):
-    """The note of a node about its inputs."""
+    """The remark of a node on its inputs."""
 
     OFF_RATIO = "off_ratio"
     OFF_STEPS = "off_steps"
@@ -114,7 +114,7 @@ class ToMA(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, ratio: float | None = None) -> bool | str:
-        """Return True, or the pack's own message for a ratio out of range: it says what to do."""
+        """Return True, or the pack's own message for a ratio out of range, which says what to do."""
         return True if ratio is None else complaint(ratio=ratio)
 
     @classmethod

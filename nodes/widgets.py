@@ -97,7 +97,7 @@ def _values(preset: str, name: str) -> list[Any]:
 
 
 def _is_set(value: Any) -> bool:
-    # Any negative number: a widget's arrow makes -0.95 of -1. A value from a link may define its own equality.
+    # Any negative number: a widget's arrow makes -0.95 of -1. A value from a link may define equality itself.
     if isinstance(value, (int, float)):
         return not value < 0
     return not isinstance(value, str) or value != _PRESET

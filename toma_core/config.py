@@ -184,7 +184,7 @@ class ToMAConfig:
 
     @property
     def uses_prediction(self) -> bool:
-        """Whether plans are made from the predicted picture, and windows with more detail in it keep more tokens."""
+        """Whether plans are made from the predicted picture, and windows with more detail keep more tokens."""
         return self.similarity_from is SimilarityFrom.PREDICTION
 
     @property

@@ -38,7 +38,7 @@ _SINGLE = 256
 class Block:
     """Cost of a transformer block, as its family has counted it (tests/benchmarks/fullsize/test_cost.py)."""
 
-    # Multiply-adds of its linear layers for one token, in squares of the width: 4 in self-attention; twice a
+    # Multiply-adds of the block's linear layers per token, in squares of the width: 4 in self-attention; twice a
     # feed-forward's expansion, three times if gated.
     weights: float
     launches: int  # operations per block: those of all blocks in an evaluation, divided by the count of blocks

@@ -163,7 +163,7 @@ def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None
 
 
 def _full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
-    """Return the plan as a full step that caches nothing; note the reason if the schedule merges it."""
+    """Return the plan as a full step that caches nothing; note the reason if the schedule merges the step."""
     if plan.mode.merges:
         run.stats.full_because(plan.step, reason)
     return plan.with_mode(StepMode.FULL)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Share that nearby tokens get of the part of a destination's change unexplained by latents. Part of that is noise
 # for them; a lower share would lose what tokens have in common (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
-# Share of the textbook's ridge, F / D: latents explain most of the change, so a full one is mostly bias.
+# Share of the textbook's ridge, F / D: latents explain most of the change, so the full ridge is mostly bias.
 _RIDGE = 0.1
 # With fewer destinations per feature, the fit describes destinations better than other tokens.
 _LEAST_DESTINATIONS = 2
@@ -121,7 +121,7 @@ class Regression:
 
 @dataclass(eq=False)
 class LatentChange:
-    """The latent of a call, and the latent of the call that wrote its cached tensors."""
+    """The latent of a call, and the latent of the call that wrote the cached tensors."""
 
     latent: Tensor  # (B, C, ..., H, W)
     before: Tensor  # the same shape

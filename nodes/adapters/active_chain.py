@@ -211,7 +211,7 @@ def is_merged(grid: Grid) -> bool:
 
 
 def split(x: Tensor, lengths: list[int]) -> list[Tensor]:
-    """Split (B, T, C) along its tokens."""
+    """Split (B, T, C) along the tokens."""
     return [x] if len(lengths) == 1 else list(x.split(lengths, 1))
 
 

@@ -72,7 +72,7 @@ class KVOverride:
         return out
 
     def _number(self, q: Tensor, k: Tensor, v: Tensor, axis: int) -> int | None:
-        """Return which of the block's self-attentions this is; None if it is another attention."""
+        """Return the index of this attention among the block's self-attentions; None if it is no self-attention."""
         if self.called == len(self.spans):
             return None
         _, tokens, *others = self.spans[self.called]

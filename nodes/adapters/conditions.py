@@ -97,7 +97,7 @@ def set_keyframes(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tens
 
 
 def weights_of(cond: Mapping[str, Any]) -> Hashable:
-    """Return the strength of each weight hook of a condition, as a LoRA with keyframes has it now."""
+    """Return the current strength of each weight hook of a condition; a LoRA with keyframes changes its own."""
     hooks = getattr(cond.get("hooks"), "hooks", ())
     return tuple((id(hook), hook.strength) for hook in hooks if hasattr(hook, "strength"))
 

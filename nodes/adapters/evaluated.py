@@ -95,7 +95,7 @@ def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dic
         for group in prepared.values():
             samplers.resolve_areas_and_cond_masks_multidim(group, tuple(shape[2:]), torch.device("cpu"))
             samplers.calculate_start_end_timesteps(model, group)
-        # Each area of one group is evaluated for the others too.
+        # Each area of one group is evaluated for the other groups too.
         for name, group in prepared.items():
             for cond in group:
                 for other in (each for key, each in prepared.items() if key != name):

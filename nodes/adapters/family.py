@@ -38,7 +38,7 @@ _LOOPS = frozenset(
 
 
 class ModelHooks:
-    """The hooks of one model, as long as the model lives; by default it has no blocks and nothing is merged."""
+    """The hooks of one model, as long as the model lives; by default there are no blocks and nothing is merged."""
 
     takes_frames = False  # whether latents may have several frames
     own_presets: Fields = MappingProxyType({})  # fields in which presets differ from those for the model's kind

@@ -1,4 +1,4 @@
-"""The KV cache of a run: whether the card has room for it beside the model, and how ComfyUI reserves that room."""
+"""The KV cache of a run: whether the card has room beside the model, and how ComfyUI reserves that room."""
 
 from __future__ import annotations
 

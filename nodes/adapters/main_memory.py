@@ -31,8 +31,8 @@ def main_room() -> float:
 
 
 def may_take(size: int) -> bool:
-    """Return whether that number of bytes of main memory may be taken at this moment. Weights that ComfyUI has pinned
-    for models that do not run make way."""
+    """Return whether `size` bytes of main memory may be taken at this moment. Weights make way that ComfyUI has pinned
+    for models that do not run."""
     with optional_api("ensure_pin_budget"):
         make_way = getattr(model_management, "ensure_pin_budget", None)  # not before 0.26
         if make_way is not None:
@@ -46,7 +46,7 @@ def _memories() -> list[_Memory]:
 
 
 def _container() -> _Memory | None:
-    """Return the memory of the container; None outside of one, or without a limit."""
+    """Return the memory of the container; None without a container or without a limit."""
     for limit, used in _FILES:
         try:
             total, taken = (float((_CGROUPS / name).read_text()) for name in (limit, used))

@@ -15,7 +15,7 @@ _POSITIONS = ("pe_", "pos_", "rope", "rotary")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module itself where torch.compile has wrapped it."""
+    """Return a module without torch.compile's wrapper, if it has one."""
     return getattr(module, "_orig_mod", module)
 
 

@@ -292,7 +292,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return merged_call(full, select, sampling, evaluation, x, positions_of(options))
     except torch.OutOfMemoryError:
-        # One of several devices repeats its own call, see `_predict_noise`.
+        # If several devices run, the device that failed repeats its own call, see `_predict_noise`.
         if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):
             raise
     end_interrupted(several_devices=True)

@@ -4,7 +4,7 @@ A new family is one file, its import here and its name in `_NAMES`.
 
 NAME     as users read it
 MODEL    ComfyUI's class
-fits     whether a model of the class is one of the family; all are, if there is no such function
+fits     whether a model of the class belongs to the family; without this function all models do
 DERIVED  known classes that ComfyUI derives from MODEL, or from another class
 Hooks    see `family`
 """
@@ -141,7 +141,7 @@ def is_of(family: Any, model: nn.Module) -> bool:
 
 
 def _made(family: Any, model: nn.Module) -> ModelHooks:
-    """Return the family's hooks for the model, if each can stand in for its module."""
+    """Return the family's hooks for the model; `_Plain` unless each hook can stand in for its module."""
     try:
         with require_api(type(model).__name__):
             hooks: ModelHooks = family.Hooks(model)

@@ -174,7 +174,7 @@ class SamplingRun:
         model_options: Mapping[str, Any] = {},
         model: Any = None,
     ) -> None:
-        """Begin a call for groups of conditions on one latent of (B, C, ..., H, W), and decide what it does.
+        """Begin a call for groups of conditions on one latent of (B, C, ..., H, W), and decide the call's mode.
 
         model: ComfyUI's `BaseModel`.
         """

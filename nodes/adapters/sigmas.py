@@ -93,7 +93,7 @@ class SigmaTracker:
         self._reports = bool(self._sigmas)
 
     def measures_noise(self, kv_cache: bool) -> bool:
-        """Return whether the new noise of each step has to be measured. kv_cache: whether the run has one."""
+        """Return whether the new noise of each step has to be measured. kv_cache: whether the run has a KV cache."""
         function = getattr(self._sampler, "sampler_function", None)
         draws = kv_cache and getattr(function, "__name__", "") in _DRAWS_NOISE
         return draws or not (self._counted and _keeps_to_schedule(self._sampler))
@@ -191,7 +191,7 @@ class SigmaTracker:
 
 
 def enlarges(sampler: Any) -> bool:
-    """Whether a sampler, or the one that it wraps, enlarges errors of the model's predictions."""
+    """Whether a sampler, or a sampler that it wraps, enlarges errors of the model's predictions."""
     options = getattr(sampler, "extra_options", None) or {}
     inner = [value for value in options.values() if isinstance(value, KSAMPLER)]
     name = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
@@ -200,8 +200,8 @@ def enlarges(sampler: Any) -> bool:
 
 
 def _keeps_to_schedule(sampler: Any) -> bool:
-    """Whether a sampler evaluates once a step, at the sigmas of its schedule: one of ComfyUI's, unchanged, with options
-    that do not change that."""
+    """Whether a sampler evaluates once a step, at the sigmas of its schedule: an unchanged sampler of ComfyUI's, with
+    options that do not change when it evaluates."""
     if type(sampler) is not KSAMPLER:
         return False
     function, options = sampler.sampler_function, sampler.extra_options or {}
@@ -213,8 +213,8 @@ def _keeps_to_schedule(sampler: Any) -> bool:
 
 
 def _wraps_known(sampler: Any) -> bool:
-    """Whether another pack's sampler wraps one that evaluates once a step, and changes only the noise levels that the
-    model is given."""
+    """Whether another pack's sampler wraps a sampler that evaluates once a step. The wrapper is taken to change only
+    the noise levels that the model is given."""
     options = getattr(sampler, "extra_options", None) or {}
     inner = [value for value in options.values() if isinstance(value, KSAMPLER)]
     return len(inner) == 1 and _keeps_to_schedule(inner[0])
@@ -235,7 +235,7 @@ def _is_comfyuis(function: Any) -> bool:
 
 
 def _is_counted(guider: Any) -> bool:
-    """Whether every evaluation of the sampler goes through this pack's wrapper, which is the first one."""
+    """Whether every evaluation of the sampler goes through this pack's wrapper, the first wrapper of all."""
     names = "__call__", "outer_predict_noise"
     if not isinstance(guider, CFGGuider) or any(getattr(type(guider), n) is not getattr(CFGGuider, n) for n in names):
         return False

@@ -76,7 +76,7 @@ class BlockSignature:
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def unpack(self, value: Any) -> Any:
-        """Return the tensor of an argument or a result, for models that wrap it: (B, T, C) tokens, or rows."""
+        """Return the tensor in an argument or a result, (B, T, C) tokens or rows: some models wrap tensors."""
         return value
 
     def pack(self, value: Any, tensor: Tensor) -> Any:

@@ -34,7 +34,7 @@ class Signature(BlockSignature):
     rope_arg, rope_token_dim = "rope_emb_L_1_1_D", 1
     rope_split_half = True
     passthrough_args = ("emb_B_T_D", "crossattn_emb", "adaln_lora_B_T_3D")
-    sides = (1, 1)  # rows and columns of a frame before it was merged
+    sides = (1, 1)  # rows and columns of a frame before merging
 
     def unpack(self, value: Any) -> Any:
         return value.flatten(1, 3) if value.ndim == 5 else value

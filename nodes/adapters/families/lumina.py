@@ -38,7 +38,7 @@ class LayerSignature(BlockSignature):
 
 
 class Hooks(Transformer):
-    # ControlNets and other patches read the image between two blocks, and may write into it.
+    # ControlNets and other patches read the image between two blocks, and may change its tokens.
     between = ("double_block",)
 
     def block_groups(self, model: NextDiT) -> tuple[BlockGroup, ...]:

@@ -23,7 +23,7 @@ def _nothing():
     pass
 
 
-# Whether kernels run in Triton's interpreter; its environment variable may change later.
+# Whether kernels run in Triton's interpreter; the environment variable for this may change later.
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 
