@@ -202,7 +202,7 @@ class RunState:
 
     def _taking_turns(self, key: _PlanKey) -> Tensor:
         """Return the tokens' priority as destinations in a merged step that propagates caches, (B, N) fp32: lower for
-        those that were selected for this part of the latent since the last refresh, which computes all."""
+        those that were selected last for this part of the latent, unless a refresh has computed all since."""
         priority, recent = self._no_priority(key.images, key.grid, key.device), self._recent.get(_turn_of(key))
         return priority if recent is None else priority.scatter_(1, recent, RECENT)
 

@@ -5,7 +5,6 @@ Screenshots go to build/screenshots. With TOMA_WRITE_SCREENSHOTS=1 those of the 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -20,9 +19,8 @@ from PIL import Image
 from demo.showcase_graphs import place_dit
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
-from tests.newer import newer_pack
+from tests.newer import newer_pack, place_templates
 
-TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
 SCREENSHOTS = ROOT / "build" / "screenshots"
 FLAGS = [
     "--no-sandbox",
@@ -208,14 +206,7 @@ def workshop(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     packs = [ROOT / "demo", newer_pack(tmp_path_factory.mktemp("packs"))]
     server = ComfyServer(packs=packs, flags=["--use-pytorch-cross-attention"])
     try:
-        for path in TEMPLATES:
-            for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]:
-                for model in node.get("properties", {}).get("models", []):
-                    file = server.base / "models" / model["directory"] / model["name"]
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.touch()
-                if node["type"] == "LoadImage":
-                    Image.new("RGB", (64, 64)).save(server.base / "input" / node["widgets_values"][0])
+        place_templates(server)
         place_dit(server.base / "models")
         server.start()
         for name, value in SETTINGS.items():

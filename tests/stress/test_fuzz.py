@@ -12,6 +12,7 @@ import os
 import urllib.error
 from dataclasses import fields
 from enum import Enum
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,8 @@ def small(pack: Any) -> dict[str, Any]:
     shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
     found = {"unet": models.unet(depths=(0, 1), middle=1, **shape), "flux": models.flux(double=2, single=2)}
     for kind in OTHERS:
-        fewest = {"double": 2, "single": 2} if kind in ("flux2", "chroma", "hunyuan") else {"layers": 2}
-        found[kind] = models.TRANSFORMERS[kind](**fewest)
+        make = models.TRANSFORMERS[kind]
+        found[kind] = make(**dict.fromkeys({"layers", "double", "single"} & signature(make).parameters.keys(), 2))
     return found
 
 

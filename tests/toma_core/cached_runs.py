@@ -1,0 +1,62 @@
+"""Runs with a residual cache on toy blocks, evaluation by evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests.toma_core.plans import plan_for
+from toma_core import Evaluation, RunState, Schedule, StepMode, ToMAConfig, decide, reduce, restore
+from toma_core.decision import Facts
+from toma_core.merge import MergePlan
+
+GRID = (8, 8)
+SETTINGS = {"min_tokens": 4, "full_step_interval": 3, "weight_interval": 10}
+
+
+def run_of(**settings: object) -> RunState:
+    config = ToMAConfig(**{**SETTINGS, **settings})  # type: ignore[arg-type]
+    return RunState(Schedule(config, tuple(float(10 - i) for i in range(10))))
+
+
+def at(run: RunState, step: int, *cond_keys: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
+    """Return an evaluation. takes_part: its conditions, if they are not those of the call."""
+    signatures = dict.fromkeys(takes_part or cond_keys)
+    return Evaluation(run, decide(run, Facts(10.0 - step, conditions=signatures)), (None,) * len(cond_keys), cond_keys)
+
+
+def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
+    """Return a merged evaluation regardless of caches, as for a block without a cache."""
+    return Evaluation(run, run.schedule.decide(10.0 - step), (None,) * len(cond_keys), cond_keys)
+
+
+def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
+    """Return a letter for each (step, conditions of a letter each): full, refresh, merged with caches or without."""
+    said = []
+    for step, conditions in evaluations:
+        plan = at(run, step, *conditions).step_plan
+        said.append("frmp"[list(StepMode).index(plan.mode)])
+        if plan.mode is StepMode.REFRESH:
+            run.coverage.store(tuple(("block", c) for c in conditions), torch.zeros(len(conditions), 64, 6))
+    return "".join(said)
+
+
+def block(x: Tensor) -> Tensor:
+    """A block whose residual a mean of tokens cannot represent."""
+    return x + x.roll(1, dims=1).sin()
+
+
+def passed(
+    x: Tensor, evaluation: Evaluation, name: str = "block", body: Callable[[Tensor], Tensor] = block
+) -> tuple[Tensor, MergePlan]:
+    plan = plan_for(x, GRID, "scope", evaluation)
+    assert plan is not None
+    detail = evaluation.cached(name, x)
+    reduced = reduce(x, plan, detail)
+    return restore(body(reduced), reduced, x, plan, detail), plan
+
+
+def features(seed: int, batch: int = 1) -> Tensor:
+    return torch.randn(batch, 64, 6, generator=torch.Generator().manual_seed(seed))

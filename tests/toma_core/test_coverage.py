@@ -1,0 +1,121 @@
+"""The ledger: which entries hold, which evaluations are refreshes, and what is forgotten beyond the limit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.loop import loop
+from tests.toma_core.cached_runs import at, block, features, modes, passed, run_of
+from toma_core import Evaluation, StepMode, coverage, decide
+from toma_core.decision import Facts
+from toma_core.reasons import Reason
+
+
+def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
+    """No order gives a plain merge; several signatures have separate caches."""
+    assert modes(run_of(), *((n, f"{n}") for n in range(4))) == "rrrr", "another at every step"
+    assert modes(run_of(), (0, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (4, "ab")) == "rrmmrrm"
+    assert modes(run_of(), (0, "a"), (2, "a"), (4, "a"), (5, "a")) == "rmrm", "the scheduled one was skipped"
+    assert modes(run_of(), (0, "a"), (8, "a"), (1, "a"), (1, "a")) == "rrrm", "a step that goes back"
+    assert modes(run_of(), (0, "ab"), (1, "ab"), (1, "abc"), (2, "cba")) == "rmrm"
+
+
+def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() -> None:
+    """At most one step between two scheduled refreshes becomes a refresh."""
+    run = run_of(skip_first_blocks=1)
+    assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
+    assert Evaluation(run, at(run, 2, "x").step_plan).cached("block", features(0)) is None
+    assert modes(run_of(skip_first_blocks=1), (0, "ab"), (1, "c"), (1, "d"), (1, "a")) == "rrrm"
+
+
+def test_an_increasing_sigma_is_not_covered() -> None:
+    run = run_of()
+
+    def mode(sigma: float, step: int) -> StepMode:
+        plan = decide(run, Facts(sigma, step, conditions={"c": None}))
+        run.coverage.store((("block", "c"),), features(0))
+        return plan.mode
+
+    assert [mode(10.0, 0), mode(8.0, 1), mode(9.0, 2)] == [StepMode.REFRESH, *[StepMode.MERGED_CACHED] * 2]
+    assert [mode(3.0, 3), mode(4.0, 4), mode(9.0, 5)] == [StepMode.REFRESH, StepMode.MERGED_CACHED, StepMode.REFRESH]
+
+
+@loop("refreshed", [10.0, 7.0, 2.0])
+def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> None:
+    """Whichever step it was in: another node may change the noise level that the model is given."""
+    run = run_of()
+    assert decide(run, Facts(7.0, 3, refreshed, conditions={"c": None})).mode is StepMode.REFRESH
+    run.coverage.store((("block", "c"),), features(0))
+    near = decide(run, Facts(6.0, 4, 6.0, conditions={"c": None})).mode is StepMode.MERGED_CACHED
+    assert near is (refreshed == 7.0)
+
+
+def test_another_state_is_not_covered() -> None:
+    """This occurs when a ControlNet begins."""
+    run = run_of()
+    for step, state, mode in ((0, "off", "refresh"), (1, "off", "merged cached"), (2, "on", "refresh")):
+        assert decide(run, Facts(10.0 - step, conditions={"c": state})).mode.value == mode
+        run.coverage.store((("block", "c"),), features(0))
+
+
+def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> None:
+    run = run_of()
+    assert decide(run, Facts(10.0, conditions={"c": None, "ghost": None})).mode is StepMode.REFRESH
+    run.coverage.store((("block", "c"),), features(0))
+    assert decide(run, Facts(9.0, conditions={"c": None, "ghost": None})).mode is StepMode.MERGED_CACHED
+    assert decide(run_of(), Facts(9.0, conditions={"c": None})).mode is StepMode.REFRESH
+
+
+def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that alternate have separate caches within the limit."""
+    monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
+    run = run_of()
+    assert modes(run, (0, "a"), (1, "b"), (2, "a"), (2, "b"), (2, "c"), (2, "b"), (2, "a")) == "rrmmrmr"
+    assert not run.cache.disabled
+
+
+def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are then full. The limit applies to videos only."""
+    monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
+    picture = run_of()
+    for name in ("a", "b", "c"):
+        passed(features(0), at(picture, 0, "cond"), name)
+    assert len(picture.cache._entries) == 3
+    run = run_of()
+    run.cache.bounded = True
+    for name in ("a", "b", "c"):
+        out, _ = passed(features(0), at(run, 0, "cond"), name)
+        assert torch.equal(out, block(features(0)))
+    assert [at(run, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.FULL] * 2
+    assert list(run.stats.full_reasons) == [Reason.CACHE_DISABLED()]
+    skipping = run_of(skip_first_blocks=1)
+    skipping.coverage.disable()
+    assert [at(skipping, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.MERGED, StepMode.FULL]
+    assert run.cache._entries == {}
+    stats = run.close()
+    assert stats.cache_disabled
+
+
+def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a block would have keys of all tokens and values of some."""
+    run = run_of()
+    run.coverage.store((("", "key"),), features(0))
+    run.cache.bounded = True
+    monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 1)
+    run.cache.put((("", "key"),), features(1))
+    assert run.cache.read((("", "key"),), features(1)) is not None
+    run.coverage.enforce_limit()
+    assert run.cache.disabled
+    assert run.cache.read((("", "key"),), features(1)) is None
+
+
+def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluation_refreshes() -> None:
+    """With a step cache inside the model, the mode is decided but no block is called."""
+    run, x = run_of(), features(0)
+    passed(x, at(run, 0, "cond"))
+    for step in (3, 4):
+        assert at(run, step, "cond").step_plan.mode is StepMode.REFRESH
+        torch.testing.assert_close(run.cache.read((("block", "cond"),), x), block(x) - x)
+    passed(x, at(run, 4, "cond"))
+    assert at(run, 5, "cond").step_plan.mode is StepMode.MERGED_CACHED
