@@ -27,6 +27,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="sets; spread is the deviation of their means (default 3)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=11)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 needs a CPU with its instructions")
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity"))
     parser.add_argument("--list", action="store_true", help="print the names of the settings and stop")
@@ -55,8 +56,8 @@ def _measure(kind: str, args: argparse.Namespace) -> None:
         print("\n".join(f"{kind}  {name}" for name in wanted))
         return
     weights = fingerprint([args.weights / f"{name}.safetensors" for name in (kind, "checker")])
-    given = {name: getattr(args, name) for name in ("images", "seeds", "steps", "batch")}
-    conditions = Conditions(model=kind, weights=weights, size=own["size"], cfg=own["cfg"], dtype="bf16", **given)
+    given = {name: getattr(args, name) for name in ("images", "seeds", "steps", "batch", "dtype")}
+    conditions = Conditions(model=kind, weights=weights, size=own["size"], cfg=own["cfg"], **given)
     store = Store(conditions, args.out, cache_dir())
     missing = [name for name in ("unmerged", *wanted) if name not in store.read()["rows"]]
     begin = time.monotonic()
@@ -66,7 +67,8 @@ def _measure(kind: str, args: argparse.Namespace) -> None:
         begin = time.monotonic()
     for number, name in enumerate(missing, 1):
         row, pictures = judge.row(table.get(name))
-        store.add(name, row, **({"rounding": round(judge.rounding(), 5)} if name == "unmerged" else {}))
+        more = {"rounding": round(judge.rounding(), 5)} if name == "unmerged" and args.dtype != "fp32" else {}
+        store.add(name, row, **more)
         store.keep_pictures(name, pictures)
         spent = time.monotonic() - begin
         left = spent / number * (len(missing) - number)
