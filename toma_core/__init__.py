@@ -1,6 +1,6 @@
 """ToMA, Token Merge with Attention (ICML 2025, arXiv 2509.10918), in PyTorch, and in Triton where there is a fast GPU.
 
-`reduce` and `restore` (pipeline) are the front door. `UserSettings` (user_settings) are a user's choice, `ToMAConfig`
+Start with `reduce` and `restore` in `pipeline`. `UserSettings` (user_settings) are a user's choice, `ToMAConfig`
 (config) is the result for one model, and `RunState` (run) is the state of one sampling run.
 """
 

@@ -1,4 +1,5 @@
-"""Adaptive budgets: windows with little variation leave destinations to windows with much. Not in the paper.
+"""Adaptive budgets: windows in which tokens vary little give destinations to windows in which they vary much. Not in
+the paper.
 
 The counts are decided before any destination is selected, so that selection stays one pass and the total is exact.
 """
@@ -11,8 +12,8 @@ from torch import Tensor
 from .selection import in_parts, normalized
 from .windows import Budget, Windows
 
-MAX_SHARE = 2.0  # most destinations per window, in equal shares
-MIN_SPREAD = 1e-5  # less is rounding in any dtype
+MAX_SHARE = 2.0  # maximum of destinations in a window, as a multiple of an equal share
+MIN_SPREAD = 1e-5  # a smaller variance is rounding in any dtype
 
 
 def spread(x: Tensor, windows: Windows) -> Tensor:
@@ -35,10 +36,10 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
 def allocate(budget: Budget, spread: Tensor, windows: Windows) -> Budget:
     """Reallocate the destinations of an equal budget by the spread of its windows, (B, W) from the function `spread`.
 
-    Quantisation with the least error has a point density proportional to a power of the variance, 1/2 for two
-    dimensions (Zador 1982). The next destination goes to the window that has fewest for its due share, so the sum is
-    exact; a window has at least one, and at most `MAX_SHARE` equal shares. Each frame of a video keeps its total. No
-    host sync.
+    The share of a token is proportional to the square root of its window's variance: in two dimensions, quantisation
+    has the least error with points of this density (Zador 1982). Destinations are given out one at a time, each to the
+    window that has the fewest relative to its share, so the sum is exact. A window gets at least one destination, and
+    at most `MAX_SHARE` equal shares. Each frame of a video keeps its total. No host sync.
     """
     device, frames = spread.device, windows.frames
     images, total = len(spread), budget.total // frames
@@ -50,7 +51,7 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows) -> Budget:
     due = spread.clamp_min(MIN_SPREAD).sqrt() * sizes
     claims = due[..., None] / (rank + 0.5)
     claims = claims.masked_fill(rank >= sizes[:, None], -1.0).masked_fill(rank == 0, torch.inf)
-    # Stable: of equal claims the first are met, on every device.
+    # The sort is stable: of equal claims, the first ones win on every device.
     chosen = claims.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, :total]
     taken = torch.zeros(claims.shape, dtype=torch.bool, device=device).flatten(1).scatter_(1, chosen, True)
     counts = taken.view(claims.shape).sum(-1, keepdim=True)

@@ -21,7 +21,8 @@ Stored = Tensor | Int4Tensor | Parked
 
 
 class _Entry(NamedTuple):
-    """One of the equal chunks of a cached tensor; any one chunk keeps the memory of all chunks."""
+    """One of the equal chunks of a cached tensor. As long as one chunk is in use, it holds the memory of the entire
+    tensor."""
 
     tensor: Stored
     number: int
@@ -37,13 +38,13 @@ class Cache:
 
     bounded: bool = False  # whether to disable the cache if dropping old entries does not bring it within its limit
     reserved: int = 0  # bytes set aside for keys, values and updates of a run with a KV cache
-    on_card: int = 0  # the reserved bytes that lie on the card, those of copies included
+    on_card: int = 0  # how many of the reserved bytes lie on the card, including copies
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
-    # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. Never set within a
-    # merged step: a block would attend to keys of all tokens and values of some.
+    # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. It is never set
+    # within a merged step, because a block would then attend to keys of all tokens with values of some.
     disabled: bool = False
-    host: HostMemory | None = None  # holds keys and values that have no room on the card; None: all have room
+    host: HostMemory | None = None  # holds the keys and values that do not fit on the card; None if all fit
     quantize: Callable[[Tensor], Tensor | Int4Tensor] = quantize
     dequantize: Callable[[Int4Tensor], Tensor] = Int4Tensor.dequantize
     lock: RLock = field(default_factory=RLock)
@@ -85,8 +86,8 @@ class Cache:
         chunks = update.chunk(len(keys))
         before = [self._entries.get(key) for key in keys]
         replaced = Counter(id(entry.tensor) for entry in before if entry)
-        # Conditions that were evaluated together before and are apart now: write into their shared tensor. A second
-        # tensor beside it would take the memory twice.
+        # These conditions were evaluated together before and separately now: write into their shared tensor. A new
+        # tensor beside it would double the memory.
         apart = any(self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)] for entry in before if entry)
         if not apart or len(chunks) != len(keys):
             self._replace(keys, before, update, host)
@@ -154,7 +155,7 @@ class Cache:
 
     def read_ahead(self, conditions: tuple[Hashable, ...], after: str = "") -> None:
         """Begin to read from main memory the tensors that a merged call for these conditions needs next. after: name of
-        the tensor that it read last."""
+        the tensor that the call read last."""
         for name in () if self.host is None else self.host.after(after):
             with self.lock:
                 found = [self._entries[key] for c in conditions if (key := (name, c)) in self._entries]

@@ -2,8 +2,8 @@
 
 Not in the paper. Squared errors of blocks add up (docs/fidelity.md), so the squared errors of all sites, bands and
 ratios predict which combination is best. A *site* is a group of adjacent blocks with one ratio, a *band* a range of
-noise levels. The best combination is a knapsack with one ratio for each cell; along the lower hull of each cell the
-greedy choice is exact up to its last piece.
+noise levels. The best combination of one ratio per cell (a site and a band) is a knapsack problem. A greedy choice
+along the lower hull of each cell is optimal except for its last option.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def saved_by(choice: Choice) -> float:
 
 
 def hull(options: Iterable[Option]) -> list[Option]:
-    """Return the options of a greedy choice, beginning with `UNMERGED`: each saves more, at a higher price."""
+    """Return the options on the lower hull, beginning with `UNMERGED`: each saves more than the one before, at a higher
+    price."""
     chosen = [UNMERGED]
     for option in sorted(options, key=lambda o: (o.saved, o.squared_error)):
         while len(chosen) > 1 and _price(chosen[-2], chosen[-1]) >= _price(chosen[-2], option):

@@ -44,7 +44,8 @@ class RatioAdvice(NamedTuple):
     most: float
 
 
-# UNets: measured up to `most`. Transformers: above `most` fewer steps have less error (docs/fidelity.md).
+# UNets: measured up to `most`. Transformers: above `most`, running fewer steps without merging has less error
+# (docs/fidelity.md).
 UNET_RATIOS = RatioAdvice(0.25, 0.5, 0.75)
 TRANSFORMER_RATIOS = RatioAdvice(0.25, 0.5, 0.6)
 
@@ -179,7 +180,8 @@ class ToMAConfig:
 
     @property
     def uses_cache(self) -> bool:
-        """Whether full steps cache updates. Not around modules: these would cache three activations per block."""
+        """Whether full steps cache updates. Granularity `MODULE` caches nothing, because it would have to cache three
+        activations per block."""
         return self.full_step_interval > 0 and self.granularity is not Granularity.MODULE
 
     @property
@@ -208,5 +210,5 @@ def resolve_count(amount: float, count: int) -> int:
     """Return how many of `count` blocks `skip_first_blocks` or `skip_last_blocks` skips. amount: if below 1, a share of
     the blocks, rounded up."""
     wanted = amount * count if amount < 1 else amount
-    # Less than 1e-9 above an integer is floating-point rounding.
+    # An excess of less than 1e-9 over an integer is floating-point rounding.
     return min(count, math.ceil(wanted - 1e-9))

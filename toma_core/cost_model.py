@@ -4,7 +4,7 @@ A GPU runs behind a host that launches its operations one by one. Merging shorte
 host's a little, so merging gains only where computing a block takes longer than launching it. The rule estimates these
 times from shapes and the card's data sheet. No time is measured: the same seed has to give the same picture.
 
-`python -m benchmarks.suite --only break-even` prints what merging gains on a card beside this estimate.
+`python -m benchmarks.suite --only break-even` prints the measured gain of merging on a card beside this estimate.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import torch
 from .config import Granularity
 from .reasons import Message, Reason
 
-FEWEST = 256  # tokens, on every device; on a CPU 64 tokens pay (docs/performance.md), but gain little
+FEWEST = 256  # tokens, on every device; on a CPU merging pays from 64 tokens on (docs/performance.md), but gains little
 LAUNCH = 6e-6  # seconds for launching one operation: PyTorch's few microseconds, and ComfyUI's Python code
 # Share of its peak that a card reaches in a block: 0.5 to 0.7 in large products, next to nothing in norms, activations
-# and residuals. Overestimating a card only leaves grids unmerged that would have gained a little.
+# and residuals. An overestimate does no harm: grids that would gain a little stay unmerged.
 EFFICIENCY = 0.4
-# Hz where PyTorch reports no clock: cards since 2017 boost to between 1.4 (A100) and 2.5 GHz (RTX 4090).
+# Hz, for cards whose clock PyTorch does not report: cards since 2017 boost to 1.4 (A100) up to 2.5 GHz (RTX 4090).
 CLOCK = 2.0e9
-# FLOPs a clock and multiprocessor from this compute capability on: dense products of half precision, fp32 sums. From
-# NVIDIA's data sheets, peak / (multiprocessors x boost clock): V100 125 TFLOP/s and T4 65, A100 312, A40 150 and RTX
-# 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
+# FLOPs per clock cycle and multiprocessor, by the lowest compute capability that reaches them, for dense half-precision
+# products with fp32 sums. From NVIDIA's data sheets, peak / (multiprocessors x boost clock): V100 125 TFLOP/s and T4
+# 65, A100 312, A40 150 and RTX 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
 _HALF = {(12, 0): 1024, (10, 0): 8192, (9, 0): 4096, (8, 6): 1024, (8, 0): 2048, (7, 0): 1024}
 # GeForce cards add in fp32 at half these rates: RTX 2080 Ti 54, RTX 3090 71, RTX 4090 165, RTX 5090 210 TFLOP/s.
 _GEFORCE = 0.5
-# For fp32 (PyTorch's default is without TF32), and for any dtype on cards without tensor cores: 128 multiply-adds.
+# FLOPs of 128 multiply-adds: for fp32 (PyTorch uses no TF32 by default), and for any dtype on cards without tensor
+# cores.
 _SINGLE = 256
 
 
@@ -38,16 +39,16 @@ _SINGLE = 256
 class Block:
     """Cost of a transformer block, as its family has counted it (tests/benchmarks/fullsize/test_cost.py)."""
 
-    # Multiply-adds of the block's linear layers per token, in squares of the width: 4 in self-attention; twice a
-    # feed-forward's expansion, three times if gated.
+    # Multiply-adds of the block's linear layers per token, divided by the width squared. Self-attention has 4; a
+    # feed-forward layer has twice its expansion, three times if gated.
     weights: float
     launches: int  # operations per block: those of all blocks in an evaluation, divided by the count of blocks
-    # Operations that merging adds around stacks, blocks and modules: the share of a block, rounded up, in the family's
-    # shortest stack. By Triton a merge is one launch, and so is restoring; with the residual cache restoring is some 15
-    # launches by PyTorch.
-    # For blocks without modules to merge, the last count is that of blocks, without the cache.
+    # Operations that merging adds around stacks, around blocks and around modules. The first is divided by the count of
+    # blocks in the family's shortest stack and rounded up. With Triton, merging and restoring are one launch each; with
+    # the residual cache, restoring takes some 15 launches by PyTorch. If a block has no modules to merge, the last
+    # number is that of blocks, without the cache.
     added: tuple[int, int, int]
-    beside: int = 0  # text tokens that run through the block beside the grid's: the fewest that ComfyUI pads to
+    beside: int = 0  # text tokens in the block in addition to the grid's: the smallest number that ComfyUI pads to
 
     def launching(self, granularity: Granularity) -> float:
         """Return the seconds that the host takes to launch the merged block."""
@@ -91,7 +92,7 @@ def card_of(device: torch.device) -> Card | None:
 
 
 def computing(tokens: int, images: int, width: int, dtype: torch.dtype, card: Card, block: Block) -> float:
-    """Return the estimated seconds that the card takes for a block. Arguments as in `too_little`."""
+    """Return the estimated seconds that the card takes for a block. The arguments are those of `too_little`."""
     return block.flops(tokens, images, width) / card.rate(dtype)
 
 
@@ -100,9 +101,9 @@ def too_little(
 ) -> Message | None:
     """Return why Auto does not merge a grid, None if it does.
 
-    images: per condition. Whether conditions run in one batch depends on free memory, which must not change a picture.
-    card: if None, only the `FEWEST` tokens are required. granularity: what tokens are merged around; a stack of one
-    block counts as a block.
+    images: per condition. The number of conditions in the batch does not count: it depends on free memory, which must
+    not change a picture. card: if None, only the `FEWEST` tokens are required. granularity: the part of the model
+    around which tokens are merged; a stack of one block counts as a block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)

@@ -1,6 +1,6 @@
 """The ledger of the caches: what the entries of each condition were made of, and whether they still hold.
 
-A line holds numbers, hashables and one tensor: the latent of the call that wrote the entries last.
+A line of the ledger holds numbers, hashables and one tensor: the latent of the call that wrote the entries last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .cache import Cache, Keys
 
 # A chain of blocks on a 720p video takes 1.5 GB for two conditions; ControlNets may break it into 40 chains.
 MAX_CACHE_BYTES = 4 << 30
-# A cached update is used at sigmas up to this factor times its own; beyond, the sampler has gone back in its run.
+# A cached update is used at sigmas up to this factor times its own. At a higher sigma the sampler must have gone back
+# in its run.
 _SIGMA_FACTOR = 1.5
 
 
@@ -24,9 +25,9 @@ class Origin(NamedTuple):
     """The inputs from which the entries of a condition were made."""
 
     step: int
-    falling: float  # noise level given to the model, its inverse in unsampling: falls during a run
-    state: Hashable = None  # all else that has to be equal: ControlNets, weights, positions
-    other_steps: tuple[int, ...] = ()  # the step by other counts, see `decision._begin`
+    falling: float  # the model's noise level, in unsampling its inverse: falls during a run
+    state: Hashable = None  # all else on which the entries depend: ControlNets, weights, positions
+    other_steps: tuple[int, ...] = ()  # the same step in other ways of counting, see `decision._begin`
 
 
 @dataclass(eq=False)
@@ -34,29 +35,30 @@ class _Line:
     """The entries of one condition."""
 
     origin: Origin  # origin of the last refresh
-    layout: Hashable = None  # of the call that refreshed the entries; None until that call has ended
-    latent: Tensor | None = None  # (b, C, ..., H, W), of the call, refresh or merged, that wrote the entries last
+    layout: Hashable = None  # layout of the call that refreshed the entries; None until that call has ended
+    latent: Tensor | None = None  # (b, C, ..., H, W), the latent of the last call that wrote the entries
 
 
 @dataclass(eq=False)
 class Coverage:
-    """The lines of a run by signature, which names what was evaluated: condition, shape and area.
+    """The lines of a run, by signature. A signature names the condition, shape and area that were evaluated.
 
     Lines of several sizes and conditions coexist. Several devices may share it.
     """
 
     cache: Cache
     _lines: dict[Hashable, _Line] = field(default_factory=dict)
-    _now: dict[Hashable, Origin] = field(default_factory=dict)  # origins in this evaluation; key None: all others
-    # Equal to `_now` if the evaluation is a refresh, else empty. Changes when the next evaluation begins.
+    _now: dict[Hashable, Origin] = field(default_factory=dict)  # origins in this evaluation; None: of all others
+    # Equal to `_now` if the evaluation is a refresh, else empty. It changes when the next evaluation begins.
     _refreshing: dict[Hashable, Origin] = field(default_factory=dict)
     _absent: set[Hashable] = field(default_factory=set)  # signatures that a refresh named and never evaluated
-    _interval: int = 1  # age in steps from which on entries are dropped
+    _interval: int = 1  # age in steps at which entries are dropped
 
     def begin(self, origins: Mapping[Hashable, Origin], other: Origin, interval: int) -> bool:
         """Begin an evaluation of these conditions; return whether the entries of all of them hold.
 
-        other: origin of conditions that calls have beside these. interval: steps that one refresh serves.
+        other: origin of conditions that calls evaluate in addition to these. interval: number of steps for which a
+        refresh holds.
         """
         with self.cache.lock:
             self._interval = interval
@@ -100,12 +102,12 @@ class Coverage:
             try:
                 self.cache.put(keys, update, quantized, kv)
             except torch.OutOfMemoryError:
-                self.disable()  # the run matters more than its caches
+                self.disable()  # finishing the run matters more than its caches
             self.enforce_limit()
 
     def _note(self, signatures: set[Hashable]) -> None:
-        """Note refreshed signatures. The first call in a step drops lines that are too old; `begin` does not, as
-        another node may skip the step."""
+        """Note refreshed signatures. Lines that are too old are dropped at the first call in a step, not in `begin`,
+        because another node may skip the step."""
         fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
         if all(s in self._lines and self._lines[s].origin == origin for s, origin in fresh.items()):
             return
@@ -141,8 +143,8 @@ class Coverage:
         return torch.cat(latents)
 
     def enforce_limit(self) -> None:
-        """While the limit is exceeded, forget the oldest conditions that are not being refreshed; disable a bounded
-        cache that still exceeds it. Must not be called within a merged step."""
+        """Forget the oldest conditions that are not being refreshed, until the cache is within its limit. Disable a
+        bounded cache that then still exceeds it. Must not be called within a merged step."""
         with self.cache.lock:
             limit = MAX_CACHE_BYTES + self.cache.reserved
             if self.cache.held <= limit:

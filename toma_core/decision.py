@@ -32,16 +32,16 @@ class Facts:
 
     sigma: float  # the sampler's
     step: int | None = None  # None if unknown
-    model_sigma: float | None = None  # the model's, if it differs from the sampler's
+    model_sigma: float | None = None  # the model's sigma, if it differs from the sampler's
     unreported: int = 0  # how often the sigma has changed while the sampler reported no steps
     # `Origin.state` of each condition that takes part, by signature; see `coverage`.
     conditions: Mapping[Hashable, Hashable] = field(default_factory=dict)
     awaits_prediction: bool = False  # plans are made from a predicted picture, which does not exist yet
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
-    gradients: bool = False  # are computed, so nothing may be merged or cached
-    new_noise: float = 0.0  # in the latent, as a share of all of its noise; inf if unknown
+    gradients: bool = False  # whether gradients are computed: nothing may then be merged or cached
+    new_noise: float = 0.0  # share of the latent's noise that is new; inf if unknown
     enlarges: bool = False  # whether the sampler enlarges errors of the model's predictions
-    another: bool = False  # the latent differs from the one evaluated before at this step, sigma and conditions
+    another: bool = False  # the latent differs from an earlier one at this step and sigma with these conditions
     unknown: Message | None = None  # the part of the model that may change from step to step
 
 
@@ -71,7 +71,7 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
         plan = _without_cache(run, plan, Reason.TILES())
     elif plan.mode.caches:
         plan = plan.with_mode(_cached_mode(run, plan, facts))
-    # A refresh needs no merge plan yet.
+    # A refresh needs no merge plan, so it need not wait for a prediction.
     return plan.with_mode(StepMode.FULL) if facts.awaits_prediction and plan.mode.merges else plan
 
 
@@ -101,7 +101,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
         run.unscheduled = None
     elif held:
         return StepMode.MERGED_CACHED
-    elif plainly and run.unscheduled not in (None, plan.step):  # the one unscheduled refresh was spent
+    elif plainly and run.unscheduled not in (None, plan.step):  # the one unscheduled refresh has already been used
         return StepMode.MERGED
     else:
         run.unscheduled = plan.step
@@ -116,8 +116,8 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
     given = facts.sigma if facts.model_sigma is None else facts.model_sigma
     # The ledger expects falling noise; unsampling adds it.
     falling = 1 / max(given, 1e-9) if schedule.rises else given
-    # The step is in doubt where another node changes noise levels or the sampler reports no steps. Elsewhere noise
-    # levels do not count steps: a schedule may return to a level.
+    # The step is in doubt where another node changes noise levels or the sampler reports no steps. In all other cases
+    # the noise level is not used to count steps, because a schedule may return to a level.
     in_doubt = facts.unreported or given != facts.sigma
     other_steps = schedule.step_at(given) if in_doubt else plan.step, facts.unreported
     origin = Origin(plan.step, falling, None, other_steps)
@@ -146,15 +146,15 @@ def decide_tiles(run: RunState, plan: StepPlan, several_devices: bool) -> StepPl
 
 
 def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
-    """Return whether a chain with these keys may be merged: not if plan and settings need cached entries and some are
-    missing."""
+    """Return whether a chain with these keys may be merged: False if the plan and the settings need cached entries and
+    some are missing."""
     return plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.cache.holds(keys)
 
 
 def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None:
     """Drop plans and caches after memory ran out, and return the plan of the repeated evaluation: full, as are all
-    later ones. None where repeating would not help: without a KV cache, a call on a picture, and one that is full
-    already."""
+    later ones. Return None where repeating would not help: for a picture without a KV cache, and for an evaluation that
+    is full already."""
     dropped = run.kv_cache and run.coverage.disable()
     if not dropped and (not video or run.disabled_by or plan.mode is StepMode.FULL):
         return None

@@ -1,7 +1,8 @@
 """Decide which keys and values of a run lie in main memory, and hold its buffers.
 
-A refresh writes keys and values to main memory while the next blocks compute. A merged step reads the next block's
-ahead, in the order of the refresh, and writes the propagated ones back. Where a tensor lies changes no bit of it.
+A refresh writes keys and values to main memory while the next blocks compute. A merged step reads the keys and values
+of the next block ahead, in the order of the refresh, and writes the propagated ones back. A tensor has the same bits
+wherever it lies.
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ class HostMemory:
     card_room: float  # bytes of keys and values that a card has room for
     main_room: float  # bytes of keys and values that main memory has room for
     beside: int = 0  # bytes that other caches and copies take on the card
-    may_take: Callable[[int], bool] = lambda _: True  # whether a number of bytes of main memory is left at this moment
+    may_take: Callable[[int], bool] = lambda _: True  # whether this many bytes of main memory are free now
     in_main: int = 0  # bytes of all buffers
     peak: tuple[int, int] = (0, 0)  # bytes on the cards and in main memory when their sum was largest
     pinned: bool = True  # False once a buffer could not be pinned
     lock: RLock = field(default_factory=RLock)
     _lanes: dict[torch.device, Lane] = field(default_factory=dict)
-    _on_card: dict[int, tuple[torch.device, int]] = field(default_factory=dict)  # by the tensor's id
+    _on_card: dict[int, tuple[torch.device, int]] = field(default_factory=dict)  # device and bytes, by the tensor's id
     _buffers: list[Buffer] = field(default_factory=list)
     _unused: list[Buffer] = field(default_factory=list)  # buffers of dropped tensors
     _order: dict[str, int] = field(default_factory=dict)  # names in the order of the refresh
 
     def place(self, t: Tensor | Int4Tensor, instead: object = None) -> Tensor | Int4Tensor | Parked:
-        """Place a new cached tensor and return it: t itself, which must not change afterwards, if it stays on the card;
-        else `Parked`. instead: the cached tensor that t replaces.
+        """Place a new cached tensor on the card or in main memory. Return t itself if it stays on the card (it must not
+        change afterwards), else a `Parked`. instead: the cached tensor that t replaces.
 
-        The card and main memory take turns, so that the copies of one block hide behind other blocks' computation.
+        Tensors go to the card and to main memory alternately, so that one block's tensors are copied while other blocks
+        compute.
         """
         with self.lock:
             card = sum(size for device, size in self._on_card.values() if device == t.device)
@@ -81,7 +83,7 @@ class HostMemory:
             memory = _pages(size)
         except RuntimeError:
             return None
-        # After one failure to pin, all would fail, and each failure makes ComfyUI wait for the card.
+        # After one failure to pin, later attempts would fail too, and each makes ComfyUI wait for the card.
         buffer = Buffer(lane, layout, memory, self.pinned and self.copier.pin(memory))
         self.pinned &= buffer.pinned
         self._buffers.append(buffer)
@@ -147,7 +149,7 @@ class HostMemory:
 
 def _pages(size: int) -> Tensor:
     """Return main memory of at least `size` bytes, (bytes,) uint8, in pages that nothing else uses: memory is pinned by
-    the page, and no page twice. Raises `RuntimeError`."""
+    pages, and a page can be pinned only once. Raises `RuntimeError`."""
     memory = torch.empty(size + 2 * _PAGE, dtype=torch.uint8, device="cpu")
     start = -memory.data_ptr() % _PAGE
     return memory[start : start - -size // _PAGE * _PAGE]

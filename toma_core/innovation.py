@@ -1,8 +1,8 @@
 """The results of a condition's evaluations: the predicted picture, and the new part of the next latent.
 
-Not in the paper. A sampler without noise begins each step with a combination of latents and predictions that it has
-seen. The part of a latent that no combination of recent ones gives is new: noise that samplers such as
-`euler_ancestral` draw in every step, or another picture.
+Not in the paper. A sampler that adds no noise begins each step with a linear combination of latents and predictions
+that it has seen. The rest of a latent is new: noise that samplers such as `euler_ancestral` draw in every step, or
+another picture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RECENT = 3
 _CELL = 8
 # Noise below this share of the latent's root mean square no longer changes the picture.
 _NEGLIGIBLE = 0.05
-# A direction with less than this share of new content holds only rounding.
+# A direction that has less than this share of new content holds only rounding errors.
 _ROUNDING = 1e-5
 
 
@@ -43,8 +43,8 @@ class History:
             self._recent.popleft()
 
     def new_noise(self, latent: Tensor, sigma: float) -> Tensor | None:
-        """Return the new part of a latent of (B, C, ..., H, W) as a share of its noise in the cell with the largest
-        share: a scalar tensor; None without earlier latents of this shape. Nothing waits for the device.
+        """Return the share of a latent's noise that is new, in the cell where this share is largest: a scalar tensor,
+        or None without earlier latents of this shape. latent: (B, C, ..., H, W). Nothing waits for the device.
 
         sigma: standard deviation of the noise.
         """

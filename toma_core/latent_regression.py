@@ -1,12 +1,12 @@
 """Propagate cached tensors by the one change that is known at every token: the change of its latent.
 
 Not in the paper. A merged step knows how keys, values and updates have changed at its D destinations. Part of that
-change answers to the destinations' noise, which no other token shares; it is the larger part with samplers that draw
-new noise at each step. But all tokens answer to their latents alike. So the change of destinations is regressed on
-their latents (with a small ridge and a constant), each token gets the part that its own latent explains, and only the
-rest is shared: the regression estimator of statistics. f: (D, F), features of destinations; G: (N, F), features of all
-tokens; c: (D, C), the change at destinations; U: unmerging in which destinations keep their own value and other tokens
-get `REST_WEIGHT` of the sum.
+change is caused by the destinations' own noise, which no other token shares. It is the larger part with samplers that
+draw new noise at each step. But all tokens depend on their latents in the same way. So the change of destinations is
+regressed on their latents (with a small ridge and a constant), each token gets the part that its own latent explains,
+and only the rest is shared: the regression estimator of statistics. f: (D, F), features of destinations; G: (N, F),
+features of all tokens; c: (D, C), the change at destinations; U: unmerging in which destinations keep their own value
+and other tokens get `REST_WEIGHT` of the sum.
 
     A = (f'f + 0.1 F / D * mean diag(f'f))^-1 f' c  =  fit c
     cached + G A + U (c - f A)                  =  cached + U c + (G - U f) A  =  cached + U c + spread A
@@ -30,18 +30,21 @@ from .prediction import picture_tokens
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# Share that nearby tokens get of the part of a destination's change unexplained by latents. Part of that is noise
-# for them; a lower share would lose what tokens have in common (benchmarks/results/fidelity/trials.md).
+# Share of a destination's change that nearby tokens get, after the part that latents explain is subtracted. Part of
+# this change is noise for them; a lower share would lose what tokens have in common
+# (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
-# Share of the textbook's ridge, F / D: latents explain most of the change, so the full ridge is mostly bias.
+# The ridge, as a share of the textbook's F / D. Latents explain most of the change, so the full ridge would mostly add
+# bias.
 _RIDGE = 0.1
-# With fewer destinations per feature, the fit describes destinations better than other tokens.
+# With fewer destinations per feature, the regression overfits to the destinations.
 _LEAST_DESTINATIONS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Rotary positions of keys. A change is explained and shared before rotation: neighbours have other positions."""
+    """Rotary positions of keys. A change is explained and shared before rotation, because neighbours have other
+    positions."""
 
     # (B or 1, N, 1, P, 2, 2) for all tokens, (B or 1, D, 1, P, 2, 2) for destinations: P pairs of adjacent channels are
     # a head. Any float dtype; the matrices of a token are contiguous, as kernels need.
@@ -92,9 +95,9 @@ class Regression:
     spread: Tensor  # (B, N, F), in the same dtype
 
     def propagate(self, cached: Tensor, fresh: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Return the cached values of all tokens, (B, N, C), with the change at destinations.
+        """Return the cached values of all tokens, (B, N, C), propagated by the change at destinations.
 
-        fresh: (B, D, C), the new values at destinations. rotation: the keys', if they are propagated.
+        fresh: (B, D, C), the new values at destinations. rotation: that of the keys, if keys are propagated.
         """
         if kernels := kernels_for(self.plan, cached, fresh):
             return self._by_kernels(kernels, cached, fresh, rotation)

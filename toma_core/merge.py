@@ -17,8 +17,8 @@ from .windows import Budget, Windows
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# Most windows in a row that are merged as one product without kernels: at 4 the zeros between windows cost less time
-# than the gathers saved, at 8 more (measured on a CPU).
+# Maximum of windows in a row that PyTorch merges as one product. With 4 windows the zeros between them cost less time
+# than the saved gathers took, with 8 more (measured on a CPU).
 _MAX_IN_ROW = 4
 
 
@@ -60,7 +60,7 @@ class MergePlan:
         """M and A^T of rows of windows, (B * R, D / R, N / R) and (B * R, N / R, D / R), for products in PyTorch.
 
         A row of windows is one span of memory, read in place by a product. Between its windows the matrices are zero.
-        None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW`.
+        None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW` windows.
         """
         windows, tiles = self.windows, self.windows.tiles
         if self.kernels is not None or windows.contiguous or tiles is None or tiles[2] > _MAX_IN_ROW:

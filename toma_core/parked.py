@@ -23,7 +23,8 @@ from torch import Tensor
 
 from .quant4 import Int4Tensor
 
-# Most tensors that are read ahead at a time, and most that are being written: keys and values of a block.
+# Maximum of tensors that are read ahead at a time, and of tensors that are being written: the keys and values of a
+# block.
 MAX_STAGED = 2
 _ALIGNMENT = 64  # bytes
 
@@ -89,7 +90,8 @@ class CudaCopier:
 
 @cache
 def _cuda_streams(device: torch.device) -> tuple[Stream, Stream]:
-    """Make streams once for all runs: PyTorch has 32, so a 33rd is the first, which copies ComfyUI's weights."""
+    """Make streams once for all runs: PyTorch has 32 streams, so the 33rd would be the first one again, which copies
+    ComfyUI's weights."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
@@ -180,11 +182,12 @@ class Parked:
         return [Parked(self.buffer, n, count) for n in range(-(-images // -(-images // count)))]
 
     def copy_(self, source: Tensor | Int4Tensor) -> None:
-        """Write down a tensor of the device; the tensor must not change afterwards."""
+        """Copy a tensor from the device to main memory; the tensor must not change afterwards."""
         self.buffer.lane.store(self, source)
 
     def take(self) -> Tensor | Int4Tensor:
-        """Return the tensor on the device, read ahead or now. Raises `torch.OutOfMemoryError`."""
+        """Return the tensor on the device, whether it was read ahead or is read now. Raises
+        `torch.OutOfMemoryError`."""
         return self.buffer.lane.take(self)
 
 
@@ -211,14 +214,15 @@ class Lane:
         """Write a tensor down."""
         with self.lock:
             buffer = parked.buffer
-            self.forget(read for read in self.ahead if read.buffer is buffer)  # it is out of date
+            self.forget(read for read in self.ahead if read.buffer is buffer)  # the copy is out of date
             self._finish(MAX_STAGED - 1)
             self.down.wait_event(self.copier.current(self.device).record_event())
             buffer.written = self._copied(self.down, parked.parts(), _parts(source), buffer.pinned)
             self.writing.append((source, buffer.written))
 
     def _copied(self, stream: Stream, targets: list[Tensor], sources: list[Tensor], pinned: bool) -> Any:
-        """Copy on a stream; return an event after the copies. No device memory is freed before, even if one fails."""
+        """Copy on a stream; return an event after the copies. Device memory is freed only after the copies, even if one
+        of them fails."""
         try:
             for target, source in zip(targets, sources, strict=True):
                 self.copier.copy(stream, target, source, pinned)
@@ -259,7 +263,7 @@ class Lane:
                 try:
                     self.ahead[parked] = self._read(parked)
                 except torch.OutOfMemoryError:
-                    return False  # the tensor is read when it is needed
+                    return False  # the tensor is read only when it is needed
             return len(self.ahead) < MAX_STAGED
 
     def forget(self, reads: Iterable[Parked]) -> None:

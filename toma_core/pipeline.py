@@ -38,7 +38,7 @@ class Evaluation:
     tile: TileBatch | None = None  # see `RunState.plan`
     pictures: tuple[Tensor, ...] = ()  # see `RunState.plan`
     images: int = 0  # images in the call's batch; 0 if unknown
-    change: LatentChange | None = None  # the latent's, since the caches were written; None if unknown
+    change: LatentChange | None = None  # change of the latent since the caches were written; None if unknown
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cond_keys", self.cond_keys or self.plan_keys)
@@ -53,8 +53,8 @@ class Evaluation:
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
-        """Return the plan for tokens x of (B, N, C). Blocks with one `scope` share a plan. None where a refresh
-        predicts the picture that the next plan is made from."""
+        """Return the plan for tokens x of (B, N, C). Blocks with one `scope` share a plan. None in a refresh that
+        predicts the picture from which the next plan is made."""
         if self.refreshes:
             self.run.computed(grid, self.plan_keys)
             if self.run.config.uses_prediction:
@@ -62,18 +62,18 @@ class Evaluation:
         return self.run.plan(x, grid, scope, self.step_plan, self.plan_keys, self.tile, self.pictures)
 
     def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:
-        """Return the plan for tokens x of (B, N, C) that show the same during the run, as a reference image's do. Each
-        condition has its own plan, as references may differ."""
+        """Return the plan for tokens x of (B, N, C) that show the same content during the entire run, such as those of
+        a reference image. Each condition has its own plan, as references may differ."""
         return self.run.plan(x, grid, scope, self.lasting, self.cond_keys)
 
     @property
     def lasting(self) -> StepPlan:
-        """The step plan for tokens that show the same during the run."""
+        """The step plan for tokens that show the same content during the entire run."""
         return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
     def cached(self, block: str, x: Tensor, kv: bool = False, of_latent: bool = True) -> Refresh | Cached | None:
-        """Return the block's cache entry for tokens x of (B, N, C), to store or to begin with; None if nothing cached
-        fits. Block names are unique.
+        """Return the block's cache entry for tokens x of (B, N, C): to write in a refresh, to begin with in a merged
+        step. None if no cached tensor fits. Block names are unique.
 
         kv: whether the entry holds keys or values. of_latent: whether the tokens are the latent's, not a reference
         image's.
@@ -109,7 +109,7 @@ class Evaluation:
         if self.images and len(x) != self.images:
             return Reason.IMAGES_CHANGED()
         images, tokens, width = len(x) // len(self.cond_keys), *x.shape[1:]
-        if least := self.run.config.min_tokens:  # holds on every device
+        if least := self.run.config.min_tokens:  # a number set by the user holds on every device
             return Reason.TOO_FEW_TOKENS(least=least) if tokens < least else None
         card = cost_model.card_of(x.device)
         return cost_model.too_little(tokens, images, width, x.dtype, card, block, granularity)
@@ -119,8 +119,9 @@ def reduce(x: Tensor, plan: MergePlan | None, cached: Refresh | Cached | None = 
     """Merge (B, N, C) to (B, D, C); return x itself without a plan or in a refresh."""
     if plan is None or isinstance(cached, Refresh):
         return x
-    # A cached update is compared with that of destinations themselves: weighted means hold less noise than the model
-    # expects, and their update would differ for that reason alone.
+    # With a cached update, blocks compute the destination tokens themselves, as their update is compared with the
+    # cached one. Weighted means hold less noise than the model expects, so their update would differ for that reason
+    # alone.
     return merge(x, plan) if cached is None else gather_destinations(x, plan)
 
 
@@ -134,8 +135,9 @@ def restore(
 ) -> Tensor:
     """Return x + unmerge(out - reduced), (B, N, C); `out` itself without a plan or in a refresh, which caches out - x.
 
-    Only the update is merged: the residual stream passes unchanged. cached: merged steps begin with its update. exact:
-    destinations attended to all tokens, so their change has weight 1, and the propagated update is cached again.
+    Only the update is merged: the residual stream passes unchanged. cached: the entry with whose update a merged step
+    begins. exact: destinations attended to all tokens, so their change has weight 1, and the propagated update is
+    cached again.
     """
     if isinstance(cached, Refresh):
         cached.store(out - x)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .windows import Grid
 
-_CELLS = 2  # per token along each side
+_CELLS = 2  # cells of a token along each side
 # With more noise than this, a prediction is a mean of many pictures and misses what tells these apart
 # (benchmarks/results/fidelity/trials.md).
 _MAX_NOISE = 0.92

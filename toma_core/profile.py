@@ -1,7 +1,7 @@
-"""Read and write the result of a calibration of one model: which ratio for which blocks at which noise level.
+"""Read and write profiles, the results of calibrating a model: a ratio for each block and noise level.
 
-A profile is JSON of less than 2 kB that is saved in a workflow, as the seed is. Its ratios go by sigma, which does
-not depend on steps, sampler and scheduler. It names the model that it was made with.
+A profile is JSON of less than 2 kB that is saved in a workflow, as the seed is. Its ratios are given by sigma, which
+does not depend on steps, sampler and scheduler. It names the model that it was made with.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .schedule import RatioSchedule
 from .setting_spec import ConfigError, Refusal, shown
 
 SCHEMA = 1
-_MAX_TEXT = 10_000  # most characters of a profile that is read; written profiles have a fifth
-_MAX_BANDS = 8  # noise levels, and ratios above 0: under torch.compile every ratio is a graph
+_MAX_TEXT = 10_000  # maximum length of a profile that is read, in characters; written profiles have a fifth of it
+_MAX_BANDS = 8  # maximum of noise levels, and of ratios above 0: under torch.compile every ratio is a graph
 _MAX_SIGMA = 1e9  # ComfyUI's highest noise level is about 4500
 _MAX_LINE = 120  # characters of an explanation on a node
 

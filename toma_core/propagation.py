@@ -18,7 +18,7 @@ from .latent_regression import LatentChange, Rotation
 from .merge import MergePlan, add_unmerged, gather_destinations, unmerge_residual
 
 # Weight of the change at destinations where the cached update still holds: part of that change comes from the merge,
-# not from the step (docs/fidelity.md). Where nothing of the cached update holds, the weight is 1: plain merging.
+# not from the step (docs/fidelity.md). Where the cached update no longer holds at all, the weight is 1: plain merging.
 DELTA_WEIGHT = 0.5
 
 
@@ -45,13 +45,13 @@ class Cached:
     update: Tensor  # (B, N, C), as cached
     quantized: bool = False  # cached in four bits per element
     kv: bool = False  # keys or values
-    change: LatentChange | None = None  # the latent's; None if unknown, and for tokens that are not the latent's
+    change: LatentChange | None = None  # change of the latent; None if unknown, and for tokens of reference images
 
     def propagate(self, fresh: Tensor, plan: MergePlan, rotation: Rotation | None = None) -> Tensor:
-        """Return and cache the update with the change at destinations, see `latent_regression`; where the change of the
-        latent is unknown, update + unmerge(fresh - update at destinations), (B, N, C).
+        """Propagate the update by the change at destinations; cache and return it, (B, N, C), see `latent_regression`.
+        Where the change of the latent is unknown, the result is update + unmerge(fresh - update at destinations).
 
-        fresh: (B, D, C), the new values at destinations. rotation: the keys'. Raises `torch.OutOfMemoryError`.
+        fresh: (B, D, C), the new values at destinations. rotation: that of the keys. Raises `torch.OutOfMemoryError`.
         """
         regression = None if self.change is None else self.change.regression(plan)
         if regression is not None:
@@ -80,7 +80,8 @@ def unmerge_residual_cached(out: Tensor, reduced: Tensor, x: Tensor, cached: Ten
 def _projection_coefficient(fresh: Tensor, old: Tensor) -> Tensor:
     """Return the least-squares share of an image's old update in the fresh one, within [0, 1]: (B, 1, 1) fp32.
 
-    Close to 1 between neighbouring steps of a run of twenty, close to 0 in a run of four: noise levels lie far apart.
+    It is close to 1 between neighbouring steps of a run of 20 steps, and close to 0 in a run of 4 steps, whose noise
+    levels lie far apart.
     """
     old = old.float()
     common, norm = ((t * old).sum((1, 2), keepdim=True) for t in (fresh, old))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 BITS = 4
 _GROUP, _MIN_GROUP = 64, 16  # channels that share a minimum and a step, at most and at least
-WIDER = 1.01  # times the step, so that values rounded up in half precision still have a code
+WIDER = 1.01  # factor on the step, so that values rounded up in half precision still have a code
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +82,10 @@ def quantize(x: Tensor) -> Int4Tensor | Tensor:
         return x.clone()
     x = x.unflatten(-1, (-1, group))
     low, high = x.aminmax(dim=-1, keepdim=True)
-    # Halved first (exactly): the difference may exceed the range of half precision.
+    # Both are halved first, which is exact: their difference may exceed the range of half precision.
     step = ((high / 2 - low / 2) * (2 * WIDER / 15)).clamp_min(torch.finfo(x.dtype).tiny)
     middle = high / 2 + low / 2
-    # -7.5 to 7.5 shifted by 8: the cast truncates, as rounding would.
+    # Values from -7.5 to 7.5 are shifted by 8, so that the truncating cast rounds them.
     codes = (x - middle).div_(step).add_(8.0).clamp_(0.0, 15.5).to(torch.uint8)
     low = (middle - 7.5 * step).clamp_min_(torch.finfo(x.dtype).min)
     half = group // 2

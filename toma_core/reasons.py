@@ -1,8 +1,8 @@
 """Keep reasons and messages as data: the code compares ids, and text is made where messages are shown.
 
-The core has no texts: alone it writes a message as its id and parameters, see `plain`. Inside the pack
-`nodes/adapters/report_text.py` sets `reader` to a function that knows the English texts, for errors, log and report;
-the page formats the same messages with the texts of its own language.
+The core has no texts: used alone, it writes a message as its id and parameters, see `plain`. In the pack,
+`nodes/adapters/report_text.py` sets `reader` to a function that formats messages in English, for errors, log and
+report. The page formats the same messages in its own language.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class Message:
     """One message: an id and the values that its text names."""
 
     id: MessageId
-    # By name. A param named `setting` holds the id of a setting or of an input of a node; its text is the label.
+    # By name. A param named `setting` holds the id of a setting or of a node's input, which is shown by its label.
     params: tuple[tuple[str, Value], ...] = ()
 
     def __str__(self) -> str:
-        """Return the text that `reader` gives it."""
+        """Return the message as text, formatted by `reader`."""
         return reader(self)
 
     def json(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class _PlanKey(NamedTuple):
     scope: tuple[Hashable, Hashable]  # scope of the blocks, and which part of the latent
     grid: Grid
     ratio: float
-    selection: int  # LASTING if the tokens show the same during the run, as a reference image's do
+    selection: int  # LASTING if the tokens show the same content during the entire run (reference images)
     images: int
     dtype: torch.dtype
     device: torch.device
@@ -45,7 +45,7 @@ def _turn_of(key: _PlanKey) -> _PlanKey:
 
 @dataclass(eq=False)
 class RunState:
-    """The state of one run; everything but the schedule is filled in as the run goes."""
+    """The state of one run; everything but the schedule is filled in during the run."""
 
     schedule: Schedule  # holds the frozen settings
     stats: RunStats = field(default_factory=RunStats)
@@ -65,7 +65,8 @@ class RunState:
     disabled_by: Message | None = None  # why all later steps are full
     tiles: bool = False  # calls of the model show tiles of the latent
     references: bool = False  # calls of the model have reference images
-    attention_hook_called: bool | None = None  # by some attention; None before a chain that attends to all tokens ends
+    # Whether an attention has called the hook; None until a chain with a KV cache has ended.
+    attention_hook_called: bool | None = None
 
     def __post_init__(self) -> None:
         self.kv_cache = bool(self.config.kv_cache) and self.config.uses_cache
@@ -87,7 +88,8 @@ class RunState:
             self._clear()
 
     def computed(self, grid: Grid, plan_keys: tuple[Hashable, ...]) -> None:
-        """Note that a refresh computes all tokens of these parts of the latent: turns begin again."""
+        """Forget which tokens of these parts of the latent were destinations last, because a refresh computes all
+        tokens."""
         for key in [key for key in list(self._recent) if key.grid == grid and key.scope[1] in plan_keys]:
             self._recent.pop(key, None)
 
@@ -114,9 +116,9 @@ class RunState:
     ) -> MergePlan:
         """Return the plan for tokens x of (B, N, C) on `grid`; make it if there is none or it is too old.
 
-        scope: blocks with the same share a plan.
-        plan_keys: for each equal chunk of the batch, which part of the latent it shows. Chunks with one key (cond and
-        uncond) hold the same images under different conditions and share the plan of the first.
+        scope: blocks with the same scope share a plan.
+        plan_keys: for each equal chunk of the batch, the part of the latent that it shows. Chunks with one key (cond
+        and uncond) hold the same images under different conditions and share the plan of the first.
         tile: the images of a call on tiles; the plan serves this evaluation only.
         pictures: one per chunk, (b, C', ..., H', W'); plans are made from these in place of x, for all scopes.
         """
@@ -124,7 +126,7 @@ class RunState:
             return self._tile_plan(tile, x, grid, scope, step)
         chunk = x.shape[0] // len(plan_keys)
         if any(len(picture) != chunk for picture in pictures):
-            pictures = ()  # the model changed the batch
+            pictures = ()  # the model has changed the size of the batch
         if pictures:
             scope = SimilarityFrom.PREDICTION
         by_key: dict[Hashable, MergePlan] = {}
@@ -168,7 +170,7 @@ class RunState:
         if old is not None:
             plan = self._reweighed(x, old, features)
         else:
-            # Noise varies alike in all windows; references are never noise.
+            # Tokens of noise vary alike in all windows; references are never noise.
             even = picture is None and step.selection != LASTING
             turns = self.kv_cache and step.mode is StepMode.MERGED_CACHED and step.selection != LASTING
             plan = self._selected(x, features, grid, step, even, self._taking_turns(key) if turns else None)
@@ -179,10 +181,10 @@ class RunState:
         return plan
 
     def _remember(self, key: _PlanKey, plan: MergePlan, step: StepPlan) -> None:
-        """Store a plan. Called by several devices at once.
+        """Store a plan; several devices may do so at once.
 
-        Drop plans of the same grid that are older or have none of the step's ratios: moving windows over a batch would
-        accumulate such plans. Lasting plans are compared with lasting plans only.
+        Drop plans of the same grid that are older or have none of the step's ratios. They would accumulate where
+        windows move over a batch. Lasting plans are compared with lasting plans only.
         """
         ratios = step.in_use
         old = [
@@ -201,8 +203,9 @@ class RunState:
             self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
 
     def _taking_turns(self, key: _PlanKey) -> Tensor:
-        """Return the tokens' priority as destinations in a merged step that propagates caches, (B, N) fp32: lower for
-        those that were selected last for this part of the latent, unless a refresh has computed all since."""
+        """Return the priority of tokens as destinations in a merged step that propagates caches, (B, N) fp32. It is
+        lower for tokens that were selected last for this part of the latent, unless a refresh has computed all tokens
+        since then."""
         priority, recent = self._no_priority(key.images, key.grid, key.device), self._recent.get(_turn_of(key))
         return priority if recent is None else priority.scatter_(1, recent, RECENT)
 
@@ -222,7 +225,7 @@ class RunState:
         """Return a plan with new destinations. even: all windows get the same share whatever the settings say.
         priority: see `select`."""
         config = self.config
-        if priority is None and self.kv_cache:  # the kernel that takes one is the only one in such a run
+        if priority is None and self.kv_cache:  # runs with a KV cache only use the kernel that takes a priority
             priority = self._no_priority(len(features), grid, features.device)
         even = even or not config.uses_prediction
         windows, budget = self._laid_out(features, grid, step, even)
@@ -237,7 +240,8 @@ class RunState:
         return weigh(tokens, slots, windows, budget, config.sharpness, x.dtype)
 
     def _choose(self, x: Tensor, features: Tensor, windows: Windows, budget: Budget, even: bool) -> Choice:
-        """Return the kernels that compute a plan. The first step compiles and tries the kernels of all others."""
+        """Return the kernels that compute a plan. The first step compiles and tries the kernels that all later steps
+        need."""
         config, dispatch = self.config, self.dispatch
         weighs = config.weight_interval % config.selection_interval != 0
         choice = dispatch.choose(x, windows, budget, features, weighs, self.kv_cache)
@@ -263,7 +267,7 @@ class RunState:
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config
-        # Every second selection is in windows that lie half a window further; not as in the paper.
+        # Every second selection uses windows that are shifted by half a window; the paper does not shift them.
         shifted = config.granularity is not Granularity.MODULE and step.selection % 2 == 1
         key = (grid, step.ratio, shifted, device)
         if key not in self._layouts:
@@ -278,7 +282,8 @@ class RunState:
         return self
 
     def draw(self) -> None:
-        """Store a map of the last plan of each grid in the stats; log a warning if that fails, as the image is done."""
+        """Store a map of the last plan of each grid in the stats. If that fails, only log a warning, because the image
+        is finished."""
         last = {key.grid: plan for key, (plan, _) in self._plans.items() if key.selection != LASTING}
         try:
             self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}

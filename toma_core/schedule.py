@@ -1,4 +1,4 @@
-"""Decide when to merge, how much, and when a plan is too old: plain numbers, no tensors, no state.
+"""Decide when to merge, how much, and when a plan is too old, by plain numbers without tensors or state.
 
 Steps come from sigma, not from a count of calls: samplers of higher order evaluate the model several times a step, at
 sigmas between scheduled sigmas. Callers that know the step index pass it, because two steps may share a sigma.
@@ -34,7 +34,7 @@ class StepMode(Enum):
 
     @property
     def merges(self) -> bool:
-        """Whether fewer tokens are computed."""
+        """Whether fewer than all tokens are computed."""
         return self in (StepMode.MERGED_CACHED, StepMode.MERGED)
 
     @property
@@ -88,11 +88,11 @@ class Schedule:
     """The settings of a run as a function of its steps."""
 
     config: ToMAConfig
-    sigmas: tuple[float, ...] = ()  # where steps begin, rising in unsampling; empty if unknown: then all steps are 0
+    sigmas: tuple[float, ...] = ()  # where steps begin, rising in unsampling. Empty if unknown: all steps are then 0
     sigma_start: float = float("inf")  # merging is active at sigmas in (sigma_end, sigma_start]
     sigma_end: float = float("-inf")
     finishes: bool = False  # the last step ends with a picture free of noise, not with a latent for another run
-    continues_run: bool = False  # the run begins where another model's run ended: some video models come as two
+    continues_run: bool = False  # the run begins where another model's run ended: some video models come as two models
     ratio_schedule: RatioSchedule = ()  # ratios of blocks by sigma; empty: all blocks have the setting's ratio
 
     def step_at(self, sigma: float) -> int:
@@ -116,15 +116,16 @@ class Schedule:
 
     @property
     def _merges_last(self) -> bool:
-        """Whether the last step is merged: in the second half of a four-step run with a KV cache no other step would
-        be, and merging has less error than three steps (benchmarks/results/fidelity/trials.md)."""
+        """Whether the last step is merged. It is in the second half of a four-step run with a KV cache, where otherwise
+        no step would be merged: this has less error than running three steps
+        (benchmarks/results/fidelity/trials.md)."""
         config = self.config
         return self.continues_run and len(self.sigmas) == 2 and config.full_step_interval > 2 and bool(config.kv_cache)
 
     @cached_property
     def begins_flat(self) -> bool:
         """Whether a short run begins with steps that hardly lower the noise level, as distilled LTX models do. Caches
-        outlast these steps; full steps help more at the end (benchmarks/results/fidelity/trials.md)."""
+        hold throughout these steps; full steps help more at the end (benchmarks/results/fidelity/trials.md)."""
         sigmas = self.sigmas
         if not (self.finishes and self.config.uses_cache and 2 < len(sigmas) <= _FLAT_STEPS) or self.ratio_schedule:
             return False
@@ -132,17 +133,18 @@ class Schedule:
 
     @property
     def cache_steps(self) -> int:
-        """The number of steps that caches serve."""
+        """The number of steps for which a refresh holds."""
         return len(self.sigmas) if self.begins_flat else self.config.full_step_interval
 
     def predicted_share(self, step: int) -> float:
-        """Return the share of the latent after a step that comes from predictions by Euler's method: 1 at the end."""
+        """Return the share of the latent that comes from predictions after this step, by Euler's method; it is 1 at the
+        end."""
         following = (*self.sigmas, 0.0)[min(step + 1, len(self.sigmas))]
         return 1 - following / self.sigmas[0] if self.sigmas and following < self.sigmas[0] else 1.0
 
     def _is_full(self, step: int, age: int) -> bool:
-        """Return whether a step is full by the interval. Runs that begin flat have the same count of full steps: the
-        first step, the others at the end."""
+        """Return whether a step is full by the interval. Runs that begin flat have as many full steps as other runs:
+        the first step, and the rest at the end."""
         every, last = self.config.full_step_interval, len(self.sigmas) - 1
         if not self.begins_flat:
             return age % every == 0
@@ -191,10 +193,11 @@ class Schedule:
         return (Reason.TOO_FEW_STEPS(),) if too_few and not merged else tuple(found)
 
     def decide(self, sigma: float, step: int | None = None) -> StepPlan:
-        """Return the plan of an evaluation by the settings; `decision.decide` adjusts it. step: if known."""
+        """Return the plan of an evaluation by the settings; `decision.decide` adjusts it. step: its index, if known."""
         config, step = self.config, self.step_at(sigma) if step is None else step
         age = max(0, step - self.span[0])
-        # The first step decides the composition, and no later step can mend seams of the last: first and last are full.
+        # The first step decides the composition, and no later step can mend seams that the last step leaves: both are
+        # full.
         counted = bool(config.full_step_interval and self.sigmas)
         full = counted and self._is_full(step, age)
         final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._merges_last

@@ -20,8 +20,8 @@ from .windows import Budget, Windows
 # and far below true differences.
 TIE = 1e-5
 
-# Priority of the last step's destinations if cached keys, values and updates are propagated: tokens take turns at being
-# computed (benchmarks/results/fidelity/trials.md).
+# Priority of the last step's destinations if cached keys, values and updates are propagated, so that tokens take turns
+# at being computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
 
 # Elements held in fp32 at a time, 1 GB with intermediates; Flux at 2048 x 2048 has 50 million, Wan at 720p 390.
@@ -61,7 +61,7 @@ def greedy_facility_location(
     token i is represented; it starts at -1, the smallest cosine.
     """
     slots = similarity.shape[1]
-    # Gains are never negative: picked slots lose to open ones, padding to all.
+    # Gains are never negative. Picked slots get a gain below that of any open slot, and padding slots a gain of -inf.
     slot = torch.arange(slots, dtype=similarity.dtype, device=similarity.device)
     penalty = (-tie_step(slots) * slot).expand(similarity.shape[:2])
     if valid is not None:
@@ -83,8 +83,8 @@ def greedy_facility_location(
 
 
 def tie_step(slots: int) -> float:
-    """Return by how much more a slot's gain is penalised than the gain of the slot before, at most 256 * TIE over a
-    window, so that large windows do not prefer their first slots."""
+    """Return the difference between the penalties on the gains of neighbouring slots. Over a window it adds up to at
+    most 256 * TIE, so that large windows do not prefer their first slots."""
     return TIE * min(1.0, 256 / slots)
 
 

@@ -51,7 +51,7 @@ def option(default: Any, tooltip: str, bounds: tuple[float, ...] = (), *, intern
 
 
 def checked(name: str, value: Any, spec: SettingSpec) -> Any:
-    """Return the value as the field holds it: of the kind of its default (enum, int, float or bool) and in its range.
+    """Return the value as the field holds it: of the type of its default (enum, int, float or bool) and in its range.
     Raises `ConfigError`."""
     default = spec.default
     if isinstance(default, Enum):
@@ -66,7 +66,8 @@ def checked(name: str, value: Any, spec: SettingSpec) -> Any:
         return value
     kind = Refusal.A_WHOLE_NUMBER() if isinstance(default, int) else Refusal.A_NUMBER()
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # NaN is in no range. The value is shown unrounded: one digit past the end must not read as the end itself.
+    # NaN is in no range. The message shows the value unrounded, because a value just beyond the limit must not read as
+    # the limit itself.
     inside = number and spec.minimum <= value <= spec.maximum
     if not inside or (isinstance(default, int) and value != int(value)):
         limits = {"kind": kind, "low": spec.minimum, "high": spec.maximum, "usual": default}
@@ -78,6 +79,6 @@ def shown(value: Any) -> str:
     """Return a value as text for a message, on one line."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not write out whole numbers of thousands of digits
+    except ValueError:  # Python refuses to write integers of thousands of digits
         text = f"a very large {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

@@ -15,8 +15,8 @@ from .windows import Grid
 class Unmerged(NamedTuple):
     """Something that ran on all tokens."""
 
-    block: str | None  # None if it is no block but a reference image
-    part: str = ""  # of the block, "" for all of it
+    block: str | None  # None for a reference image
+    part: str = ""  # part of the block, "" for all of it
 
     def __str__(self) -> str:
         """Return its name in the report."""
@@ -41,18 +41,19 @@ class RunStats:
     weighings: int = 0
     kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch did
     full_by: tuple[Message, ...] = ()  # settings that make steps full
-    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full steps that the schedule merges
+    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full although the schedule merges them
     by_profile: bool = False  # whether ratios differ by block: grids and merged_steps are then for the largest ratio
     cache_bytes: int = 0  # largest size of the residual cache
     cache_disabled: bool = False
     without_kv_cache: Message | None = None  # why the KV cache was not used
     kv_place: tuple[int, int] = (0, 0)  # peak bytes of keys and values, on the card and in main memory
     kv_pinned: bool = True  # whether that main memory could be pinned
-    kv_skipped: float = 0.0  # share of blocks, the first ones, that memory is too short to merge
-    # For attentions that another node overrides: (tokens are merged, the node left the call to ComfyUI).
+    kv_skipped: float = 0.0  # share of blocks, counted from the first, that run unmerged because memory is short
+    # For each attention that another node overrides: (whether tokens are merged, whether that node passed the call on
+    # to ComfyUI).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of the unmerged run over this run's; None if unknown
-    comfyui: tuple[Message, ...] = ()  # which ComfyUI the run is in
+    comfyui: tuple[Message, ...] = ()  # messages on the ComfyUI in which the run takes place
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     merged_in: Counter[int] = field(default_factory=Counter)  # merged evaluations of each step
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # several devices may share a run
@@ -127,6 +128,6 @@ class RunStats:
 
     def unmerged_reasons(self) -> list[Message]:
         """Return why blocks and reference images were not merged, the most frequent reason first."""
-        # A profile's choice is no reason in a run that would not have merged anyway.
+        # A profile's choice is not the reason in a run that would not have merged without the profile either.
         found = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]
         return sorted(found, key=lambda reason: -len(self.unmerged[reason]))

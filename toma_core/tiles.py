@@ -29,7 +29,8 @@ class TileBatch:
         self.first = _same(self.latent, self.latent).fill_diagonal_(True).int().argmax(1)
 
     def resolve(self, key: Hashable, plan: MergePlan) -> MergePlan:
-        """Store and return the plan of blocks that share `key`, with earlier calls' weights for images seen there."""
+        """Store and return the plan of the blocks that share `key`. Images that earlier calls have shown keep the
+        weights from those calls."""
         before = [batch for batch in self.earlier if key in batch.plans]
         if before:
             same = _same(self.latent, torch.cat([batch.latent for batch in before]))

@@ -27,7 +27,8 @@ class UserSettings:
         self.resolved()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only mapping can be neither copied nor pickled, and other nodes copy the options that settings ride in.
+        # A read-only mapping can be neither copied nor pickled, and other nodes copy the options that carry the
+        # settings.
         return UserSettings, (self.preset, dict(self.overrides))
 
     @property
@@ -38,8 +39,8 @@ class UserSettings:
     def resolved(
         self, kind: ModelKind = ModelKind.UNET, own: Fields = MappingProxyType({}), kv_cache: bool = True
     ) -> ToMAConfig:
-        """Return the config for a kind of model, with the windows of its ratio, see `WIDE_ABOVE`. own: its family's
-        fields. kv_cache: False if it can have none."""
+        """Return the config for a kind of model, with the windows of its ratio, see `WIDE_ABOVE`. own: fields of the
+        model's family. kv_cache: False if the model can have no KV cache."""
         overrides = self.overrides if kv_cache else {**self.overrides, "kv_cache": False}
         config = ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **overrides})
         wide = config.kv_cache and config.ratio > WIDE_ABOVE + 1e-9 and "window_size" not in overrides

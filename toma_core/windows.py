@@ -1,7 +1,8 @@
 """Cut token grids into windows and give each its number of destinations.
 
-Windows lie inside one frame, and all frames have equally many destinations: models modulate and position tokens by
-frame. `Windows` and `Budget` depend on the grid and the settings only; index tensors are made once a run.
+Each window lies within one frame, and all frames have the same number of destinations, because models modulate and
+position tokens by frame. `Windows` and `Budget` depend on the grid and the settings only; index tensors are made once a
+run.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ class Windows:
     valid: Tensor | None  # (W, S) bool, False in padding slots; None without padding
     inverse: Tensor  # (N,) int64, each token's slot in the flattened (W * S)
     contiguous: bool  # windows are contiguous in memory, one after the other
-    cuts: tuple[tuple[int, ...], tuple[int, ...]]  # row and column borders; rows go on from frame to frame
+    cuts: tuple[tuple[int, ...], tuple[int, ...]]  # row and column borders; rows are counted on from frame to frame
     frames: int = 1
 
     @functools.cached_property
     def tiles(self) -> tuple[int, int, int, int] | None:
-        """Rows of windows, rows of a window, windows in a row, columns of a window; None unless all are alike."""
+        """(rows of windows, rows per window, windows per row, columns per window); None unless all windows have the
+        same size."""
         (rows, high), (columns, wide) = map(_parts, self.cuts)
         return (rows, high, columns, wide) if high and wide else None
 
@@ -77,10 +79,10 @@ class Windows:
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """The destinations of each window, at most K = `slots`, D = `total` in all: the same for all images, or adaptive,
-    with counts for each image. Tensors are None if every slot is in use."""
+    """The number of destinations in each window: at most K = `slots` per window, D = `total` altogether. It is the same
+    for all images, or adaptive, with counts for each image. Tensors are None if every slot is in use."""
 
-    counts: tuple[int, ...]  # equal shares, which an adaptive budget reallocates
+    counts: tuple[int, ...]  # destinations in equal shares, which an adaptive budget reallocates
     compact: Tensor | None  # (D,) int64, the slots in use in the flattened (W * K), ascending; adaptive (B, D)
     expand: Tensor | None  # (W * K,) int64, destinations; unused slots repeat the window's first; adaptive (B, W * K)
     valid: Tensor | None  # (W, K) bool, False in unused slots; adaptive (B, W, K)
@@ -129,7 +131,7 @@ def upload(t: Tensor, device: torch.device) -> Tensor:
     return t.to(device) if paged else t.pin_memory().to(device, non_blocking=True)
 
 
-# Layouts outlive a run: made in inference mode they could not be used for training.
+# Layouts outlive a run. If they were made in inference mode, they could not be used for training.
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def make_windows(
@@ -137,9 +139,9 @@ def make_windows(
 ) -> Windows:
     """Return windows over `frames` grids of `height` x `width` tokens, on the CPU. Raises ValueError.
 
-    Tiles are `size` x `size`, or smaller where the side does not divide: cuts are spread evenly, so 52 rows at size 8
-    become seven windows of 7 or 8 rows. Stripes are full-width bands of about size^2 tokens. shifted: cuts are offset
-    by half a window.
+    Tiles are `size` x `size`, or smaller where the side of the grid is not a multiple: cuts are spread evenly, so 52
+    rows at size 8 become seven windows of 7 or 8 rows. Stripes are full-width bands of about size^2 tokens. shifted:
+    cuts are offset by half a window.
     """
     if height < 1 or width < 1 or frames < 1:
         raise ValueError(f"a token grid needs at least one row and one column, got {frames} x {height} x {width}")
@@ -186,7 +188,7 @@ def make_budget(counts: tuple[int, ...], ratio: float, frames: int = 1) -> Budge
     """Share D = N - round(ratio * N) destinations among windows of `counts` tokens, on the CPU. Raises ValueError.
 
     Each window gets its proportional share, rounded so that the sum is exact (largest remainder), and at least one
-    destination: only where that floor binds is D larger, by at most one per window. frames: count of equal parts of the
+    destination. Only this minimum can make D larger, by at most one per window. frames: count of equal parts of the
     windows, in order, each with the same total.
     """
     if not 0 <= ratio < 1:

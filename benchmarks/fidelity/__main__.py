@@ -27,7 +27,9 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="sets; spread is the deviation of their means (default 3)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=11)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 needs a CPU with its instructions")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 needs a CPU with its instructions"
+    )
     parser.add_argument("--weights", type=Path, default=Path("demo/weights"), help="folder with the trained weights")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity"))
     parser.add_argument("--list", action="store_true", help="print the names of the settings and stop")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .triton import TritonKernels
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_CAPABILITY = (8, 0)  # the lowest that Triton supports
-# Sizes of the regression's trial: features of a 4-channel latent, pairs in most heads.
+_CAPABILITY = (8, 0)  # lowest compute capability that Triton supports
+# Sizes in the trial of the regression: features of a 4-channel latent, and pairs in most heads.
 _FEATURES, _PAIRS = 33, 64
 
 
@@ -132,7 +132,8 @@ _trials: dict[Hashable, Message | None] = {}
 
 
 def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
-    """Return the kernels if their first use in this process gives PyTorch's results (`correct`), else why not.
+    """Return the kernels if they give PyTorch's results (`correct`) at their first use in this process, else the reason
+    why not.
 
     Triton compiles at first use and needs a C compiler and a driver. Only this trial is guarded and waits for the
     device: errors in the run itself are not hidden.
@@ -171,7 +172,7 @@ def _merges(
     plan = MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0, priority))
     weights = [plan.merge_weights]
     if weighs:
-        # The first slots of each window stand for given destinations.
+        # Use the first slots of each window as given destinations.
         slots = (torch.arange(budget.slots, device=x.device) * used).expand(len(x), -1, -1)
         weights.append(kernels.weigh(features, slots, windows, budget, 1.0)[0])
     fast, theirs = replace(plan, kernels=kernels), merge(x, plan)
@@ -188,7 +189,7 @@ def _merges(
 
 def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Tensor, Tensor]]:
     """Propagate by kernels and by PyTorch, without a rotation and with one, and return pairs of results, (B, N, C).
-    fresh: (B, D, C). Testing one feature count is enough: it is a run-time argument."""
+    fresh: (B, D, C). Testing one number of features is enough, because the number is a run-time argument."""
     batch, N, C = cached.shape
     features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES).expand(batch, -1, -1)
     fast = regress(features, plan)
@@ -197,7 +198,7 @@ def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Te
         angles = torch.arange(N * P, device=cached.device).view(1, N, 1, P).float()
         R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
         rotations.append(Rotation.of(R, R[0, plan.destinations], cached))
-    rotations.append(rotations[-1])  # the same again: a second launch is a prepared one
+    rotations.append(rotations[-1])  # the same again: only a second launch is prepared
     return [(fast.propagate(cached, fresh, R), plain.propagate(cached, fresh, R)) for R in rotations]
 
 
@@ -212,7 +213,7 @@ def _quantizes(kernels: TritonKernels, x: Tensor) -> bool:
     """Return whether kernels quantise and dequantise with the same error as PyTorch."""
     ours, theirs = kernels.quantize(x), quantize(x)
     if not (isinstance(ours, Int4Tensor) and isinstance(theirs, Int4Tensor)):
-        return True  # copies, on both sides
+        return True  # both sides return a copy
     steps = theirs.step.float().repeat_interleave(x.shape[-1] // theirs.step.shape[-1], -1)
     allowed = 0.6 * steps + 2 * torch.finfo(x.dtype).eps * float(x.float().nan_to_num().abs().amax())
     results = torch.stack([kernels.dequantize(ours), kernels.dequantize(theirs), theirs.dequantize()])

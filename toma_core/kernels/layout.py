@@ -16,7 +16,7 @@ _ROW_MULTIPLE = 16
 
 
 def cdiv(size: int, part: int) -> int:
-    """Return how many parts hold `size`."""
+    """Return how many parts of length `part` are needed to hold `size`."""
     return -(-size // part)
 
 
@@ -34,7 +34,8 @@ def variant(channels: int, windows: Windows, budget: Budget) -> Hashable:
 
 
 def room(like: Tensor, *shape: int) -> Tensor:
-    """Return uninitialised memory of this shape, with the dtype and device of `like` and rows _ROW_MULTIPLE apart."""
+    """Return uninitialised memory of this shape, with the dtype and device of `like`, whose rows start at multiples of
+    _ROW_MULTIPLE elements."""
     columns = cdiv(shape[-1], _ROW_MULTIPLE) * _ROW_MULTIPLE
     return torch.empty(*shape[:-1], columns, device=like.device, dtype=like.dtype)[..., : shape[-1]]
 

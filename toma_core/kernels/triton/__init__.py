@@ -19,7 +19,7 @@ __all__ = ["INTERPRETED", "MAX_SLOTS", "TritonKernels"]
 class TritonKernels:
     """Operations on (B, N, C) tokens in grid order, without autograd, in one launch each.
 
-    Windows have at most MAX_SLOTS tokens, tensors lie on a CUDA device, or on the CPU if INTERPRETED. Weights are those
+    Windows have at most MAX_SLOTS tokens. Tensors lie on a CUDA device, or on the CPU if INTERPRETED. Weights are those
     of `MergePlan`; scores and sums are fp32. Launches are prepared once for each layout and kind of tensors, and live
     as long as this object: one run.
     """
@@ -66,7 +66,8 @@ class TritonKernels:
         return launch(out, weights, budget.expand, reduced, x)
 
     def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
-        """Return fresh - cached at destinations, the rotation R undone if given: (B, D, C), (B, N, C) -> (B, D, C)."""
+        """Return fresh - cached at destinations, with the rotation R undone if one is given: (B, D, C), (B, N, C) ->
+        (B, D, C)."""
         key = ("change", *_kind(fresh), *_kind(cached), *_kind(destinations), R is None or _kind(R))
         launch = self._launches.get(key) or self._prepare(key, change.change, fresh, cached, destinations, R)
         return launch(fresh, cached, destinations, R)
@@ -98,10 +99,10 @@ class TritonKernels:
 
 def _shared(budget: Budget) -> Hashable:
     """Return the budget if all images share it, else the sizes that a launch depends on."""
-    # Called at each launch, so not by the slower property `adaptive`.
+    # This runs at each launch, so it does not use the property `adaptive`, which is slower.
     return (budget.slots, budget.total) if budget.valid is not None and budget.valid.ndim == 3 else budget
 
 
 def _kind(t: Tensor) -> tuple[Hashable, ...]:
-    """Return all that a launch depends on."""
+    """Return the properties of a tensor that a launch depends on."""
     return t.shape, t.stride(), t.dtype, t.get_device()

@@ -58,7 +58,7 @@ def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None
     """Prepare the inverse of R times (fresh - cached at destinations), (B, D, C), with one rounding.
 
     fresh: (B, D, C); cached: (B, N, C); any strides. destinations: (B or 1, D) int64, rows contiguous. R: rotations of
-    the destinations, see `rotation_strides`. The launch is called with all four.
+    the destinations, see `rotation_strides`. The launch is called with all four tensors.
     """
     batch, D, C = fresh.shape
     require(cached, cached.shape[1], fresh)

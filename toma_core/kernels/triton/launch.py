@@ -48,7 +48,7 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 def blocks(x: Tensor, rows: int, inner: int) -> tuple[int, int, int, int]:
     """Return tile sizes (rows of the result, summed side, channels) and warps, for at most 32 KB of operands."""
     rows, inner = min(_MAX_SIDE, padded(rows)), min(_MAX_SIDE, padded(inner))
-    # fp32 runs without tensor cores, with operands in registers: smaller tiles.
+    # fp32 runs without tensor cores and holds operands in registers, so its tiles are smaller.
     half = x.element_size() == 2
     inner = inner if half else min(32, inner)
     channels = min(128 if half else 32, padded(x.shape[2]))
@@ -63,14 +63,14 @@ def require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:
 
 
 def budget_stride(part: Tensor | None, dims: int) -> int:
-    """Return the stride of a budget's tensor between images; 0 without a tensor, or if all images share one, of `dims`
-    dimensions."""
+    """Return the stride of a budget's tensor between images; 0 without a tensor, or if all images share it. dims:
+    dimensions of a shared tensor."""
     return 0 if part is None or part.ndim == dims or len(part) == 1 else part.stride(0)
 
 
 def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
-    """Return the strides of (B or 1, W, rows, columns) between images, 0 if all share one, windows, and rows. Kernels
-    read the padding of rows and mask it. Raises ValueError."""
+    """Return the strides of weights, (B or 1, W, rows, columns), between images (0 if all share the weights), windows
+    and rows. Kernels read the padding of rows and mask it. Raises ValueError."""
     (images, _, rows, columns), (by_image, by_window, by_row, by_column) = weights.shape, weights.stride()
     if rows == 1:
         by_row = columns  # PyTorch's stride of a single row is arbitrary
@@ -84,8 +84,9 @@ class Launch:
     """A kernel that makes one tensor, with its constant arguments.
 
     Triton inspects all arguments at each launch to find the compiled binary, which takes the host several times as long
-    as the launch. Here Triton does so once; then the binary is called with addresses, as long as these are aligned like
-    the first. Callers pass tensors of the same shapes, strides, dtypes and devices at each call.
+    as the launch. This class has Triton do so once and then calls the binary with addresses, as long as these are
+    aligned like those of the first launch. Callers pass tensors of the same shapes, strides, dtypes and devices at each
+    call.
     """
 
     def __init__(

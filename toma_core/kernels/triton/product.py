@@ -1,9 +1,9 @@
 """Merge and unmerge in one launch each (paper, section 4.2).
 
 Each is one small matrix product per window. If changes are regressed on latents (`latent_regression`), unmerging also
-adds the product of features and answers, rotates the sum, and then adds the cached tensor.
-Layout changes (tokens to windows, slots to destinations) are done by the addresses that a program reads and writes,
-without passes for gathering. Every destination and token is written once.
+adds the product of features and answers, rotates the sum, and then adds the cached tensor. Layout changes (tokens to
+windows, slots to destinations) need no extra pass: programs read and write at the right addresses. Every destination
+and token is written once.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _unmerge_kernel(
         answer += image * F * C
         for step in range(0, steps_f):
             f = step * BLOCK_F + tl.arange(0, BLOCK_F)
-            # Padded like rows of weights.
+            # These rows are padded like those of weights.
             mask = mine[:, None] & (f < stride_gn)[None, :]
             G = tl.load(spread + token[:, None] * stride_gn + f[None, :], mask=mask, other=0.0).to(y.dtype.element_ty)
             G = tl.where((f < F)[None, :], G, 0.0)
@@ -204,7 +204,7 @@ def _unmerging(
     rotates: bool = False,
 ) -> Launch:
     """Prepare unmerging to tokens with `like`'s B, C and dtype. strides: those of y, reduced and x. missing: a None per
-    tensor that calls leave out. regressed: strides of spread and R, then F, its iterations, and P."""
+    tensor that calls leave out. regressed: strides of spread and R, then F, the number of iterations over F, and P."""
     (_, count, slots, K), (batch, _, C) = weights.shape, like.shape
     block_s, block_k, block_c, warps = blocks(like, slots, K)
     grid = (batch * count, cdiv(slots, block_s) * cdiv(C, block_c))

@@ -2,7 +2,8 @@
 
 One program owns one window. It computes S_ij = cos(x_i, x_j) once and derives everything else from S: the greedy
 search, the logits sharpness * S_ij of destination i and token j, the softmax over destinations, the normalised rows.
-Destinations are not gathered: a mask over the window's slots marks them; a destination's rank is the count before it.
+Destinations are not gathered. A mask over the window's slots marks them; the rank of a destination is the number of
+destinations before it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .launch import budget_stride, on_device, require, turns, upcast
 
 # The matrix S of a larger window does not fit into registers.
 MAX_SLOTS = 128
-# Not specialised, so that one binary serves all values.
+# Triton does not specialise on these arguments, so that one binary serves all values.
 _ANY_SIZE = ("stride_u", "windows", "slots", "K", "rounds", "steps", "tokens")
 
 
@@ -99,7 +100,7 @@ def _select_kernel(
     A = tl.where(inside[None, :], A / tl.sum(A, axis=0)[None, :], 0.0)
     mask = (chosen_rows != 0)[:, None] & (slot < slots)[None, :]
     tl.store(back + slot[None, :] * pitch_k + rank_rows[:, None], A.to(back.dtype.element_ty), mask=mask)
-    # Rows of zeros stay.
+    # Rows of zeros stay zero.
     A = A / tl.maximum(tl.sum(A, axis=1), 1.1754943508222875e-38)[:, None]
     tl.store(M + rank_rows[:, None] * pitch_s + slot[None, :], A.to(M.dtype.element_ty), mask=mask)
     if HAS_USED:
