@@ -1,4 +1,4 @@
-"""The nodes, and the extension object that hands them to ComfyUI."""
+"""The nodes, and the extension object through which ComfyUI gets them."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class ToMABenchmark(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, ratio: float | None = None) -> bool | str:
-        """Return True, or the pack's own message for a ratio that is 0 or out of range."""
+        """Return True, or this pack's message for a ratio that is 0 or out of range."""
         return str(ConfigError(Measured.RATIO_ZERO())) if ratio == 0 else ratio is None or complaint(ratio=ratio)
 
     @classmethod
@@ -108,7 +108,7 @@ class ToMABenchmark(io.ComfyNode):
         image = as_image(bar_chart(_bars(timings, fastest, closest)))
         lines = said([*verdict, "", Caption.TIME()], notes)
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **lines}
-        if noisy:  # nodes that these outputs are connected to do not run
+        if noisy:  # nodes connected to these outputs then do not run
             return io.NodeOutput(image, table, ExecutionBlocker(None), ExecutionBlocker(None), ui=shown)
         recommended = (0.0 if timed is None else timed.ratio for timed in (fastest, closest))
         return io.NodeOutput(image, table, *recommended, ui=shown)
@@ -120,8 +120,8 @@ class Measured(MessageId):
     WITHOUT_TOMA = "without_toma"
     RATIO = "at_ratio"  # ratio
     RATIO_ZERO = "nothing_to_measure"
-    TASK = "measured_task"  # preset, latent, batch, conditions, runs, steps, sampler, scheduler
-    MACHINE = "measured_machine"  # device, dtype, torch, comfyui
+    TASK = "measured_task"  # parameters: preset, latent, batch, conditions, runs, steps, sampler, scheduler
+    MACHINE = "measured_machine"  # parameters: device, dtype, torch, comfyui
     MERGED = "measured_merged"  # name, merged
     TOO_NOISY = "too_noisy"  # percent
     OFF = "leave_off"
@@ -132,7 +132,7 @@ class Measured(MessageId):
 
 
 def _verdict(timings: Sequence[Timing], fastest: Timing | None, closest: Timing | None) -> list[Message]:
-    """Return what to do, a sentence on each line."""
+    """Return advice on what to do, one sentence per line."""
     noise = timing.noise(timings)
     if noise > timing.TOO_NOISY:
         return [Measured.TOO_NOISY(percent=100 * noise)]
@@ -167,7 +167,7 @@ def _notes(task: Task, preset: str, runs: int, model: ModelPatcher, last: Timing
 
 
 def _table(timings: Sequence[Timing]) -> list[str]:
-    """Return Markdown that is aligned to be read as plain text, too."""
+    """Return a Markdown table that is aligned, so that it can also be read as plain text."""
     rows = [("setting", "ms per step", "20 to 80 %", "speed", "error")]
     for timed in timings:
         median, low, high = (f"{seconds * 1e3:.4g}" for seconds in (timed.median, *timed.spread))

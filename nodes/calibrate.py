@@ -1,4 +1,4 @@
-"""ToMA Calibrate: measure where a model can be merged, and return it merged that way, with the profile.
+"""ToMA Calibrate: measure where a model can be merged, and return the model merged there, with the profile.
 
 Ratios are chosen from three sampling runs:
 
@@ -38,7 +38,7 @@ from .widgets import CATEGORY, SEARCH_ALIASES
 
 # Target -> the preset and ratio whose work a choice has.
 TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
-_PROBES = 1.2  # evaluations for probes, as a share of a run's: with the preset's run about two runs
+_PROBES = 1.2  # evaluations for probes, as a share of those in a run: about two runs together with the preset's run
 _MIN_SITES, _MAX_SITES = 6, 12
 
 
@@ -124,11 +124,11 @@ class ToMACalibrate(io.ComfyNode):
 
 
 class Found(MessageId):
-    """What a calibration found, or why it chose nothing."""
+    """The result of a calibration, or the reason why nothing was chosen."""
 
     LESS_ERROR = "less_error"  # error, before, percent
     PRESET_KEPT = "preset_kept"  # preset, error
-    PRESET = "preset_found"  # preset, ratio, error, percent
+    PRESET = "preset_found"  # parameters: preset, ratio, error, percent
     FULL_STEPS = "preset_has_full_steps"  # preset
     NOTHING = "nothing_to_calibrate"
     PLAIN_NAN = "plain_nan"
@@ -140,11 +140,11 @@ class Found(MessageId):
 class Calibrated:
     """The result of a calibration."""
 
-    model: ModelPatcher  # merged as `profile` says
-    profile: Profile | None = None  # the choice, or the preset where that is kept; None where nothing was chosen
-    errors: tuple[float, float] = (0.0, 0.0)  # the preset's and the choice's
-    work: tuple[float, float] = (1.0, 1.0)  # shares of the blocks' work that preset and choice leave
-    keeps_preset: bool = False  # the choice's error is not smaller, over all images or in most of them
+    model: ModelPatcher  # merged by the profile
+    profile: Profile | None = None  # the choice, or the preset if that is better; None if nothing was chosen
+    errors: tuple[float, float] = (0.0, 0.0)  # error of the preset and of the choice
+    work: tuple[float, float] = (1.0, 1.0)  # shares of the blocks' work that remain with the preset and with the choice
+    keeps_preset: bool = False  # whether the choice's error is not smaller, over all images or in most of them
     problem: Message | None = None  # why nothing was measured or chosen
 
 
@@ -155,12 +155,12 @@ def calibrate(
     overrides: Mapping[str, Any] = {},
     on_run: Callable[[int, int], None] = lambda run, runs: None,
 ) -> Calibrated:
-    """Measure a model and choose ratios with the work of one of `TARGETS`.
+    """Measure a model, and choose ratios that need as much work as one of `TARGETS`.
 
-    Presets with full steps are kept without measuring: for models with such presets no choice had less error
-    (benchmarks/results/fidelity/calibrated.md). The model is not changed; ToMA that it carries is left out. overrides:
-    settings on top of the preset's. on_run: called when a run begins, with its number and the count of runs. Raises
-    `UnsupportedModelError`, and ComfyUI's own exception when the user cancels.
+    Presets with full steps are returned without measuring, because for models with such presets no choice had less
+    error (benchmarks/results/fidelity/calibrated.md). The model is not changed; ToMA on it is ignored. overrides:
+    settings that override those of the preset. on_run: called when a run begins, with its number and the count of runs.
+    Raises `UnsupportedModelError`, and ComfyUI's own exception if the user cancels.
     """
     plain, (preset, ratio) = apply_toma(model, ToMAConfig(ratio=0.0)), TARGETS[target]
     settings = UserSettings(preset, {"ratio": ratio, **overrides})
@@ -212,8 +212,8 @@ def _saving(facts: Sequence[BlockFacts], blocks: Container[str], ratio: float) -
 
 def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str]) -> dict[Cell, list[Option]]:
     """Return the options of every cell; savings are shares of the work in a run."""
-    # How much of a predicted image's error enters the latent in each step. From then on the error is taken to last: on
-    # a trained UNet estimates of its growth made choices no better.
+    # The share of a predicted image's error that enters the latent in each step. This error is assumed to last until
+    # the end: on a trained UNet, estimates of its growth did not improve the choices.
     passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]
     table: dict[Cell, list[Option]] = {}
     for (site, number, ratio), squared in probes.squared_errors().items():
@@ -227,13 +227,13 @@ def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str
 
 
 def _mostly_closer(latent: Tensor, than: Tensor, unmerged: Tensor) -> bool:
-    """Whether more than half of the images are at least as close as those of `than`, so that no outlier decides."""
+    """Whether more than half of the images have at most the error of those in `than`, so that no outlier decides."""
     mine, others = ((each - unmerged).flatten(1).norm(dim=1) for each in (latent, than))
     return bool((mine <= others).float().mean() > 0.5)
 
 
 def _cfgs_of_samplers(hidden: Any) -> list[float]:
-    """Return the cfg of every sampler in the prompt that the model of this node goes into."""
+    """Return the cfg of every sampler in the prompt that gets the model of this node."""
     prompt, reached, found = hidden.prompt or {}, [str(hidden.unique_id)], list[float]()
     for source in reached:
         for node_id, node in prompt.items():
@@ -246,7 +246,7 @@ def _cfgs_of_samplers(hidden: Any) -> list[float]:
 
 
 def _notes(found: Calibrated, target: str) -> list[Message | str]:
-    """Return the messages on a calibration, the answer first."""
+    """Return the messages on a calibration, with the answer first."""
     if found.problem is not None:
         return [found.problem]
     (before, after), (usual, work), (preset, ratio) = found.errors, found.work, TARGETS[target]

@@ -1,4 +1,4 @@
-"""Draw the merge map: each token grid as a picture of its windows, destinations and merged regions."""
+"""Draw the merge map: a picture of each token grid with its windows, destinations and merged regions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..toma_core.merge import MergeMap
 from ..toma_core.windows import Grid
 from .report_charts import BLACK, INK, PAPER, WIDTH, canvas, font, joined
 
-# Okabe and Ito's palette without black: its colours differ for every kind of colour vision.
+# The palette of Okabe and Ito without black; its colours can be told apart with every kind of colour vision.
 _HEX = "#e69f00 #56b4e9 #009e73 #f0e442 #0072b2 #d55e00 #cc79a7"
 _COLOURS = np.array([ImageColor.getrgb(colour) for colour in _HEX.split()], dtype=np.uint8)
 _MARGIN, _CAPTION = 16, 34
@@ -22,7 +22,7 @@ _EDGE = (250, 250, 250)  # colour of the line between tokens of different destin
 
 
 def draw(maps: Mapping[Grid, MergeMap], picture: Tensor | None = None, charts: Sequence[Image.Image] = ()) -> Tensor:
-    """Draw one panel per token grid, the finest first, side by side, and charts below them.
+    """Draw one panel per token grid side by side, the finest first, with charts below.
 
     picture: (B, H, W, C) fp32 in [0, 1]; its first image is drawn under the regions. Returns (1, H, W, 3) fp32 in [0,
     1], as ComfyUI's IMAGE.
@@ -66,7 +66,7 @@ def _panel(merged: MergeMap, photo: Image.Image | None, side: int) -> Image.Imag
 
 
 def _regions(merged: MergeMap, photo: Image.Image | None, cell: int) -> Image.Image:
-    """Draw tokens in the colour of their destination, over the photo, with a line between different destinations."""
+    """Draw tokens in the colour of their destination over the photo, with a line between different destinations."""
     owner = merged.owner.view(merged.height, merged.width).numpy().repeat(cell, 0).repeat(cell, 1)
     places = 3 * (owner // merged.width) + owner % merged.width
     image = Image.fromarray(_COLOURS[places % len(_COLOURS)])

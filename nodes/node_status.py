@@ -1,7 +1,7 @@
-"""Show on a node what its runs do while the page is open: when a run begins, when it ends, and errors in between.
+"""Show the runs of a node on it while the page is open: when a run begins, when it ends, and errors in between.
 
-web/toma.js writes the lines on the node, in the page's language. Messages go only to the page that queued the prompt,
-and name its workflow, because two workflows may use the same node ids.
+web/toma.js writes the lines on the node, in the language of the page. Messages go only to the page that queued the
+prompt, and name its workflow, because two workflows may use the same node ids.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class NodeStatus:
     """The status of one node during runs of its model."""
 
     node_id: str | None  # ComfyUI's id of the node in the prompt; None outside of a prompt, where nothing is shown
-    notes: Sequence[Line] = ()  # lines on its inputs, shown after each run
-    # Name of the preset, as `preset`, and values of the settings that are left to the preset, by name.
+    notes: Sequence[Line] = ()  # remarks on the node's inputs, shown after each run
+    # Name of the preset, as `preset`, and the values of the settings that are left to the preset, by name.
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def began(self) -> None:
@@ -44,12 +44,12 @@ class NodeStatus:
     def ended(self, stats: RunStats) -> None:
         """Show what a run merged, or why it merged nothing."""
         lines = report_text.headline(stats), *report_text.work(stats), *self.notes
-        # The page times the sampler that ends now, see web/timing.js.
+        # The page measures the time of the sampler that ends now, see web/timing.js.
         first_full = min(stats.steps, default=0) not in stats.merged_steps
         self.say(*lines, details=report_text.details(stats), run=True, first_full=first_full, preset=dict(self.preset))
 
     def measures(self, run: int, runs: int) -> None:
-        """Show that one of several runs begins, counted from 1."""
+        """Show that one of several runs begins; runs are counted from 1."""
         self.say(Status.MEASURING(run=run, runs=runs))
 
     def say(self, *lines: Line, details: Sequence[Line] = (), **more: Any) -> None:
@@ -62,8 +62,8 @@ class NodeStatus:
 
 @contextmanager
 def status_of(hidden: Any) -> Iterator[NodeStatus]:
-    """Yield the status of the node that is executed, from its hidden inputs. Show errors raised inside on the node,
-    too."""
+    """Yield the status of the node that is executed, from its hidden inputs. Errors raised inside are shown on the
+    node, too."""
     status = NodeStatus(None if hidden is None else hidden.unique_id)
     try:
         yield status
@@ -76,7 +76,7 @@ def status_of(hidden: Any) -> Iterator[NodeStatus]:
 
 
 def said(lines: Sequence[Line], details: Sequence[Line] = ()) -> dict[str, Any]:
-    """Return lines as part of a node's `ui`, for lines that are known when the node is executed."""
+    """Return lines for a node's `ui`, if the lines are known when the node is executed."""
     return {"toma": (_message(lines, details),)}
 
 
@@ -94,10 +94,11 @@ def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
 
 
 def _running() -> tuple[Any, str | None, str | None]:
-    """Return ComfyUI's server, the client whose prompt is running, and the id of the workflow on its page: each None if
-    missing, all None if ComfyUI's queue is not as this pack knows it, as a status must never end a run."""
+    """Return ComfyUI's server, the client whose prompt is running, and the id of the workflow on its page, each None if
+    missing. All are None if ComfyUI's queue differs from the one that this pack knows, because a status must never end
+    a run."""
     try:
-        server = sys.modules["server"].PromptServer.instance  # there is none where ComfyUI's classes are used alone
+        server = sys.modules["server"].PromptServer.instance  # missing where ComfyUI runs without a server
         (prompt,) = server.prompt_queue.get_current_queue_volatile()[0]
         extra = prompt[3]
         workflow = (extra.get("extra_pnginfo") or {}).get("workflow") or {}

@@ -25,7 +25,7 @@ class NoReport(MessageId):
 
 
 class ToMAReport(io.ComfyNode):
-    """Report what was merged where and when in the last run of a model."""
+    """Report what was merged, where and when, in the last run of a model."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -77,7 +77,7 @@ class ToMAReport(io.ComfyNode):
 
 
 def _captions(stats: RunStats) -> list[Message | str]:
-    """Return what the picture shows."""
+    """Return captions that describe the picture."""
     if not stats.steps:
         return []
     shown = [*([Caption.MAP()] if stats.maps else []), Caption.STEPS(), Caption.BLOCKS()]

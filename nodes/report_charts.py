@@ -1,7 +1,7 @@
 """Draw charts with PIL: tokens by step and by block, and what Benchmark and Calibrate measured.
 
-Pictures hold numbers and names of blocks; a `Caption` on the node explains these in the page's language. Colours
-are Okabe and Ito's, which differ for every kind of colour vision.
+Pictures show numbers and names of blocks; a `Caption` on the node explains these in the language of the page. The
+colours are those of Okabe and Ito, which can be told apart with every kind of colour vision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..toma_core.stats import RunStats
 from .adapters.report_text import natural_order
 
 Colour = tuple[int, int, int]
-# PAPER is as dark as ComfyUI's page; BLACK is drawn on colours.
+# PAPER is as dark as ComfyUI's page; BLACK is for text on colours.
 PAPER, INK, FAINT, BLACK = (34, 34, 36), (230, 230, 230), (84, 84, 88), (16, 16, 16)
 MERGED, PARTLY, FULL = (86, 180, 233), (240, 228, 66), (150, 150, 150)
 RECOMMENDED, ERROR = (230, 159, 0), (204, 121, 167)
@@ -26,7 +26,7 @@ WIDTH, LARGE, SMALL = 784, 24, 22
 _PAD = 8
 _STRIP, _AXIS = 110, 84  # height of the steps' bars, width of their axis labels
 _SQUARE, _PITCH = 32, 35  # side of a block's square, and distance from square to square
-_ROW, _THICK, _THIN = 84, 28, 10  # `bar_chart`: height of a row and of its two bars
+_ROW, _THICK, _THIN = 84, 28, 10  # for `bar_chart`: height of a row, and of its two bars
 
 
 class Caption(MessageId):
@@ -47,7 +47,7 @@ def font(size: int = LARGE) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    """Return an empty image and a pen for it."""
+    """Return an empty image and a pen that draws on it."""
     image = Image.new("RGB", (width, height), PAPER)
     return image, ImageDraw.Draw(image)
 
@@ -65,7 +65,7 @@ def joined(images: Sequence[Image.Image], across: bool = False, gap: int = 0) ->
 
 
 def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
-    """Draw a bar for each sampling step, as high as the share of the tokens that its merged blocks compute."""
+    """Draw a bar for each sampling step: its height is the share of tokens that merged blocks compute."""
     total = max([stats.total_steps, *(step + 1 for step in stats.steps)])
     image, pen = canvas(width, _STRIP + 58)
     each, top = (width - _AXIS - _PAD) / max(total, 1), 20
@@ -86,9 +86,9 @@ def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
 
 
 def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
-    """Draw a square for each transformer block, a row for each stack: merged, merged in part, or not merged.
+    """Draw a square for each transformer block, with one row per stack: merged, merged in part, or not merged.
 
-    A square shows the numbers of the block's reasons in the report's section "Not merged".
+    A square shows the numbers that its reasons have in the report's section "Not merged".
     """
     reasons: dict[str, list[str]] = {}
     for number, reason in enumerate(stats.unmerged_reasons(), 1):
@@ -120,7 +120,7 @@ class Bar:
 
     name: str
     value: float  # length of the bar
-    label: str  # above the bar, at the right
+    label: str  # text above the bar, at the right
     colour: Colour = MERGED
     spread: tuple[float, float] | None = None  # range of most measurements, drawn as a whisker
     error: float = 0.0  # drawn as a thinner bar below, NaN as the largest
@@ -129,7 +129,7 @@ class Bar:
 def bar_chart(bars: Sequence[Bar]) -> Image.Image:
     """Draw horizontal bars, one below the other."""
     longest = max([1e-9, *(bar.spread[1] if bar.spread else bar.value for bar in bars)])
-    largest = max([1e-9, *(bar.error for bar in bars)])  # `max` keeps the first value beside NaN
+    largest = max([1e-9, *(bar.error for bar in bars)])  # `max` ignores NaN except in the first place
     return joined([canvas(WIDTH, _PAD)[0], *(_bar_row(bar, longest, largest) for bar in bars)])
 
 

@@ -24,10 +24,10 @@ class Task:
     negative: Any  # None to sample without guidance
     latent: Any  # zeros, (B, C, H, W) or (B, C, T, H, W), or ComfyUI's `NestedTensor` of several streams
     steps: int
-    cfg: float = 4.0  # counts only with a negative
+    cfg: float = 4.0  # has an effect only with a negative
     sampler_name: str = "euler"
     scheduler: str = "simple"
-    noise: Tensor | None = None  # None to draw it by seed 0, as ComfyUI's samplers do
+    noise: Tensor | None = None  # if None, it is drawn from seed 0, as ComfyUI's samplers do
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, latent: Any, negative: Any = None, **sampler: Any) -> Task:
@@ -51,8 +51,8 @@ class Task:
         return 1 if self.negative is None or self.cfg == 1.0 else 2
 
     def sample(self, model: ModelPatcher, stepped: Callable[..., None]) -> Tensor:
-        """Sample the task with a model. stepped: ComfyUI's callback. Returns the final latent, fp32 on the CPU; if
-        there are several streams, the first."""
+        """Number of conditions for which the model is evaluated in every step. Returns the final latent, fp32 on the
+        CPU; if it has several streams, that of the first."""
         with torch.random.fork_rng(devices=()):  # ComfyUI seeds the global generator
             noise = comfy.sample.prepare_noise(self.latent, 0) if self.noise is None else self.noise
         latent = comfy.sample.sample(

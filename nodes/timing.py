@@ -1,7 +1,7 @@
-"""Measure how long a model samples with and without ToMA, in turn on the machine at hand.
+"""Measure how long a model samples with and without ToMA, alternately on this machine.
 
-Real sampling runs through ComfyUI's sampler, plan making included. The clock waits for the device twice a run, before
-the first step and after the last, and never in between. Loading the model is not counted.
+Full sampling runs go through ComfyUI's sampler, including the making of plans. The clock waits for the device twice per
+run, before the first step and after the last, never in between. The time for loading the model is not counted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .adapters.patch_model import apply_toma
 from .adapters.report_text import headline
 from .task import Task, error, progress
 
-_WARM_UP_STEPS = 3  # the first and the last step are full: with one between them both kinds of steps are warm
-WORTH = 1.2  # speed-up for which merging is worth its error
-TOO_NOISY = 0.15  # runs of one setting that differ by a larger share of their median tell nothing
+_WARM_UP_STEPS = 3  # the first and last step are full, so one step between them warms up the merged kind
+WORTH = 1.2  # speed-up from which on merging is worth its error
+TOO_NOISY = 0.15  # if the runs of one setting differ by more than this share of their median, they show nothing
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Timing:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Seconds per step below which a fifth and four fifths of the runs lie."""
+        """Seconds per step below which one fifth of the runs lie, and four fifths."""
         low, _, _, high = statistics.quantiles(self.seconds, n=5, method="inclusive")
         return low, high
 
@@ -59,12 +59,12 @@ def measure(
     runs: int,
     on_run: Callable[[int, int], None] = lambda run, runs: None,
 ) -> list[Timing]:
-    """Return the timing without ToMA and at each ratio, in this order.
+    """Return the timing without ToMA, then the timing at each ratio.
 
-    Every setting samples a few steps first. Then all settings take turns, forwards and backwards, so that a machine
-    that slows down favours none. The model is not changed; ToMA that it carries is left out. on_run: called when a run
-    begins, with its number and the count of runs. Raises `UnsupportedModelError`, and ComfyUI's own exception when the
-    user cancels.
+    Each setting first samples a few steps to warm up. Then the settings are timed in turn, forwards and backwards, so
+    that a machine that slows down favours none of them. The model is not changed; ToMA on it is ignored. on_run: called
+    when a run begins, with its number and the count of runs. Raises `UnsupportedModelError`, and ComfyUI's own
+    exception if the user cancels.
     """
     base = apply_toma(model, ToMAConfig(ratio=0.0))
     merged = [apply_toma(base, replace(settings, overrides={**settings.overrides, "ratio": each})) for each in ratios]
@@ -92,20 +92,20 @@ def measure(
 
 
 def worthwhile(timings: Sequence[Timing]) -> Timing | None:
-    """Return the timing with the smallest error among those about as fast as the fastest, within a twentieth of the
-    time without ToMA. None if no setting is faster by more than its runs differ among themselves."""
+    """Return the timing with the smallest error among those whose time differs from the fastest by at most a twentieth
+    of the time without ToMA. None if no setting gains more time than its own runs differ."""
     faster = _faster(timings)
     enough = min((timing.median for timing in faster), default=0.0) + timings[0].median / 20
     return _least_error(timing for timing in faster if timing.median <= enough)
 
 
 def closest(timings: Sequence[Timing]) -> Timing | None:
-    """Return the timing with the smallest error among those at least `WORTH` times as fast, None if there is none."""
+    """Return the timing with the smallest error among those at least `WORTH` times as fast as without ToMA, or None."""
     return _least_error(each for each in _faster(timings) if timings[0].median >= WORTH * each.median)
 
 
 def noise(timings: Sequence[Timing]) -> float:
-    """Return the largest spread of one setting's runs, as a share of their median."""
+    """Return the largest spread among the runs of one setting, as a share of their median."""
     return max((timing.spread[1] - timing.spread[0]) / timing.median for timing in timings)
 
 
@@ -138,5 +138,5 @@ def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple
 
 
 def _wait_for(tensor: Tensor) -> None:
-    """Wait for all work that leads to a tensor: a value can be read only then, on every kind of device."""
+    """Wait for all work on which a tensor depends: on every kind of device, its values can be read only after that."""
     tensor.flatten()[:1].cpu()

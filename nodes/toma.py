@@ -1,4 +1,4 @@
-"""ToMA and ToMA Advanced: speed a model up, with one number or with every setting."""
+"""ToMA and ToMA Advanced: make a model faster, with one number or with every setting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLACE = "ToMA goes after the LoRAs, before step caches, torch.compile and the s
 
 
 class Note(MessageId):
-    """The remark of a node on its inputs."""
+    """A node's remark on its inputs."""
 
     OFF_RATIO = "off_ratio"
     OFF_STEPS = "off_steps"
@@ -33,7 +33,7 @@ class Note(MessageId):
 
 
 def complaint(**values: Any) -> bool | str:
-    """Return True, or what is wrong with these fields of `ToMAConfig` as text, for ComfyUI's validation."""
+    """Return True, or a text on what is wrong with these fields of `ToMAConfig`, for ComfyUI's validation."""
     try:
         ToMAConfig(**values)
     except ConfigError as error:
@@ -42,7 +42,7 @@ def complaint(**values: Any) -> bool | str:
 
 
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
-    """Return the patched model. The node shows its runs; a node that is off shows at once that it is."""
+    """Return the patched model. The node shows its runs. A node that is switched off shows this immediately."""
     with status_of(hidden) as status:
         settings, model = UserSettings(preset, overrides), validate_inputs.model(model)
         settings, ratio_schedule, notes = _profiled(model, settings, profile)
@@ -54,9 +54,9 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
 
 
 def _profiled(model: Any, settings: UserSettings, text: Any) -> tuple[UserSettings, RatioSchedule, tuple[Message, ...]]:
-    """Return the settings and ratios of a profile's text, and what the node shows; the given settings if no profile
-    fits the model. The profile's settings override the preset's, settings made by hand override both; the profile's
-    ratios replace the ratio that is set. Raises `UnsupportedModelError`."""
+    """Return the settings and ratios of a profile's text, and the lines that the node shows. If the profile does not
+    fit the model, the given settings are returned. The profile's settings override those of the preset, and settings
+    made by hand override both. The profile's ratios replace the ratio that is set. Raises `UnsupportedModelError`."""
     if settings.off or text is None or (isinstance(text, str) and not text.strip()):
         return settings, (), ()
     try:
@@ -99,7 +99,7 @@ def _schema(node_id: str, display_name: str, description: str, *settings: Any) -
 
 
 class ToMA(io.ComfyNode):
-    """Speed a model up with one number and a preset."""
+    """Make a model faster with one number and a preset."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -114,7 +114,7 @@ class ToMA(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, ratio: float | None = None) -> bool | str:
-        """Return True, or the pack's own message for a ratio out of range, which says what to do."""
+        """Return True, or this pack's message for a ratio out of range, which says what to do."""
         return True if ratio is None else complaint(ratio=ratio)
 
     @classmethod
@@ -123,7 +123,7 @@ class ToMA(io.ComfyNode):
 
 
 class ToMAAdvanced(io.ComfyNode):
-    """Speed a model up with every setting."""
+    """Make a model faster with every setting."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -147,8 +147,9 @@ class ToMAAdvanced(io.ComfyNode):
         window_size: int | None = None,
         sharpness: float | None = None,
     ) -> bool | str:
-        """Return True, or what is wrong with the range of steps, or with an input whose minimum is above 0: ComfyUI
-        also allows all from -1 to that minimum. For one error ComfyUI flags every input; the page finds the faulty."""
+        """Return True, or what is wrong with the range of steps, or with an input whose minimum is above 0. ComfyUI
+        allows such an input all values from -1 to that minimum. ComfyUI flags every input for one error; the page finds
+        the faulty one."""
         given = {
             "start_percent": start_percent,
             "end_percent": end_percent,

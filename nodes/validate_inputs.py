@@ -1,4 +1,4 @@
-"""Check the inputs of a node: a prompt sent over the API may contain any value, and ComfyUI passes it on."""
+"""Check the inputs of a node, because ComfyUI passes on any value from a prompt that was sent over the API."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .adapters.streams import first_of_nested
 
 
 class WrongInput(MessageId):
-    """The messages for wrong inputs: what the input takes, and what to connect."""
+    """The messages for wrong inputs: the type that the input takes, and what to connect."""
 
-    MODEL = "wrong_model"  # setting, value: for all four
+    MODEL = "wrong_model"  # parameters of all four: setting, value
     LATENT = "wrong_latent"
     CONDITIONING = "wrong_conditioning"
     IMAGE = "wrong_image"
 
 
 def model(value: Any) -> Any:
-    """Return a MODEL. Raises `ConfigError` for anything else, as do the other functions."""
+    """Return a MODEL. Return a MODEL. Raises `ConfigError` for other values, as do the other functions."""
     return _need("model", value, hasattr(value, "get_model_object"), WrongInput.MODEL)
 
 

@@ -17,8 +17,9 @@ from .adapters.report_text import label
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
-_FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # shown at once, the others are advanced inputs
-# Values that leave a field to the preset: in lists and switches, and in numbers, which are never negative otherwise.
+_FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # always shown; all others are advanced inputs
+# Values that leave a field to the preset: one for lists and switches, one for numbers, which otherwise are never
+# negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
 
@@ -56,7 +57,7 @@ def profile() -> Any:
 
 
 def overrides() -> list[Any]:
-    """Return an input for every other field of `ToMAConfig`; a field that is not set is the preset's."""
+    """Return an input for every other field of `ToMAConfig`; a field that is not set has the preset's value."""
     return [_override(name) for name in dict.fromkeys((*_FRONT, *_fields()))]
 
 
@@ -89,15 +90,16 @@ def _override(name: str) -> Any:
 
 
 def _values(preset: str, name: str) -> list[Any]:
-    """Return a field's values in a preset, for UNets and for transformers: the page shows both until a run says which
-    kind the model is."""
+    """Return the values of a field in a preset, for UNets and for transformers: the page shows both until a run reveals
+    the kind of the model."""
     kinds = ModelKind.UNET, ModelKind.TRANSFORMER
     values = [getattr(UserSettings(preset).resolved(kind), name) for kind in kinds]
     return list(dict.fromkeys(value.value if isinstance(value, Enum) else value for value in values))
 
 
 def _is_set(value: Any) -> bool:
-    # Any negative number: a widget's arrow makes -0.95 of -1. A value from a link may define equality itself.
+    # Test for any negative number, because the arrows of a widget turn -1 into -0.95. Other types are not compared: a
+    # value from a link may define equality itself.
     if isinstance(value, (int, float)):
         return not value < 0
     return not isinstance(value, str) or value != _PRESET

@@ -1,1 +1,1 @@
-"""Adapters: the only code that knows ComfyUI's model classes and hooks. `apply_toma` (patch_model.py) is the way in."""
+"""Adapters: the only code that knows ComfyUI's model classes and hooks. Start with `apply_toma` in `patch_model.py`."""

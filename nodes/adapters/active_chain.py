@@ -1,10 +1,10 @@
-"""One chain of blocks in one evaluation: whether it is merged, with which plans, and how.
+"""One chain of blocks in one evaluation: whether the chain is merged, with which plans, and how.
 
     reduction, reduced = chain.reduce(x)        merge
     out = blocks(reduced)                       the model's own blocks
     y = reduction.restore(out, reduced, x)      unmerge
 
-`chain.ChainSite` calls these: directly in eager mode, by the operators in `compile_ops` in a graph.
+`chain.ChainSite` calls these methods: directly in eager mode, and through the operators of `compile_ops` in a graph.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ActiveChain:
     """A chain of blocks in one evaluation."""
 
     signature: BlockSignature
-    grids: tuple[Grid, ...]  # the image's, then one per reference image; (N,) for a reference that is not merged
+    grids: tuple[Grid, ...]  # the image's grid, then one per reference image; (N,) for a reference that is not merged
     scope: Hashable  # chains with equal scopes share plans
     names: Sequence[str]  # blocks of the chain, as in the report
-    work: tuple[Block, Granularity]  # cost of one block, and the granularity that the chain is merged at
+    work: tuple[Block, Granularity]  # cost of one block, and the granularity at which the chain is merged
     evaluation: Evaluation
 
     @property
@@ -86,8 +86,8 @@ class ActiveChain:
         return reason is None
 
     def reduce(self, x: Tensor) -> tuple[Reduction, Tensor]:
-        """Merge the (B, N, C) tokens of all grids; an evaluation that only refreshes the cache returns the tokens as
-        they are."""
+        """Merge the (B, N, C) tokens of all grids. An evaluation that only refreshes the cache returns the tokens
+        unchanged."""
         evaluation, name, parts = self.evaluation, self.name, split(x, self.tokens)
         plans, cached = [evaluation.plan(parts[0], self.grids[0], self.scope)], list[Refresh | Cached | None]()
         for n, (part, grid) in enumerate(zip(parts, self.grids, strict=True)):
@@ -110,7 +110,7 @@ class Reduction:
 
     chain: ActiveChain
     plans: tuple[MergePlan | None, ...]  # one for each grid; None in an evaluation that only refreshes the cache
-    cached: tuple[Refresh | Cached | None, ...]  # the chain's entry for each grid; None where nothing is cached
+    cached: tuple[Refresh | Cached | None, ...]  # the chain's cache entry for each grid; None where nothing is cached
     lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid; N = D where the chain only refreshes the cache
     attended: set[str] = field(default_factory=set)  # blocks whose attention has read or stored keys and values
     # Rotary positions of the image's N tokens and of its D destinations, (B or 1, T, ..., P, 2, 2).
@@ -133,18 +133,19 @@ class Reduction:
         return self.chain.signature.clamp_fp16(joined(restored))
 
     def _all_attended(self) -> bool:
-        """Return whether every block is in `attended`; note in the run whether any block is, and empty the set."""
+        """Return whether every block of the chain is in `attended`. Note in the run whether any block is in it, and
+        empty the set."""
         run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
         run.attention_hook_called = bool(run.attention_hook_called or self.attended)
         self.attended.clear()
         return every
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
-        """Return the keys or values of all tokens in place of the destinations'.
+        """Return the keys or values of all tokens, in place of those of the destinations.
 
         (B, before + D + rest, C) -> (B, before + N + rest, C); with axis 2, (B, heads, T, C). A refresh caches t; a
-        merged step propagates the change at its destinations. Without a cache t is returned as it is; with `always` it
-        is unmerged.
+        merged step propagates the change at its destinations. Without a cache t is returned unchanged or, with
+        `always`, unmerged.
         """
         evaluation, lengths = self.chain.evaluation, [count for _, count in self.lengths]
         quantized = evaluation.run.quantized
@@ -158,7 +159,7 @@ class Reduction:
             shape = part[:, :1].expand(-1, tokens, -1)
             cached = evaluation.cached(f"{block} {what} {n}", shape, kv=True, of_latent=not n)
             if isinstance(cached, Refresh):
-                # A view would change with the tensor that the block writes into.
+                # If the cache held a view, it would change when the block writes into the tensor.
                 cached.store(part if own else part.clone(memory_format=torch.contiguous_format))
             elif cached is not None and plan is not None:
                 rotation = self._rotation(part, t.shape[3:]) if what.startswith("key") and not n else None
@@ -171,12 +172,13 @@ class Reduction:
             return t
         images, after = from_btc(joined(seen), t, axis), before + sum(lengths)
         if t.shape[axis] == sum(lengths):
-            return images if quantized else images.clone()  # the cache must not be written into
+            return images if quantized else images.clone()  # blocks must not write into the cache
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
-        """Note the rotary positions of [before | N | rest] and of [before | D | rest]. Ignored are other rows, and
-        rotations of channels that are not adjacent: keys rotated like that are regressed without undoing it."""
+        """Note the rotary positions of [before | N | rest] and of [before | D | rest]. Other rows are ignored, and so
+        are rotations of channels that are not adjacent: keys with such rotations are regressed without undoing the
+        rotation."""
         axis, (tokens, destinations) = self.chain.signature.rope_token_dim, self.lengths[0]
         if self.chain.signature.rope_split_half:
             return
@@ -224,7 +226,8 @@ def merged_rope(rope: Tensor, destinations: Tensor, before: int, tokens: int, ax
     """Return the positions of [before | D destinations | rest] from those of [before | N | rest] along `axis`.
 
     Args:
-        rope: (B or 1, ..., T, ..., 2, 2), as in ComfyUI's models: T second or third, axes of heads of length 1.
+        rope: (B or 1, ..., T, ..., 2, 2), as in ComfyUI's models: T is the second or third axis, and axes of heads have
+        length 1.
         destinations: (B, D), indices of the destinations among the N tokens.
     """
     after = before + tokens

@@ -15,31 +15,32 @@ from . import registry
 from .model_hooks import ATTACHMENT
 
 _MAX_REPORTS = 32
-_reports: dict[str, RunStats] = {}  # stats of each `Attachment`'s last run, by an id that survives copies; latest last
+_reports: dict[str, RunStats] = {}  # stats of each `Attachment`'s last run, by a lasting id; the latest come last
 
 
 class Watcher(Protocol):
-    """Observes a model's runs. Called twice a run, never in between; must not raise."""
+    """Observes a model's runs. Called at the beginning and at the end of a run, never in between; must not raise."""
 
     def began(self) -> None:
         """Note that a run begins."""
 
     def ended(self, stats: RunStats) -> None:
-        """Note that a run is over, also after an error."""
+        """Note that a run has ended, with or without an error."""
 
 
 @dataclass(frozen=True)
 class Attachment:
     """The settings that a patched model carries."""
 
-    settings: UserSettings | ToMAConfig  # as given; each run resolves them once, see `config_for`
-    report_id: str  # id of its runs' stats
+    settings: UserSettings | ToMAConfig  # as given by the caller; each run resolves them once, see `config_for`
+    report_id: str  # id under which the stats of its runs are stored
     watcher: Watcher | None = None
     ratio_schedule: RatioSchedule = ()  # a profile's; empty without
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:
-    """Return what `apply_toma` attached to this model, or to a model that this one was cloned from; else None."""
+    """Return the `Attachment` that `apply_toma` gave to this model, or to a model from which this one was cloned; else
+    None."""
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 
@@ -55,13 +56,14 @@ def config_for(settings: UserSettings | ToMAConfig, model: ModelPatcher, kv_cach
 
 
 def last_stats(model: ModelPatcher) -> RunStats | None:
-    """Return the stats of a model's last finished run; None without ToMA, or if dropped for newer stats."""
+    """Return the stats of a model's last finished run. None without ToMA, or if these stats were dropped to store newer
+    ones."""
     attachment = attachment_of(model)
     return None if attachment is None else _reports.get(attachment.report_id)
 
 
 def keep_stats(attachment: Attachment, stats: RunStats) -> None:
-    """Keep the stats of a finished run in place of the previous run's."""
+    """Store the stats of a finished run in place of the previous run's."""
     _reports.pop(attachment.report_id, None)
     _reports[attachment.report_id] = stats
     for oldest in list(_reports)[:-_MAX_REPORTS]:

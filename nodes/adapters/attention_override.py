@@ -1,8 +1,8 @@
 """Replace the keys and values of a block's self-attention by those of all tokens.
 
 ComfyUI calls the `optimized_attention_override` after norm and rotation, so each key has its own position. Attention is
-then computed by the same function as without ToMA: another node's override, else the function that the checkpoint names
-for this attention, else ComfyUI's default.
+then computed by the same function as without ToMA: by another node's override, else by the function that the checkpoint
+names for this attention, else by ComfyUI's default.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _OVERRIDE = "optimized_attention_override"
 # (keys or values, name, tokens before the image, axis of tokens) -> keys or values to attend to instead: (B, T, C), (B,
 # T, heads, C) or, with axis 2, (B, heads, T, C).
 Change = Callable[[Tensor, str, int, int], Tensor]
-# A mask of the keys -> a mask of the keys that replace these, None if unknown.
+# A mask of the keys -> a mask of the keys that replace them, None if unknown.
 Masked = Callable[[Tensor], "Tensor | None"]
-# (whether tokens are merged, whether another node left this attention to ComfyUI).
+# (whether tokens are merged, whether another node passed this attention on to ComfyUI).
 Note = Callable[[bool, bool], None]
 
 
@@ -31,17 +31,17 @@ Note = Callable[[bool, bool], None]
 class KVOverride:
     """Stands in for `optimized_attention` in one call of a block."""
 
-    change: Change  # gives the keys and values to attend to
+    change: Change  # returns the keys and values to attend to
     spans: Sequence[tuple[int, ...]]  # see `BlockSignature.attention_spans`
     then: Callable[..., Any] | None  # the override of another node
-    masked: Masked  # gives the mask of the new keys
+    masked: Masked  # returns the mask of the new keys
     preferred: Sequence[nn.Module] = ()  # see `preferences_of`
     note: Note | None = None  # called for each of the block's self-attentions that `then` has computed
     called: int = 0  # how many of the block's self-attentions have run
 
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
-        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # of the original keys
+        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # mask of the original keys
         seen = None if mask is None else self.masked(mask)
         number = self._number(q, k, v, axis)
         if number is not None and (mask is None or seen is not None):
@@ -49,7 +49,7 @@ class KVOverride:
             keys = self.change(k, f"key {number}", before, axis)
             values = self.change(v, f"value {number}", before, axis)
             self.called += 1
-            if keys.shape[axis] == values.shape[axis]:  # else only keys or only values are cached
+            if keys.shape[axis] == values.shape[axis]:  # otherwise only keys or only values are cached
                 k, v = keys, values
             if seen is not None and k.shape[axis] > tokens:
                 if len(args) > 1:
@@ -80,8 +80,8 @@ class KVOverride:
         return self.called if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries else None
 
     def _default(self, function: Callable[..., Any], number: int | None) -> Callable[..., Any]:
-        """Return what computes this attention without overrides: under any override, also ours, ComfyUI passes over the
-        checkpoint's function."""
+        """Return the function that computes this attention without overrides. Under any override, including ours,
+        ComfyUI ignores the function that the checkpoint names."""
         if not self.preferred:
             return function
         named: Any = self.preferred[0 if number == 0 else -1].function
@@ -89,8 +89,9 @@ class KVOverride:
 
 
 def preferences_of(block: nn.Module) -> tuple[nn.Module, ...]:
-    """Return a block's `ComfyAttention` modules: the self-attention's first, that of the attention to text last. Each
-    module's `function` is what the checkpoint names for this attention, None if nothing. Empty before ComfyUI 0.34."""
+    """Return a block's `ComfyAttention` modules: first that of the self-attention, last that of the attention to text.
+    Each module's `function` is the one that the checkpoint names for this attention, or None. Empty before ComfyUI
+    0.34."""
     named = dict(block.named_modules())
     return tuple(module for name, module in named.items() if name.rpartition(".")[2] == "comfy_attention")
 
@@ -104,8 +105,9 @@ def override_attention(
     preferred: Sequence[nn.Module] = (),
     note: Note | None = None,
 ) -> CallArguments:
-    """Return a block's arguments that make its self-attention use the keys and values from `change`; unchanged if
-    ComfyUI hands the block neither options nor, as `attention_arg`, an attention function."""
+    """Return the arguments of a block, changed so that its self-attention uses the keys and values from `change`. They
+    are returned unchanged if ComfyUI passes the block neither options nor, as `attention_arg`, an attention
+    function."""
     if attention_arg:
         override = KVOverride(change, spans, None, masked)
         return {**call_args, attention_arg: partial(override, call_args[attention_arg])}
@@ -122,7 +124,7 @@ def to_btc(t: Tensor, axis: int) -> Tensor:
 
 
 def from_btc(t: Tensor, other: Tensor, axis: int) -> Tensor:
-    """Reverse `to_btc`, to the layout of `other`."""
+    """Reverse `to_btc`: return a tensor of (B, T, all channels) in the layout of `other`."""
     if other.ndim == 3:
         return t
     t = t.unflatten(2, (-1, other.shape[3]))

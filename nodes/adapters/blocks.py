@@ -1,4 +1,5 @@
-"""Blocks as every family describes them, which blocks are skipped, and the hooks of a chain."""
+"""The description of a block that all families share, the rule by which blocks are skipped, and the hooks of a
+chain."""
 
 from __future__ import annotations
 
@@ -25,14 +26,15 @@ from .signature import Options
 class BlockFacts:
     """A block of a model."""
 
-    name: str  # as in the report
-    home: str  # blocks of one home may be merged in one chain
+    name: str  # name in the report
+    home: str  # only blocks with the same home may be merged in one chain
     work: Block  # what it costs
     tokens: int  # image tokens at this block
     width: int  # channels of a token, 0 if unknown
 
     def flops(self, ratio: float = 0.0, attends: bool = False) -> float:
-        """Return the FLOPs of an evaluation of one image at a ratio. attends: whether the block attends to all."""
+        """Return the FLOPs of an evaluation of one image at a ratio. attends: whether the block attends to all
+        tokens."""
         left = self.tokens - round(ratio * self.tokens)
         return self.work.flops(left, 1, self.width or 1024, self.tokens if attends else left)
 
@@ -46,8 +48,8 @@ def token_grid(latent: Tensor, patch_size: int) -> Grid:
 
 
 def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> Message | None:
-    """Return why the settings skip the block of this index among `count`, None if they do not. last: whether these
-    blocks end where the model ends."""
+    """Return why the settings skip the block of this index among `count`, None if they do not. last: whether the model
+    ends with these blocks."""
     if index < resolve_count(config.skip_first_blocks, count):
         return Reason.SKIP_FIRST_BLOCKS(count=config.skip_first_blocks)
     if last and count - index <= resolve_count(config.skip_last_blocks, count):
@@ -58,10 +60,11 @@ def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True
 def merged_blocks(
     hooks: Sequence[BlockHook], modules: Any, skips: Sequence[Message | None], evaluation: Evaluation
 ) -> dict[int, BlockHook]:
-    """Return the hooks of the blocks that are merged, by index, each set to the module that is there now; note why
-    other blocks are not merged.
+    """Return the hooks of the blocks that are merged, by index, each set to the module that is in the model now. Note
+    why other blocks are not merged.
 
-    modules: the model's list, which another pack may have replaced. skips: per block, why the settings skip it.
+    modules: the model's list of blocks, which another pack may have replaced. skips: per block, why the settings skip
+    it.
     """
     merged = {}
     own = isinstance(modules, Sequence | nn.ModuleList) and len(modules) == len(hooks)
@@ -80,7 +83,7 @@ def merged_blocks(
 def chains_of(
     hooks: Mapping[int, BlockHook], modules: Sequence[nn.Module], begins: Container[int], evaluation: Evaluation
 ) -> list[list[BlockHook]]:
-    """Divide merged blocks into chains of consecutive blocks. begins: indices at which a chain begins in any case."""
+    """Divide merged blocks into chains of consecutive blocks. begins: indices at which a new chain always begins."""
     chains = list[list[BlockHook]]()
     for index, hook in hooks.items():
         before = hooks.get(index - 1)
@@ -97,12 +100,12 @@ def chain_hooks(
 ) -> Iterator[HookPair]:
     """Yield hooks that keep tokens merged from the first of consecutive blocks to the last.
 
-    grids: the image's, then one per reference. x: latent of (B, C, ..., H, W). width: channels of a token,
-    0 if unknown.
+    grids: the image's grid, then one per reference. x: latent of (B, C, ..., H, W). width: channels of a token, 0 if
+    unknown.
     """
     first, config = hooks[0], evaluation.run.config
     evaluation = evaluation.of(first.name)
-    # Merging a single block costs what granularity `block` costs.
+    # Merging a single block costs as much as granularity `block`.
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(hooks) == 1 else Granularity.STACK
     names = [hook.name for hook in hooks]
@@ -113,7 +116,7 @@ def chain_hooks(
             merged = first.own_site.prepare(x, first.module, width)
         finally:
             if not merged:
-                first.release()  # the hook is not installed, so nothing else releases it, also after an error
+                first.release()  # the hook was not installed, so it must be released here, also after an error
         if not merged:
             return
     for hook in hooks:

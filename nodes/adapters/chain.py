@@ -4,10 +4,10 @@
     x = block(x) ...          the blocks, with rotary positions and arguments that fit the merged tokens
     y = site.leave(x)         unmerge
 
-Eager mode and graphs differ in how they merge, because blocks show their arguments only when they are called:
-- In eager mode `start` decides and merges when the first block is called; `enter` hands over the merged tokens.
-- A graph of torch.compile must not depend on what a call shows. `prepare` decides before the model runs, from shapes;
-  the graph guards on the token counts, and operators merge.
+Eager mode and graphs merge in different ways, because the arguments of blocks are known only when blocks are called:
+- In eager mode `start` decides and merges when the first block is called; `enter` passes on the merged tokens.
+- A graph of torch.compile must not depend on the arguments of a call. `prepare` decides before the model runs, from
+  shapes; the graph guards on the token counts, and operators merge.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from .signature import BlockSignature, CallArguments, TokenReduction
 
 
 class ChainSite:
-    """The block of a model that a chain may begin at. Lives as long as the model.
+    """A block at which a chain may begin. It lives as long as the model.
 
     A graph reads plain values of the site, and torch.compile guards on these values.
     """
 
-    signature: BlockSignature  # how the blocks take their tokens
+    signature: BlockSignature  # arguments in which the blocks take their tokens
     number: int  # the id by which operators find the site
     image: int  # image tokens, N, without references
     references: int  # tokens of reference images that are merged too
     lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and of each reference; N = D in a refresh
     tokens: int  # sum of all N
     destinations: int  # sum of all D
-    in_graph: bool  # whether the numbers were prepared for a graph; else the chain decides outside of it
-    attends: bool  # whether blocks attend to all tokens; False where a graph leaves decisions to run time
+    in_graph: bool  # whether the numbers were prepared for a graph; if not, the chain decides outside of the graph
+    attends: bool  # whether blocks attend to all tokens; False where a graph leaves the decision to run time
     chain: ActiveChain | None  # in this evaluation
     reduction: Reduction | None  # the chain's merged tokens
-    pair: tuple[Tensor, ...]  # (tokens for the blocks, x) until `leave`, in a refresh both have N tokens; else empty
+    pair: tuple[Tensor, ...]  # (tokens for the blocks, x) until `leave`, else empty; in a refresh both have N tokens
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
     reached: bool  # whether the model has reached the chain in this evaluation
 
@@ -72,15 +72,16 @@ class ChainSite:
         self.chain, self.image, self.references = chain, chain.tokens[0], sum(chain.tokens[1:])
 
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
-        """Prepare the numbers for a graph in which blocks like `module` see (B, N, width) of a latent of B images.
+        """Prepare the numbers for a graph in which blocks like `module` get (B, N, width) tokens for a latent of B
+        images.
 
-        Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks. With
-        True either the numbers are prepared, or the decision waits for the tokens: the chain is not set, the width is
-        unknown (0), or the plan keys do not divide the batch.
+        Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks. If it
+        returns True, either the numbers are prepared, or the decision waits for the tokens, because the chain is not
+        set, the width is unknown (0), or the plan keys do not divide the batch.
         """
         chain = self.chain
         if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
-            self.attends = False  # compiled code does not see what a chain decides at run time
+            self.attends = False  # compiled code does not see the decisions of a chain at run time
             return True
         weight = next(module.parameters(), latent)
         dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
@@ -93,9 +94,9 @@ class ChainSite:
         self.tokens, self.destinations = (sum(each) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
 
     def reach(self) -> ActiveChain | None:
-        """Note that the model has reached the chain, and return it. If another node calls the model again in the same
-        evaluation, that call has separate caches; a pair that is still set is left by a call that ran out of memory,
-        now repeated with fewer images."""
+        """Note that the model has reached the chain, and return it. If another node calls the model a second time in
+        one evaluation, that call has separate caches. A pair that is still set was left by a call that ran out of
+        memory and is now repeated with fewer images."""
         if self.chain is not None and self.reached and not self.pair:
             self.chain = replace(self.chain, evaluation=self.chain.evaluation.again())
         self.reached = True
@@ -103,7 +104,7 @@ class ChainSite:
 
     @eager
     def start(self, call_args: CallArguments) -> None:
-        """Decide outside of a graph whether the chain is merged; if so, reduce the tokens of its first block."""
+        """Decide outside of a graph whether the chain is merged; if it is, reduce the tokens of its first block."""
         self.reach()
         self.in_graph, self.pair = False, ()
         reason, x = self.reason(call_args), self.signature.tokens(call_args)
@@ -115,7 +116,7 @@ class ChainSite:
             self.pair = reduced, images
 
     def reason(self, call_args: CallArguments) -> Message | None:
-        """Return why the chain is not merged, see `BlockSignature.obstacle`, from the arguments of its first block;
+        """Return why the chain is not merged, from the arguments of its first block, see `BlockSignature.obstacle`;
         None if it may be merged."""
         chain, signature = self.chain, self.signature
         if chain is None:
@@ -123,7 +124,7 @@ class ChainSite:
         grid = signature.grid(call_args, chain.grids[0])
         if grid is None:
             return Reason.UNKNOWN_GRID()
-        # References also follow the image in a ComfyUI that does not name them; they then stay unmerged.
+        # A ComfyUI that does not name references also passes them behind the image; they then stay unmerged.
         grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
         self.activate(replace(chain, grids=grids))
         return signature.obstacle(call_args, prod(grid), self.references)
@@ -143,7 +144,7 @@ class ChainSite:
             self.pair = compile_ops.operators.enter(image, self.number, self.destinations), image
         reduced = self.pair[0]
         if x.shape[1] == self.tokens:
-            # `leave` needs the block's input.
+            # `leave` needs the original input of the block.
             return reduced.clone() if self.signature.mutates_input else reduced
         return torch.cat([x[:, :before], reduced, x[:, before + self.tokens :]], 1)
 
@@ -168,12 +169,12 @@ class ChainSite:
         return compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
 
     def note_attention(self, merged: bool, left: bool) -> None:
-        """Note whether another node's attention left merged tokens, or all tokens, to ComfyUI."""
+        """Note whether the attention of another node passed merged tokens, or all tokens, on to ComfyUI."""
         if self.chain is not None:
             self.chain.evaluation.run.stats.attentions.add((merged, left))
 
     def merge_rows(self, rows: dict[str, Any], before: int, shared: RopeCache) -> None:
-        """Make the rows of the merged tokens from the rows of [before | N | rest]."""
+        """Make the rows of the merged tokens from `rows`, the rows of [before | N | rest]."""
         sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
         if not self.in_graph:
             rows = shared.of(rows, self, before)
@@ -185,13 +186,13 @@ class ChainSite:
 class RopeCache:
     """Rotary positions and other rows of merged tokens, shared by blocks that share plans in an evaluation."""
 
-    # (rows of all tokens, then plans), and the rows of merged tokens made from these.
+    # (rows of all tokens, then plans), and the rows of merged tokens made from both.
     entry: tuple[tuple[Any, ...], tuple[Tensor, ...]] | None = None
 
     @eager
     def of(self, rows: dict[str, Any], site: ChainSite, before: int) -> dict[str, Any]:
-        """Return the rows of the merged tokens, by argument, from the rows of all tokens; `rows` itself where the chain
-        only refreshes the cache."""
+        """Return the rows of the merged tokens, by argument, made from the rows of all tokens. Return `rows` itself
+        where the chain only refreshes the cache."""
         reduction = site.reduction
         if not rows or reduction is None or reduction.refreshes:
             return rows
@@ -206,13 +207,13 @@ class RopeCache:
 class BlockHook(Hook):
     """Stands in for a block that may run on merged tokens, alone or in a chain with other blocks."""
 
-    name: str  # as in the report
-    work: Block  # what the block costs
+    name: str  # name in the report
+    work: Block  # cost of the block
     scope: Hashable  # blocks with equal scopes share plans
     own_site: ChainSite  # site of a chain that begins with this block
     site: ChainSite  # site of the block's chain in this evaluation: `own_site`, or that of an earlier block
     last: bool  # whether the chain ends with the block
-    preferences: Sequence[nn.Module]  # the attention that the checkpoint names, see `preferences_of`
+    preferences: Sequence[nn.Module]  # the attention functions that the checkpoint names, see `preferences_of`
 
     def __init__(
         self, module: nn.Module, name: str, signature: BlockSignature, work: Block, scope: Hashable, rope: RopeCache
@@ -229,7 +230,7 @@ class BlockHook(Hook):
         self.signature.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Before anything else: a graph guards on every value that it reads.
+        # Check this before anything else, because a graph guards on every value that it reads.
         if self.site.in_graph:
             call_args = self.signature.call_args(args, kwargs)
             before = self.signature.image_start(call_args, self.site.image)
@@ -248,7 +249,7 @@ class BlockHook(Hook):
 
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block outside of a graph: its chain decides when it sees the tokens."""
+        """Run the block outside of a graph, where its chain decides as soon as the tokens are known."""
         site, signature = self.site, self.signature
         call_args = signature.call_args(args, kwargs)
         if not signature.has_image(call_args):
@@ -282,6 +283,6 @@ class BlockHook(Hook):
     _merged_outside = outside_graph(_merged)
 
     def _call_original(self, positional: int, call_args: CallArguments) -> Any:
-        """Call the block, with as many positional arguments as its caller gave."""
+        """Call the block with as many positional arguments as the caller passed."""
         arguments = list(call_args.items())
         return self.original(*[value for _, value in arguments[:positional]], **dict(arguments[positional:]))

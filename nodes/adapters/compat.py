@@ -1,7 +1,8 @@
-"""Check the parts of ComfyUI that this pack uses, where it uses them.
+"""Check the parts of ComfyUI that this pack uses, at the places of their use.
 
-A later ComfyUI may call a hook with other arguments, or remove the hook. Then one warning names the hook, and models
-run unmerged: a workflow that worked still works. Errors of this pack are treated alike; in tests they are raised.
+A later ComfyUI may call a hook with other arguments, or remove the hook. The pack then logs one warning that names the
+hook, and models run unmerged: a workflow that worked still works. Errors of this pack are handled in the same way, but
+in tests they are raised.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ RAISES_OWN_ERRORS = False  # set by `scripts.comfy_pack`, for tests and measurem
 
 
 class UnmergedError(Exception):
-    """The call that runs next cannot be merged."""
+    """The next call of the model cannot be merged."""
 
     @property
     def reason(self) -> Message:
-        """The reason as the report shows it."""
+        """The reason, as shown in the report."""
         raise NotImplementedError
 
 
 class UnsupportedApiError(UnmergedError):
-    """A part of ComfyUI is not as this pack knows it. The message begins with the part's name."""
+    """A part of ComfyUI differs from the one that this pack knows. The message begins with the part's name."""
 
     @property
     def reason(self) -> Message:
@@ -42,7 +43,7 @@ class UnsupportedApiError(UnmergedError):
 
 
 class OwnError(UnmergedError):
-    """This pack has failed. Raised from the error itself."""
+    """Code of this pack has failed. It is raised from the original error."""
 
     @property
     def reason(self) -> Message:
@@ -51,9 +52,9 @@ class OwnError(UnmergedError):
 
 @contextmanager
 def require_api(name: str) -> Iterator[None]:
-    """Raise `UnsupportedApiError` with `name` where the lines inside do not find a part of ComfyUI.
+    """Raise `UnsupportedApiError` with `name` if the lines inside fail to find a part of ComfyUI.
 
-    The lines inside must call no code of this pack, whose own TypeError would pass for an unknown ComfyUI.
+    The lines inside must not call code of this pack: a TypeError in that code would be taken for an unknown ComfyUI.
     """
     try:
         yield
@@ -63,7 +64,7 @@ def require_api(name: str) -> Iterator[None]:
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Raise `OwnError` where code of this pack fails, so that the run goes on unmerged. Errors for the user and
+    """Raise `OwnError` where code of this pack fails, so that the run continues unmerged. Errors for the user and
     out-of-memory errors pass through; in tests all errors do."""
     try:
         yield
@@ -77,7 +78,7 @@ def own_code() -> Iterator[None]:
 
 @contextmanager
 def warned() -> Iterator[None]:
-    """Warn instead of raising an `UnmergedError`, and go on: for lines that later ones do not need."""
+    """Log a warning in place of an `UnmergedError`, and continue. Use it for lines on which no later line depends."""
     try:
         yield
     except UnmergedError as error:
@@ -86,13 +87,13 @@ def warned() -> Iterator[None]:
 
 @contextmanager
 def optional_api(name: str) -> Iterator[None]:
-    """Warn instead of raising, see `require_api`, and go on."""
+    """Log a warning in place of an `UnsupportedApiError`, see `require_api`, and continue."""
     with warned(), require_api(name):
         yield
 
 
 def warn(error: UnmergedError, consequence: str = "without merging") -> None:
-    """Log a warning, once in the life of the process. consequence: how sampling goes on."""
+    """Log a warning, once per process. consequence: how sampling continues."""
     text = str(error)
     if text in _warned:
         return
@@ -113,16 +114,16 @@ def warn(error: UnmergedError, consequence: str = "without merging") -> None:
     )
 
 
-# Options of ComfyUI that switch off features for which all evaluations of a model must be alike: CUDA graphs, and its
-# compiler, which records a block's allocations and repeats the addresses in the next evaluation.
+# Options of ComfyUI that switch off two features for which all evaluations of a model must be alike: CUDA graphs, and
+# its compiler, which records a block's allocations and repeats the addresses in the next evaluation.
 _REPLAYS = ("disable_comfy_compiler", "disable_cuda_graphs")
 _replays_lock, _replays_before = Lock(), list[dict[str, bool]]()
 
 
 @contextmanager
 def without_replays() -> Iterator[None]:
-    """Have ComfyUI neither record nor replay the evaluations inside: merged evaluations allocate otherwise than full
-    ones, and cache tensors that outlive their block. Several devices may be inside at a time."""
+    """Keep ComfyUI from recording or replaying the evaluations inside. Merged evaluations allocate memory differently
+    from full ones, and cache tensors that outlive their block. Several devices may be inside at the same time."""
     from comfy.cli_args import args
 
     with _replays_lock:
@@ -138,11 +139,11 @@ def without_replays() -> Iterator[None]:
 
 
 def end_interrupted(several_devices: bool = False) -> None:
-    """End ComfyUI's recording and prefetching in an evaluation that an error ended: ComfyUI does so only when a node
-    ends. several_devices: end only this device's recording; other devices still compute."""
+    """End ComfyUI's recording and prefetching after an error has ended an evaluation; ComfyUI itself does so only when
+    a node ends. several_devices: end only this device's recording, because other devices still compute."""
     try:
         from comfy import model_prefetch as prefetch
-    except ImportError:  # an older ComfyUI begins nothing of the kind
+    except ImportError:  # an older ComfyUI has no such feature to end
         return
     name = "cleanup_malloc_graph" if several_devices else "cleanup_prefetch_queues"
     try:
@@ -167,7 +168,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
-    """Return an argument that ComfyUI may pass by position or by name. Raises KeyError without it."""
+    """Return an argument that ComfyUI may pass by position or by name. Raises KeyError if it is missing."""
     return args[position] if position < len(args) else kwargs[name]
 
 
@@ -183,9 +184,10 @@ def with_argument(
 def check(module: nn.Module, hook: object) -> None:
     """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`.
 
-    The hook's `BlockSignature`, or its own `__call__`, lists the known arguments. Its positional arguments must be
-    the first of the class's `forward`, with the same names (nameless before a `/`); its named arguments must follow
-    there. Any further argument of `forward` must have a default; the hook must take and check it by a `**rest`.
+    The hook's `BlockSignature`, or its own `__call__`, lists the known arguments. The hook's positional arguments must
+    be the first ones of the class's `forward`, with the same names (without names before a `/`). Its named arguments
+    must come after these in `forward`. All further arguments of `forward` must have defaults, and the hook must take
+    and check them by a `**rest`.
     """
     module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes any argument
     try:
@@ -193,7 +195,7 @@ def check(module: nn.Module, hook: object) -> None:
     except ValueError as error:  # compiled code may hide its arguments
         raise UnsupportedApiError(f"{type(module).__name__}.forward: {error}") from error
     if any(p.kind is Parameter.VAR_POSITIONAL for p in theirs):
-        return  # passes on all arguments
+        return  # it passes on all arguments
     taken = getattr(hook, "signature", None)
     if taken is None:
         ours = list(signature(type(hook).__call__).parameters.values())[1:]

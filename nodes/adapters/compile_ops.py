@@ -1,8 +1,9 @@
-"""Merge inside the graphs of torch.compile, by operators that the compiler does not trace.
+"""Merge inside the graphs of torch.compile, through operators that the compiler does not trace.
 
-Merging depends on content, step and run, which a traced graph would freeze. Merging outside would break the graph in
-the middle of the loops over blocks: each block would be a separate graph, and guards would cost most of what
-compiling gains. So a graph holds operators that are given the number of a site in the model, and shapes.
+Merging depends on content, step and run, and tracing would freeze all of these in the graph. Merging outside of graphs
+would break the graph within the loop over blocks: each block would be a separate graph, and guards would cost most of
+the time that compiling gains. Therefore a graph contains operators that get shapes and the number of a site in the
+model.
 """
 
 from __future__ import annotations
@@ -16,28 +17,30 @@ from torch import Tensor
 
 from ...toma_core.kernels.layout import free_namespace
 
-# Graphs per function: full and merged, for a few dozen image sizes and prompt lengths.
+# Graphs per function: full and merged ones, for a few dozen image sizes and prompt lengths.
 _GRAPHS = 64
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
 def compiled(model_options: dict[str, Any]) -> bool:
-    """Whether ComfyUI compiles the model with Inductor. A CUDA graph would replay what the operators did when it
-    was recorded: with CUDA graphs or unknown options, merging stays outside of graphs."""
+    """Whether ComfyUI compiles the model with Inductor. A CUDA graph would replay the work that the operators did when
+    it was recorded. With CUDA graphs, or with unknown options, merging therefore stays outside of graphs."""
     kwargs = model_options.get("torch_compile_kwargs") or {}
     options = kwargs.get("options") or {}
     return kwargs.get("backend") == "inductor" and kwargs.get("mode") in _MODES and not options.get("triton.cudagraphs")
 
 
 def in_one_piece(model_options: dict[str, Any]) -> bool:
-    """Whether torch.compile fails where it would have to leave a graph, as merging does for unknown arguments."""
+    """Whether torch.compile raises an error where it would have to break the graph, as merging does for unknown
+    arguments."""
     return bool((model_options.get("torch_compile_kwargs") or {}).get("fullgraph"))
 
 
 def allow_more_graphs() -> None:
-    """Allow as many graphs per function as sizes, prompts and references need. PyTorch by itself stops compiling after
-    eight graphs; full and merged steps need one each. The limit is not lowered again: the graphs remain."""
-    from torch._dynamo import config  # takes seconds, which a run that compiles nothing is spared
+    """Allow as many graphs per function as there are sizes, prompts and references. By default PyTorch stops compiling
+    after eight graphs; full and merged steps need one each. The limit is not lowered again, because the graphs
+    remain."""
+    from torch._dynamo import config  # takes seconds, so runs that compile nothing do not import it
 
     for name in ("recompile_limit", "cache_size_limit"):  # before PyTorch 2.6
         if hasattr(config, name):
@@ -46,7 +49,7 @@ def allow_more_graphs() -> None:
 
 
 _numbers = itertools.count()
-# Weakly: a site lives as long as its hook, which lives as long as the model.
+# The references are weak: a site lives as long as its hook, which lives as long as the model.
 _sites: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -65,7 +68,7 @@ def enter(x: Tensor, site: int, destinations: int) -> Tensor:
 
 
 def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
-    """Unmerge out, (B, D, C), to (B, N, C). reduced, x: what `enter` returned, (B, D, C), and was given, (B, N, C)."""
+    """Unmerge out, (B, D, C), to (B, N, C). reduced, (B, D, C), and x, (B, N, C): result and input of `enter`."""
     return _sites[site].reduction.restore(out, reduced, x, _sites[site].attends)
 
 
@@ -79,7 +82,7 @@ def _attend(t: Tensor, what: str, site: int, before: int, tokens: int, destinati
 
 
 def _own(result: Tensor, *inputs: Tensor) -> Tensor:
-    """Return a contiguous tensor that shares no memory with the inputs: a graph may write into it."""
+    """Return a contiguous tensor that shares no memory with the inputs, because a graph may write into it."""
     if any(result.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in inputs):
         return result.clone(memory_format=torch.contiguous_format)
     return result.contiguous()
@@ -94,7 +97,7 @@ def _rope(rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, de
 
 _namespace = free_namespace("toma_graphs", "enter")
 _library = torch.library.Library(_namespace, "FRAGMENT")
-# Strides as in eager mode; recorded CUDA graphs have to stop at these operators.
+# Operators get the strides of eager mode; the recording of CUDA graphs must stop at these operators.
 _tags = tuple(
     getattr(torch.Tag, name) for name in ("needs_fixed_stride_order", "cudagraph_unsafe") if hasattr(torch.Tag, name)
 )

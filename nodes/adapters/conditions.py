@@ -23,13 +23,13 @@ def frames_of(transformer_options: Mapping[str, Any]) -> Hashable:
     return None if window is None else tuple(getattr(window, "index_list", ()))
 
 
-# Parts of a block that guidance of LTX-2 switches off in some of its calls.
+# Parts of a block that guidance switches off in some calls of LTX-2.
 _SWITCHES = ("run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn")
 
 
 def patches_of(transformer_options: Mapping[str, Any]) -> Hashable:
-    """Return what is switched off and what is patched. Patches go by the functions' names, as many functions are new in
-    each evaluation."""
+    """Return the parts of a block that are switched off, and the patches. Patches are compared by the names of their
+    functions, because many functions are created again in each evaluation."""
     added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
     return (
         *(switch for switch in _SWITCHES if not transformer_options.get(switch, True)),
@@ -44,8 +44,8 @@ def _name(function: Any) -> tuple[str, str]:
 
 
 def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
-    """Return an area (sizes, then starts) of (B, C, ..., H, W). As in ComfyUI, an area of rows and columns alone covers
-    all frames."""
+    """Return an area (sizes, then starts) of an image, (B, C, ..., H, W). As in ComfyUI, an area of rows and columns
+    alone covers all frames."""
     if area is None:
         return image
     half = len(area) // 2
@@ -56,7 +56,8 @@ def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
 
 
 def area_size(area: Sequence[int] | None, size: Sequence[int]) -> tuple[int, ...]:
-    """Return an area's rows and columns, after its frames if any, in a latent of this size; not positive outside."""
+    """Return the rows and columns of an area, preceded by its frames if it has any, in a latent of this size. Sizes are
+    not positive outside of the latent."""
     if area is None:
         return tuple(size)
     half = len(area) // 2
@@ -73,13 +74,13 @@ def takes_part(conds: Sequence[Mapping[str, Any]] | None, sigma: float | None) -
 
 def is_active(cond: Mapping[str, Any], sigma: float) -> bool:
     """Whether a condition takes part at this noise level, as in ComfyUI."""
-    # ComfyUI compares with a tensor in single precision; a step may begin exactly where a condition does.
+    # ComfyUI compares with a tensor in single precision, and a step may begin exactly where a condition begins.
     start, end = np.float32(cond.get("timestep_start", np.inf)), np.float32(cond.get("timestep_end", -np.inf))
     return bool(start >= sigma >= end)
 
 
 def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
-    """Return for each ControlNet of a condition whether it takes part: ControlNets change residuals and end chains."""
+    """Return for each ControlNet of a condition whether it takes part. ControlNets change residuals and end chains."""
     active, control = [], cond.get("control")
     while control is not None:
         within = getattr(control, "timestep_range", None)
@@ -89,15 +90,15 @@ def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
 
 
 def set_keyframes(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tensor, model_options: Any) -> None:
-    """Set the keyframes of weight hooks for an evaluation of these conditions, as ComfyUI does a little later, once per
-    noise level."""
+    """Set the keyframes of weight hooks for an evaluation of these conditions. ComfyUI does the same a little later,
+    once per noise level."""
     for hooks in (cond["hooks"] for cond in conds if cond.get("hooks") is not None):
         with optional_api("ModelPatcher.prepare_hook_patches_current_keyframe"):
             model.current_patcher.prepare_hook_patches_current_keyframe(timestep, hooks, model_options)
 
 
 def weights_of(cond: Mapping[str, Any]) -> Hashable:
-    """Return the current strength of each weight hook of a condition; a LoRA with keyframes changes its own."""
+    """Return the current strength of each weight hook of a condition; it changes with the keyframes of a LoRA."""
     hooks = getattr(cond.get("hooks"), "hooks", ())
     return tuple((id(hook), hook.strength) for hook in hooks if hasattr(hook, "strength"))
 

@@ -1,8 +1,8 @@
 """Find conditions of equal content, such as prompts of a schedule: conditions of equal content share caches.
 
 ComfyUI gives each condition an id, even if several hold the same text. Contents are compared by digests of their
-tensors: before sampling for the conditions of a run; for conditions that another node adds later, only where reading a
-tensor does not wait for a device.
+tensors. The conditions of a run are compared before sampling; conditions that another node adds later, only where
+reading a tensor does not wait for a device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Entries on when, where and how strongly a condition takes part, and entries that ComfyUI derives from the rest.
+# Entries that say when, where and how strongly a condition takes part, and entries that ComfyUI derives from others.
 _NOT_CONTENT = {
     *("uuid", "strength", "area", "mask", "mask_strength", "set_area_to_bounds", "default", "model_conds"),
     *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
@@ -29,7 +29,7 @@ class Contents:
         """Compare the conditions of each group ("positive", "negative"), before sampling begins."""
         groups = [members or () for members in conds.values()]
         self._first = [cond for members in groups for cond in members]
-        # Ids of the first conditions with the same content, by id; the same ids by content.
+        # The id of the first condition with the same content, by each condition's id and by content.
         self._of: dict[Hashable, Hashable] = {cond["uuid"]: cond["uuid"] for cond in self._first}
         self._stands: dict[Hashable, Hashable] = {}
         self._digests: dict[int, tuple[Any, Hashable]] = {}
@@ -41,7 +41,7 @@ class Contents:
         return self._of.get(uuid, uuid)
 
     def note(self, conds: Sequence[Mapping[str, Any]]) -> None:
-        """Compare conditions that are about to be evaluated and that another node may have added after the run
+        """Compare conditions that are about to be evaluated, because another node may have added some after the run
         began."""
         late = [cond for cond in conds if cond["uuid"] not in self._of]
         if late:
@@ -61,14 +61,14 @@ class Contents:
         if isinstance(value, (Mapping, list, tuple)):
             value = value.items() if isinstance(value, Mapping) else value
             return tuple(self._key(each, wait) for each in value)
-        # The object is held, so that its id stays unique during the run.
+        # A reference to the object is stored, so that its id stays unique during the run.
         if id(value) not in self._digests:
             self._digests[id(value)] = value, _digest(value, wait) if isinstance(value, Tensor) else id(value)
         return self._digests[id(value)][1]
 
 
 def _digest(tensor: Tensor, wait: bool) -> Hashable:
-    """Return a digest of a tensor's values; if reading these would wait for a device, their address."""
+    """Return a digest of a tensor's values, or their address if reading them would wait for a device."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     if not wait and tensor.device.type != "cpu":
         return shape, tensor.dtype, stride, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version

@@ -1,7 +1,7 @@
-"""Find out before a run begins which conditions it evaluates in each step, and which of them its caches will hold.
+"""Predict, before a run begins, which conditions each step evaluates, and which of them the caches will hold.
 
-A guider decides by itself what it evaluates, so its `predict_noise` is called on zeros, without the model and without
-the functions of other nodes, which may hold state. This trial does not change the run.
+Only the guider knows what it evaluates. So its `predict_noise` is called on zeros, without the model and without the
+functions of other nodes, which may hold state. This trial does not change the run.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from ...toma_core import Schedule, StepMode
 from .conditions import is_active, patches_of
 from .contents import Contents
 
-Area = tuple[int, ...]  # of a latent: sizes, then starts; () for all of it
-# The entries that one evaluation caches: areas by signature, which names condition, area and call as in `SamplingRun`.
+Area = tuple[int, ...]  # area of a latent: sizes, then starts; () for all of it
+# The entries that one evaluation caches: areas by signature. A signature names condition, area and call, as in
+# `SamplingRun`.
 Parts = dict[Hashable, Area]
-Call = tuple[Sequence[Any], Hashable]  # groups of conditions that are evaluated at once, and what is patched meanwhile
+Call = tuple[Sequence[Any], Hashable]  # groups of conditions that are evaluated at once, and the patches of that call
 
 # Methods of a guider that prepare what its `predict_noise` reads.
 _PREPARING = ("__call__", "outer_predict_noise", "outer_sample", "inner_sample")
-# Options of other nodes, which decide or compute while sampling.
+# Options of other nodes, whose functions decide or compute while sampling.
 _FOREIGN = ("sampler_", "model_function_wrapper", "context_handler", "denoise_mask_function", "multigpu_")
 
 
 def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Sequence[float]) -> list[Parts]:
-    """Return the entries that each step of a run would cache as a refresh.
+    """Return the cache entries that each step of a run would write as a refresh.
 
-    shape: the latent's, as ComfyUI packs it. sigmas: one per step; if empty, one step with every condition is returned.
+    shape: the latent's shape as packed by ComfyUI. sigmas: one per step; if empty, one step with every condition is
+    returned.
     """
     contents, model = Contents(guider.conds), _Unloaded(guider.model_patcher)
     conds = _prepared(guider.conds, model, shape)
@@ -57,9 +59,9 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 
 
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
-    """Return the areas of the entries in a run's caches when these are fullest.
+    """Return the areas of the entries in a run's caches at the time when these are fullest.
 
-    steps: the entries of each step. size: an area's entry size.
+    steps: the entries of each step. size: returns the size of an area's entry.
     """
     held: dict[Hashable, tuple[int, Area]] = {}  # step of the last refresh, and area
     most = [*max(steps, key=lambda parts: sum(map(size, parts.values()))).values()]
@@ -117,7 +119,7 @@ def _calls(
         alone = not unguided_too and math.isclose(guider.cfg, 1.0)
         yield [conds.get(name) for name in ("positive", "negative")[: 1 if alone else 2]], ()
     elif any(getattr(type(guider), name, None) is not getattr(CFGGuider, name) for name in _PREPARING):
-        yield list(conds.values()), ()  # `predict_noise` would run before it is ready
+        yield list(conds.values()), ()  # `predict_noise` would run before its guider is prepared
     else:
         if sigma is None:
             sigma = float(model.model_sampling.sigma_max)
@@ -131,7 +133,7 @@ def _calls(
 def _asked(
     guider: Any, conds: Mapping[str, Any], model: Any, shape: Sequence[int], sigma: float, unguided_too: bool
 ) -> list[Call]:
-    """Return the calls that a guider's own `predict_noise` makes; none if it fails here."""
+    """Return the calls that a guider's own `predict_noise` makes; none if it fails in this trial."""
     calls = list[Call]()
 
     def noted(executor: Any, model: Any, conds: Sequence[Any], x: Tensor, timestep: Any, options: Any) -> list[Tensor]:
@@ -141,7 +143,7 @@ def _asked(
     try:
         asked = copy(guider)
         for name, value in vars(guider).items():
-            if type(value) in (dict, list, set):  # the guider may count in these
+            if type(value) in (dict, list, set):  # the guider may use these as counters
                 setattr(asked, name, copy(value))
         options = {key: value for key, value in guider.model_options.items() if not key.startswith(_FOREIGN)}
         options["transformer_options"] = {
@@ -160,7 +162,8 @@ def _asked(
 
 
 def _evaluates(function: Any) -> bool:
-    """Whether a function of another node evaluates the model, as perturbed guidance does: by the names in its code."""
+    """Whether a function of another node evaluates the model, as perturbed guidance does; judged by the names in its
+    code."""
     method: Any = type(function).__call__
     pending: list[Any] = [getattr(function, "__code__", None) or getattr(method, "__code__", None)]
     while pending:

@@ -1,7 +1,7 @@
-"""The declarations of a family of models, and how the hooks of all transformers are chosen from them.
+"""The declarations of a family of models, and the code that chooses the hooks of all transformers from them.
 
-A family is a file in `families`: NAME, MODEL and `Hooks`, which names the blocks, how they take their tokens
-(`BlockSignature`), what they cost, and what reads the tokens between two blocks.
+A family is a file in `families` with NAME, MODEL and `Hooks`. `Hooks` names the blocks, their arguments
+(`BlockSignature`), their costs, and the patches that read tokens between two blocks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _LOOPS = frozenset(
 
 
 class ModelHooks:
-    """The hooks of one model, as long as the model lives; by default there are no blocks and nothing is merged."""
+    """The hooks of one model, which live as long as the model. By default there are no blocks and nothing is merged."""
 
     takes_frames = False  # whether latents may have several frames
-    own_presets: Fields = MappingProxyType({})  # fields in which presets differ from those for the model's kind
+    own_presets: Fields = MappingProxyType({})  # fields in which presets differ from those for the kind of model
 
     def kind(self, kv_cache: bool) -> ModelKind:
-        """Return the kind of model that presets know, with a KV cache or without. UNets have no KV cache: convolutions
-        see all tokens, and the error is small without a cache."""
+        """Return the kind of model for which presets have settings. kv_cache: whether the model has a KV cache. UNets
+        have no KV cache: their convolutions see all tokens, so the error is small without one."""
         return ModelKind.UNET
 
     def select(
@@ -53,13 +53,13 @@ class ModelHooks:
     ) -> Iterator[HookPair]:
         """Yield the (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, ..., H, W).
 
-        options: ComfyUI's `transformer_options`. control: What ControlNets add. references: Latents of reference
-        images.
+        options: ComfyUI's `transformer_options`. control: residuals that ControlNets add. references: latents of
+        reference images.
         """
         return iter(())
 
     def hook_pairs(self) -> Iterator[HookPair]:
-        """Yield every (module, hook) pair that `select` may ever yield, if the module is ComfyUI's own."""
+        """Yield every (module, hook) pair that `select` can yield as long as the modules are ComfyUI's own."""
         return iter(())
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
@@ -74,12 +74,12 @@ class ModelHooks:
         self, latent: Tensor, config: ToMAConfig, options: Options, controlled: bool, references: Sequence[Tensor]
     ) -> tuple[int, int]:
         """Return how many elements per image are stored with a KV cache: residuals of chains, then keys and values of
-        the blocks that these settings merge, 0 if the blocks' attention cannot be changed.
+        the blocks that these settings merge. Both are 0 if the attention of blocks cannot be overridden.
 
         Args:
             options: ComfyUI's `transformer_options`, whose patches may end chains.
-            controlled: Whether ControlNets may end chains.
-            references: Latents of reference images that may be merged too.
+            controlled: whether ControlNets may end chains.
+            references: latents of reference images that may be merged, too.
         """
         return 0, 0
 
@@ -88,11 +88,11 @@ class ModelHooks:
         return 0
 
     def times_less_work(self, latent: Tensor, run: RunState) -> float | None:
-        """Return the FLOPs of the unmerged run over this run's, for a latent of (B, C, ..., H, W), from shapes alone:
-        nothing is measured in a step.
+        """Return the FLOPs of the unmerged run divided by this run's, for a latent of (B, C, ..., H, W). They are
+        computed from shapes: nothing is measured in a step.
 
-        None if nothing was merged, or if the model saw tiles of the latent, or reference images, whose tokens stay.
-        Neither plans nor text tokens beyond a family's minimum are counted.
+        None if nothing was merged, if the model got tiles of the latent, or if it got reference images, whose tokens
+        are not merged. The counts leave out plans, and text tokens beyond a family's minimum.
         """
         stats, schedule = run.stats, run.schedule
         if run.tiles or run.references or not stats.merged_blocks:
@@ -112,26 +112,26 @@ class ModelHooks:
 class Transformer(ModelHooks, ABC):
     """Hooks for a model whose blocks all see the image at one resolution.
 
-    A chain ends where tokens are read between two blocks: where a ControlNet adds to the tokens, or another node
+    A chain ends where tokens are read between two blocks: where a ControlNet adds to the tokens, or where another node
     replaces or patches a block.
     """
 
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")  # patches of other nodes inside a block
     between: tuple[str, ...] = ()  # patches of other nodes that read tokens between two blocks
-    passes_options = True  # whether blocks pass ComfyUI's options to their attention: else there is no KV cache
+    passes_options = True  # whether blocks pass ComfyUI's options to their attention; if not, there is no KV cache
     width = 0  # channels of a token, 0 if unknown
-    keys_width = 0  # channels of a token's keys in all attentions of a block; 0 if as wide as the token
+    keys_width = 0  # channels of a token's keys in all attentions of a block; 0 if equal to those of the token
     patch_size = 2  # side of a token in pixels of the latent
-    references_follow = False  # whether tokens of reference images come right after those of the image
+    references_follow = False  # whether the tokens of reference images come directly after those of the image
     hooks: list[list[BlockHook]]  # by group, then by block
 
     def __init__(self, model: Any) -> None:
-        self.model = ref(model)  # weak: the registry keys these hooks by the model
+        self.model = ref(model)  # weak, because the registry stores these hooks by their model
         shared = RopeCache()
         self.groups = self.block_groups(model)
-        # By name: another pack may replace the list.
+        # Lists are stored by name, because another pack may replace the list.
         self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.groups]
-        # Plans are shared by blocks of one kind only: tokens of the other kinds differ.
+        # Only blocks of one kind share plans, because the tokens of other kinds differ.
         self.hooks = [
             [
                 BlockHook(unwrapped(module), f"{group.kind}.{n}", group.signature, group.work, group.kind, shared)
@@ -142,7 +142,7 @@ class Transformer(ModelHooks, ABC):
 
     @abstractmethod
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        """Return the groups of blocks in the order of running; set `patch_size` and `width`."""
+        """Return the groups of blocks in the order in which they run; set `patch_size` and `width`."""
 
     def kind(self, kv_cache: bool) -> ModelKind:
         return ModelKind.TRANSFORMER if kv_cache and self.passes_options else ModelKind.WITHOUT_KV_CACHE
@@ -163,7 +163,7 @@ class Transformer(ModelHooks, ABC):
     def kv_cache_numel(
         self, latent: Tensor, config: ToMAConfig, options: Options, controlled: bool, references: Sequence[Tensor]
     ) -> tuple[int, int]:
-        # Grouped keys count in full: attention gets repeated keys.
+        # Grouped keys are counted in full, because attention gets repeated keys.
         if not self.passes_options:
             return 0, 0
         merged = references if config.merge_references and self.references_follow else ()
@@ -179,14 +179,14 @@ class Transformer(ModelHooks, ABC):
         return tokens * self.width * updates, tokens * (self.keys_width or self.width) * keys
 
     def chains(self, options: Options, config: ToMAConfig) -> bool:
-        """Whether tokens stay merged from one block to the next. The loops of step caches may read tokens between any
-        two blocks."""
+        """Whether tokens stay merged from one block to the next. Step caches that run the blocks in their own loops may
+        read tokens between any two blocks."""
         model: Any = self.model()
         stacked = config.granularity is Granularity.STACK and runs_own_loop(model, _LOOPS)
         return stacked and not patched(options, self.between)
 
     def attentions(self, block: nn.Module) -> int:
-        """How many self-attentions a block has in which merged tokens take part."""
+        """Return how many self-attentions of a block involve merged tokens."""
         return 1
 
     def select(
@@ -206,7 +206,7 @@ class Transformer(ModelHooks, ABC):
                 yield from chain_hooks(chain, grids, x, evaluation, options, self.width)
 
     def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[Grid]:
-        """Return the grids of the reference images, (N,) for an image that is not merged; empty if none is merged."""
+        """Return the grids of the reference images, (N,) for an image that is not merged. Empty if none is merged."""
         config, stats = evaluation.run.config, evaluation.run.stats
         if not (self.references_follow and config.merge_references):
             return []

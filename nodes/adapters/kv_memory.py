@@ -1,4 +1,5 @@
-"""The KV cache of a run: whether the card has room beside the model, and how ComfyUI reserves that room."""
+"""The KV cache of a run: whether the card has room for it beside the model, and how ComfyUI is made to reserve that
+room."""
 
 from __future__ import annotations
 
@@ -29,10 +30,11 @@ from .evaluated import Area, Parts, evaluated_parts, most_held
 from .family import ModelHooks
 from .main_memory import main_room, may_take
 
-# How much of a device's memory a KV cache in four bits may take, if the device shares its memory with the computer (a
-# CPU does) or this pack cannot copy from the device.
+# Share of a device's memory that a KV cache in four bits may take, if the device shares its memory with the computer
+# (as a CPU does) or if this pack cannot copy from the device.
 _SHARE = 0.55
-# Shares of the blocks, from the first on, that stay unmerged if keys and values of all blocks have no room.
+# Shares of the blocks, counted from the first, that stay unmerged if there is no room for the keys and values of all
+# blocks.
 _FEWER_BLOCKS = (0.15, 0.3, 0.5)
 # ComfyUI frees this much memory for each byte of weights that it loads, see `load_models_gpu`.
 _LOADING = 1.1
@@ -44,14 +46,14 @@ _MOVING = ("looped_uniform", "standard_uniform")
 class KVCachePlan:
     """The size and place of a run's KV cache."""
 
-    bytes: int = 0  # size of the cache; 0 without
+    bytes: int = 0  # size of the cache; 0 if there is none
     quantized: bool = False  # keys and values have four bits per element
     reason: Message | None = None  # why there is no cache
     keys: int = 0  # bytes of keys and values; the rest of `bytes` is updates, which lie on the card
-    in_main: int = 0  # bytes of keys and values that have no room on the card
+    in_main: int = 0  # bytes of keys and values that do not fit on the card
     staging: int = 0  # bytes on the card for copies from and to main memory
-    main_room: float = 0.0  # bytes that main memory has room for; 0: everything lies on the card
-    skipped: float = 0.0  # share of the blocks, from the first on, that stay unmerged because memory is short
+    main_room: float = 0.0  # bytes that main memory has room for; 0 if everything lies on the card
+    skipped: float = 0.0  # share of blocks, counted from the first, that stay unmerged because memory is short
 
     @property
     def on_card(self) -> int:
@@ -62,11 +64,11 @@ class KVCachePlan:
 def plan_kv_cache(
     config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any, packed: Sequence[int], sigmas: Sequence[float] = ()
 ) -> KVCachePlan:
-    """Decide what a run on latents of (B, C, ..., H, W) caches: keys and values at full precision where they fit beside
-    the model's weights, else in four bits, and for fewer blocks if need be. Parts without room on the card lie in main
-    memory; if that is short too, nothing is cached.
+    """Decide what a run on latents of (B, C, ..., H, W) caches. Keys and values have full precision if they fit beside
+    the model's weights, else four bits, for fewer blocks if necessary. Keys and values that do not fit on the card lie
+    in main memory; if that is short too, nothing is cached.
 
-    packed: the shape of all streams as ComfyUI packs them. sigmas: one per step, then that at the run's end; if empty,
+    packed: the shape of all streams as packed by ComfyUI. sigmas: one per step, then that at the run's end; if empty,
     all conditions count.
     """
     model, options = guider.model_patcher, guider.model_options
@@ -88,7 +90,7 @@ def plan_kv_cache(
     left = memory_left(guider, packed) - own * len(latent) * itemsize
     copies = copier_of(device) is not None
     main = main_room() if copies and config.kv_cache is KVCache.ON else 0.0
-    staging = 2 / max(sum(1 for _ in hooks.blocks(latent)), 2)  # two blocks' keys and values, as a share of all
+    staging = 2 / max(sum(1 for _ in hooks.blocks(latent)), 2)  # keys and values of two blocks, as a share of all
     if (updates + keys) * itemsize <= left:
         staged = round(keys * itemsize * staging)
         return KVCachePlan((updates + keys) * itemsize, keys=keys * itemsize, staging=staged, main_room=main)
@@ -119,8 +121,9 @@ def _numbers(
     windows: float,
     config: ToMAConfig,
 ) -> tuple[int, int, int]:
-    """Return the most elements that a run with these settings holds at a time: of updates, and of keys and values; then
-    the count of conditions that have them. steps: see `evaluated_parts`. windows: see `windows_of`."""
+    """Return the largest number of elements that a run with these settings holds at a time, of updates and of keys and
+    values, and the count of conditions that have keys and values. steps: see `evaluated_parts`. windows: see
+    `windows_of`."""
     conds = _conds(guider)
     of_an_area = partial(
         hooks.kv_cache_numel,
@@ -147,9 +150,10 @@ def _numbers(
 def _four_bits(
     updates: int, keys: int, left: float, staging: float = 0.0, main: float = 0.0, skipped: float = 0.0
 ) -> KVCachePlan:
-    """Return the plan of a cache in four bits; the card holds as much of it as fits into the `left` bytes.
+    """Return the plan of a cache in four bits, of which as much lies on the card as fits into `left` bytes.
 
-    updates, keys: bytes. staging: bytes for copies, as a share of keys and values. For the rest see `KVCachePlan`.
+    updates, keys: bytes. staging: bytes for copies, as a share of the bytes of keys and values. The other arguments are
+    fields of `KVCachePlan`.
     """
     staged = round(keys * staging)
     fits = updates + keys <= left
@@ -162,9 +166,9 @@ def _too_large(plan: KVCachePlan, limit: float) -> KVCachePlan:
 
 
 def copier_of(device: torch.device) -> Copier | None:
-    """Return the copier between a device and main memory, beside the computation; None for unknown devices, for a CPU,
-    and for a card that shares main memory with the computer."""
-    if device.type != "cuda" or _shares_memory(device):  # ROCm is "cuda" too
+    """Return the copier between a device and main memory, which copies during the computation. None for unknown
+    devices, for a CPU, and for a card that shares main memory with the computer."""
+    if device.type != "cuda" or _shares_memory(device):  # ROCm calls itself "cuda", too
         return None
     return CudaCopier(model_management.pin_memory, model_management.unpin_memory)
 
@@ -175,7 +179,8 @@ def _shares_memory(device: torch.device) -> bool:
 
 
 def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
-    """Return the memory of a run's keys and values, on the card and in main memory; None if all lie on the card."""
+    """Return the memory for a run's keys and values, on the card and in main memory. None if all of them lie on the
+    card."""
     copier = copier_of(device) if plan.main_room else None
     if copier is None:
         return None
@@ -184,10 +189,10 @@ def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
 
 
 def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:
-    """Set how much of the card keys and values take to the memory that is really free, now that the model is loaded.
+    """Set the card's room for keys and values to the memory that is free now that the model is loaded.
 
-    ComfyUI may load a model block by block as it runs: free memory then awaits more weights, so keys and values take no
-    more than was planned. shape, conds: those from which ComfyUI estimates an evaluation's memory.
+    ComfyUI may load a model block by block while it runs. It then needs the free memory for more weights, so keys and
+    values take no more than was planned. shape, conds: arguments of ComfyUI's estimate of an evaluation's memory.
     """
     try:
         activations, _ = estimate_memory(model, shape, conds)
@@ -203,23 +208,23 @@ def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], co
 
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:
-    """Return how many bytes of the card a run on latents of this shape leaves free, negative if the run does not fit:
-    all but the bytes that ComfyUI frees before it loads the run's models, see `load_models_gpu`.
+    """Return how many bytes of the card a run on latents of this shape leaves free, negative if the run does not fit.
+    This is all memory except the bytes that ComfyUI frees before it loads the run's models, see `load_models_gpu`.
 
-    The estimate is made for the run's dtype, which ComfyUI's own sees only once object patches are applied, and for the
-    card's size, not its free memory: a seed must give the same image whatever else runs.
+    The estimate uses the run's dtype, which ComfyUI's own estimate knows only after object patches are applied. It also
+    uses the card's size, not its free memory, because a seed must give the same image whatever else runs.
     """
     model, options = guider.model_patcher, guider.model_options
     as_run = _AsRun(model, options)
     try:
         activations, _ = estimate_memory(as_run, shape, guider.conds)
     except Exception as error:
-        # A later ComfyUI may estimate in another way. Without an estimate four bits fit most cards.
+        # A later ComfyUI may estimate memory in another way. A cache in four bits fits most cards without an estimate.
         warn(UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}"), "with a smaller KV cache")
         return 0.0
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
     loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
-    # A guider may have a second model for the negative prompt. Clones of a model share weights.
+    # A guider may use a second model for the negative prompt. Clones of a model share weights.
     loaded += [model, *model.model_patches_models(), *(m for m in vars(guider).values() if isinstance(m, ModelPatcher))]
     here = {id(getattr(m, "model", m)): m for m in loaded if m.load_device == model.load_device}
     weights = sum(m.model_size() for m in here.values())
@@ -238,7 +243,7 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
 
 def windows_of(guider: Any, latent: Tensor) -> float:
     """Return how often a frame of the latent is evaluated for a condition: more than once where context windows
-    overlap; 0 where windows move at each step: a full step would have cached other frames."""
+    overlap, 0 where windows move at each step, because a full step would then have cached other frames."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:
@@ -246,15 +251,15 @@ def windows_of(guider: Any, latent: Tensor) -> float:
         if handler.context_schedule.name in _MOVING:
             return 0.0
         windows = handler.get_context_windows(guider.model_patcher.model, latent, guider.model_options)
-        # ComfyUI may put a frame before a window's frames.
+        # ComfyUI may add a frame before the frames of a window.
         return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
     except (AttributeError, TypeError, IndexError):
-        return 1.0  # windows of another pack: the size of the cache is limited anyway
+        return 1.0  # windows of another pack: the size of the cache is limited in any case
 
 
 class _AsRun:
-    """Stands in for a model's patcher, with the dtype and the options of the run. Not a copy of the patcher: deleting a
-    copy would detach the model."""
+    """Stands in for a model's patcher and has the dtype and the options of the run. It is not a copy of the patcher,
+    because deleting a copy would detach the model."""
 
     def __init__(self, patcher: ModelPatcher, options: dict[str, Any]) -> None:
         self._patcher, self.model_options, self.model = patcher, options, copy(patcher.model)
@@ -277,8 +282,8 @@ class _Reserving:
 
 @contextmanager
 def reserved(model: Any, more: int) -> Iterator[None]:
-    """Have ComfyUI count `more` bytes for activations while it loads the model. If another node replaces the method
-    meanwhile, the replacement stays."""
+    """Make ComfyUI count `more` additional bytes for activations while it loads the model. If another node replaces the
+    method in the meantime, that replacement stays."""
     ours = vars(model).get("memory_required")
     if not isinstance(ours, _Reserving):
         ours = model.memory_required = _Reserving(model)

@@ -1,4 +1,4 @@
-"""How much main memory keys and values may take, of the computer or of the container in which ComfyUI runs."""
+"""The limit of main memory for keys and values, in the computer or in the container in which ComfyUI runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .compat import optional_api
 SHARE = 0.35
 # Bytes that always stay free. ComfyUI pins weights until about 2 GB are available.
 _LAST = 1e9
-# Where a container on Linux finds its limits: files with the limit and with the usage, per version of control groups.
+# Where a container on Linux finds its limits: per version of control groups, the files with the limit and the usage.
 _CGROUPS = Path("/sys/fs/cgroup")
 _FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
@@ -25,14 +25,14 @@ class _Memory(NamedTuple):
 
 
 def main_room() -> float:
-    """Return how many bytes of main memory keys and values may take: a share of the total, not of what is free now, as
-    a seed must give the same picture in every run."""
+    """Return how many bytes of main memory keys and values may take. This is a share of the total, not of the free
+    memory, because a seed must give the same picture in every run."""
     return min(each.total for each in _memories()) * SHARE
 
 
 def may_take(size: int) -> bool:
-    """Return whether `size` bytes of main memory may be taken at this moment. Weights make way that ComfyUI has pinned
-    for models that do not run."""
+    """Return whether `size` bytes of main memory may be taken now. For this, ComfyUI gives up weights that it has
+    pinned for models that do not run."""
     with optional_api("ensure_pin_budget"):
         make_way = getattr(model_management, "ensure_pin_budget", None)  # not before 0.26
         if make_way is not None:
@@ -54,7 +54,7 @@ def _container() -> _Memory | None:
         except (OSError, ValueError):  # the files do not exist, or the limit is "max"
             continue
         stat = dict(line.split() for line in lines)
-        # Cached files give way to other data; psutil counts these as available too.
+        # Cached files are dropped when memory is needed; psutil also counts them as available.
         files = float(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
         return _Memory(total, total - taken + files)
     return None

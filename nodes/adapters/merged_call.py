@@ -1,4 +1,5 @@
-"""One call of the model with hooks in its blocks: select hooks, decide, install, and note what was cached."""
+"""One call of the model with hooks in its blocks: select hooks, decide the mode, install the hooks, and note what was
+cached."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def merged_call(
 ) -> Any:
     """Return the result of `call` under the hooks that `select` chooses for latents x of (B, C, ..., H, W).
 
-    Whether the caches serve the call is decided when its chains are known and the model has not run. If this pack fails
-    until then, the call is full. positions: see `conditions.positions_of`.
+    The use of the caches is decided when the chains of the call are known, before the model runs. If this pack fails
+    before that decision, the call is full. positions: see `conditions.positions_of`.
     """
     with ExitStack() as installation:
         try:
@@ -59,7 +60,8 @@ def _sites(hooks: Iterable[Hook]) -> list[ChainSite]:
 
 
 def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> tuple[Hashable, ...]:
-    """Return what a call's caches depend on beside the conditions: shape, dtype and device of x, and chains."""
+    """Return everything except the conditions on which a call's caches depend: shape, dtype and device of x, and
+    chains."""
     chains = [site.chain for site in _sites(hooks) if site.chain is not None]
     images = len(x) // len(evaluation.cond_keys)
     return x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)
@@ -70,5 +72,5 @@ def _note(
 ) -> None:
     """Note in the ledger which chains of a call have written their caches."""
     missed = [site for site in sites if not site.reached or site.pair]
-    if len(missed) < len(sites) or not sites:  # else another node has skipped the model
+    if len(missed) < len(sites) or not sites:  # otherwise another node has skipped the model
         sampling.ended(evaluation, x, layout, [site.chain.name for site in missed if site.chain is not None])

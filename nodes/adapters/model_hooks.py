@@ -1,8 +1,8 @@
-"""Replace a module's `forward` for the duration of one model evaluation: one mechanism for every model.
+"""Replace a module's `forward` for the duration of one model evaluation, in the same way for every model.
 
-ComfyUI's patch lists would not do: the UNet has none around the feed-forward or a block, Flux has single slots that
-other packs use, and both would hand merged tokens to patches. A replaced `forward` lies inside all patches, so these
-see all tokens, and the model is unchanged between evaluations, however a run ends.
+ComfyUI's patch lists are not sufficient: the UNet has none around the feed-forward or a block, Flux has single slots
+that other packs use, and in both the patches would get merged tokens. A replaced `forward` lies inside all patches, so
+patches get all tokens. The model is unchanged between evaluations, however a run ends.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 
 from ... import toma_core
 
-# Keys of transformer_options, removed before the model is called: code of torch.compile reads every key that was there
-# when the code was traced, also in later runs without ToMA.
+# Keys of transformer_options that are removed before the model is called: compiled code reads every key that was
+# present when it was traced, also in later runs without ToMA.
 ATTACHMENT = "toma"
 SAMPLING = "toma_sampling"
 GRAPHS = "toma_graphs"
@@ -25,10 +25,10 @@ RIDING = (ATTACHMENT, SAMPLING, GRAPHS)
 
 
 class Hook:
-    """Stands in for a module's `forward`; `original` is the `forward` that an installed hook replaces.
+    """Stands in for a module's `forward`. `original` is the `forward` that an installed hook replaces.
 
-    A hook holds no state of a run beyond one evaluation. It lives as long as its model, because torch.compile guards on
-    the identity of the objects that it traced.
+    A hook holds state of a run only during one evaluation. It lives as long as its model, because torch.compile guards
+    on the identity of the objects that it traced.
     """
 
     original: Callable[..., Any]
@@ -42,7 +42,7 @@ HookPair = tuple[nn.Module, Hook]
 
 @contextmanager
 def installed(hooks: Iterable[HookPair]) -> Iterator[list[Hook]]:
-    """Install every hook, yield them, and restore exactly what was there before."""
+    """Install every hook, yield the hooks, and afterwards restore each `forward` exactly."""
     missing = object()
     replaced = []
     try:
@@ -61,8 +61,8 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[list[Hook]]:
             hook.release()
 
 
-# Merging depends on content, step and shape: a traced graph would freeze those choices. `outside_graph` keeps a hook
-# out of graphs, but not the block that it calls; `eager` keeps a function out with all that it calls.
+# Merging depends on content, step and shape, and tracing would freeze these in the graph. `outside_graph` keeps a hook
+# out of graphs but not the block that it calls. `eager` keeps out a function and everything that it calls.
 outside_graph = torch.compiler.disable(recursive=False)
 eager = torch.compiler.disable
 merge, unmerge = eager(toma_core.merge), eager(toma_core.unmerge)

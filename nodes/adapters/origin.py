@@ -1,4 +1,4 @@
-"""Whether code is ComfyUI's own or another custom node's: foreign code may read tokens that merging takes away."""
+"""Tell ComfyUI's own code from that of other custom nodes, which may read tokens that merging removes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from .model_hooks import Hook
 
-# How ComfyUI's models name the modules that compute positions.
+# Prefixes by which ComfyUI's models name the modules that compute positions.
 _POSITIONS = ("pe_", "pos_", "rope", "rotary")
 
 
@@ -21,22 +21,22 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def kinds_of(model: nn.Module) -> list[str]:
     """Return the names of those classes of a model that ComfyUI defines, most derived first. Other packs, and PyTorch
-    for several cards, derive further classes from these."""
+    on several cards, derive further classes from these."""
     return [kind.__name__ for kind in type(model).__mro__ if _by_comfyui(kind)]
 
 
 def is_original(block: nn.Module) -> bool:
-    """Whether a block is of one of ComfyUI's classes, not one that another pack has put in its place."""
+    """Whether a block is of one of ComfyUI's classes, and not of a class that another pack has put in its place."""
     module = unwrapped(block)
     own = vars(module).get("forward")
-    # The class with the `forward`: PyTorch derives a further class where weights are spread over cards.
+    # Use the class that defines `forward`, because PyTorch derives a further class if weights are spread over cards.
     homes = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
     return _by_comfyui(homes[0]) and (own is None or isinstance(own, Hook) or _by_comfyui(own))
 
 
 def foreign_positions(model: nn.Module | None) -> str | None:
-    """Return the class of another pack's module that computes positions, None without such a module: its positions may
-    differ at each step, as with modules for pictures larger than in training."""
+    """Return the class of another pack's module that computes positions, None without such a module. Its positions may
+    differ at each step, as in modules for pictures larger than in training."""
     for name, child in () if model is None else unwrapped(model).named_children():
         if name.startswith(_POSITIONS) and not type(child).__module__.startswith("torch.") and not is_original(child):
             return type(child).__name__
@@ -44,21 +44,21 @@ def foreign_positions(model: nn.Module | None) -> str | None:
 
 
 def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
-    """Whether ComfyUI wrote each of these methods that the model has."""
+    """Whether ComfyUI wrote all of these methods that the model has."""
     loops = [getattr(type(model), name) for name in methods if hasattr(type(model), name)]
     return vars(model).keys().isdisjoint(methods) and all(map(_in_its_own_file, loops))
 
 
 def has_forward_hooks(before: nn.Module, after: nn.Module) -> bool:
-    """Whether PyTorch hooks see the tokens between two blocks. Hooks by which PyTorch spreads weights over
-    several cards (FSDP) do not read tokens."""
+    """Whether PyTorch hooks read the tokens between two blocks. The hooks by which PyTorch spreads weights over several
+    cards (FSDP) do not read tokens."""
     hooks = [hook for module in (before, unwrapped(before)) for hook in module._forward_hooks.values()]
     hooks += [hook for module in (after, unwrapped(after)) for hook in module._forward_pre_hooks.values()]
     return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
 def wrapped_by_others(transformer_options: Mapping[str, Any], kinds: Iterable[str]) -> bool:
-    """Whether another pack has a wrapper at one of these places of ComfyUI (`WrappersMP`)."""
+    """Whether another pack has a wrapper of one of these kinds (ComfyUI's `WrappersMP`)."""
     wrappers = transformer_options.get("wrappers") or {}
     found = [each for kind in kinds for named in (wrappers.get(kind) or {}).values() for each in named]
     pack = __name__.rpartition(".")[0]
@@ -75,7 +75,7 @@ def _by_comfyui(written: Any) -> bool:
 
 
 def _in_its_own_file(method: Any) -> bool:
-    """Whether a method of ComfyUI has not been replaced for all models."""
+    """Whether a method is still the one in ComfyUI's file, and was not replaced for all models."""
     home = sys.modules.get(getattr(method, "__module__", ""))
     code = getattr(method, "__code__", None)
     return code is not None and _by_comfyui(method) and code.co_filename == getattr(home, "__file__", None)

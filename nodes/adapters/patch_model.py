@@ -65,9 +65,9 @@ def apply_toma(
 ) -> ModelPatcher:
     """Return a clone of the model that merges tokens by these settings; the model itself if they are off.
 
-    ratio_schedule: ratios by block and noise level, in place of the settings' ratio. Settings that the model already
-    carries are replaced. If this ComfyUI's models cannot be patched as this pack knows, a warning is logged and the
-    model itself is returned. Raises `UnsupportedModelError`.
+    ratio_schedule: ratios by block and noise level, which replace the ratio of the settings. Any settings that the
+    model already carries are replaced. If the models of this ComfyUI cannot be patched in the way that this pack knows,
+    log a warning and return the model itself. Raises `UnsupportedModelError`.
     """
     registry.require(model.get_model_object("diffusion_model"))
     if settings.off and attachment_of(model) is None:
@@ -169,10 +169,10 @@ def run_config(
     packed: Sequence[int] = (),
     sigmas: Sequence[float] = (),
 ) -> tuple[ToMAConfig, KVCachePlan]:
-    """Return the settings for a run of a guider with these conditions, and its KV cache.
+    """Return the settings for a run of a guider with these conditions, and the plan of its KV cache.
 
-    noise: the first stream's. packed: the shape of all streams as ComfyUI packs them, if there are several. sigmas:
-    see `plan_kv_cache`.
+    noise: that of the first stream. packed: the shape of all streams as packed by ComfyUI, if there are several.
+    sigmas: see `plan_kv_cache`.
     """
     settings, model = attachment.settings, guider.model_patcher
     config, kv_plan = config_for(settings, model), KVCachePlan()
@@ -184,8 +184,8 @@ def run_config(
 
 
 def _wrap_first(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
-    """Add a wrapper in front of all others for a run. Return False if ComfyUI has no wrappers of this kind: no node can
-    skip evaluations then, as LazyCache does, but each noise level is read, which waits for the device."""
+    """Add a wrapper in front of all others for a run. Return False if ComfyUI has no wrappers of this kind. Then no
+    node can skip evaluations, as LazyCache does, but each noise level has to be read, which waits for the device."""
     kind = getattr(WrappersMP, kind, "")
     if not kind:
         return False
@@ -221,13 +221,13 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         image = executor(*args, **kwargs)
     except torch.OutOfMemoryError:
-        # All conditions are evaluated again: guidance would amplify what a single one lost. ComfyUI does not wait for
-        # other devices, whose results would pass for the next evaluation's: see `_apply_model`.
+        # All conditions are evaluated again, because guidance would amplify an error in a single one. ComfyUI does not
+        # wait for other devices, so their results would be taken for those of the next evaluation: see `_apply_model`.
         if sampling is None or sampling.several_devices or not sampling.no_memory():
             raise
         image = None
     if image is None:
-        # The error and all that it references are gone here.
+        # At this point the error is gone, with everything that it references.
         end_interrupted()
         comfy.model_management.soft_empty_cache()
         image = executor(*args, **kwargs)
@@ -292,7 +292,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return merged_call(full, select, sampling, evaluation, x, positions_of(options))
     except torch.OutOfMemoryError:
-        # If several devices run, the device that failed repeats its own call, see `_predict_noise`.
+        # If several devices run, the device that ran out of memory repeats its own call, see `_predict_noise`.
         if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):
             raise
     end_interrupted(several_devices=True)
@@ -307,7 +307,7 @@ def _obstacle(sampling: SamplingRun, model: nn.Module, hooks: ModelHooks | None,
     name = type(unwrapped(model)).__name__
     if sampling.obstacle or hooks is None:
         return sampling.obstacle or Reason.UNKNOWN_MODEL(model=name)
-    # (B, C, H, W), or (B, C, T, H, W) with T = 1 unless the model takes several frames.
+    # Latents are (B, C, H, W), or (B, C, T, H, W) with T = 1 unless the model takes several frames.
     if isinstance(x, Tensor) and (x.ndim == 4 or (x.ndim == 5 and (hooks.takes_frames or x.shape[2] == 1))):
         return None
     return Reason.UNKNOWN_LATENT(model=name, shape=" x ".join(map(str, getattr(x, "shape", ()))))

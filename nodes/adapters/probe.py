@@ -1,7 +1,7 @@
 """Measure the error of merging during an unmerged sampling run: one site at a time, once in each band.
 
-At one step of each band the first condition is evaluated again with one site merged, by the pack's own hooks and plans:
-only the schedule has other ratios. The predicted clean images are compared.
+At one step of each band the first condition is evaluated again with one site merged, by the pack's own hooks and plans;
+only the ratios of the schedule differ. The predicted clean images are compared.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _KEY = "toma_probes"
 RATIO = 0.5  # for single sites
 RATIOS = (0.25, 0.5, 0.75)  # for all sites together, measured in the middle band
 MAX_BANDS = 3
-# Keys of wrappers that a model is measured without: ComfyUI's step caches return results of earlier steps,
-# torch.compile would build a graph for every site and ratio.
+# Keys of wrappers that are removed from a model before measuring: ComfyUI's step caches return results of earlier
+# steps, and torch.compile would build a graph for every site and ratio.
 _LEFT_OUT = ("easycache", "lazycache", "torch.compile")
 
 
@@ -49,11 +49,12 @@ class Band(NamedTuple):
 class Probes:
     """The measurements of one run."""
 
-    sites: Mapping[str, Sequence[str]]  # blocks of each site, which get one ratio
+    sites: Mapping[str, Sequence[str]]  # blocks of each site, all with one ratio
     tick: Callable[[], None] = lambda: None  # called before each additional evaluation
     sigmas: tuple[float, ...] = ()  # noise levels at which the run's steps begin, once it has begun
     bands: tuple[Band, ...] = ()
-    # By band, site (None for all together) and ratio. Kept on the device, for which reading a value would wait.
+    # By band, site (None for all sites together) and ratio. Errors stay on the device, because reading a value would
+    # wait for it.
     _errors: dict[tuple[int, str | None, float], Tensor] = field(default_factory=dict)
 
     def on(self, model: ModelPatcher, config: ToMAConfig) -> ModelPatcher:
@@ -65,8 +66,8 @@ class Probes:
     def squared_errors(self) -> dict[tuple[str, int, float], float]:
         """Return the squared error of each site, band and ratio; to be read after the run.
 
-        Errors are measured at `RATIO`; other ratios scale a site's error like the joint error. Sites that gave NaN
-        anywhere must not be merged and are left out.
+        Errors are measured at `RATIO`; a site's errors at other ratios are scaled like the error of all sites together.
+        Sites that gave NaN at any time must not be merged and are left out.
         """
         errors = {key: float(error) for key, error in self._errors.items()}
         joint = {ratio: error for (_, site, ratio), error in errors.items() if site is None}
@@ -90,7 +91,7 @@ class Probes:
             self.sigmas, self.bands = schedule.sigmas, bands_of(schedule.sigmas)
         measured = {band for band, _, _ in self._errors}
         band = next((n for n, each in enumerate(self.bands) if each.may_probe(step) and n not in measured), None)
-        # After memory ran out every evaluation is full, and would measure no error.
+        # After memory ran out every evaluation is full, and its error would be measured as 0.
         if band is None or run.disabled_by or not takes_part(conds[0], sampling.sigma):
             return images
 
@@ -102,7 +103,7 @@ class Probes:
             image: Tensor = executor(model, conds[:1], x, timestep, options)[0]
             return image.float()
 
-        # The baseline runs alone like the probes: batches of two round otherwise.
+        # The baseline is evaluated alone, as the probes are, because batches of two round differently.
         alone = len(conds) == 1 or conds[1] is None
         unmerged = images[0].float() if alone else evaluated(None, 0.0)
         probes: list[tuple[str | None, float]] = [(site, RATIO) for site in self.sites]
@@ -139,14 +140,15 @@ def bands_of(sigmas: Sequence[float]) -> tuple[Band, ...]:
 
 
 def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
-    """Divide consecutive blocks into at most `limit` sites, by name: a stack each, or neighbours with little work."""
+    """Divide consecutive blocks into at most `limit` sites, and return their blocks by name. A site is a stack, or
+    neighbouring blocks with little work."""
     stacks: dict[str, list[BlockFacts]] = {}
     for block in blocks:
         stacks.setdefault(block.home, []).append(block)
     groups = list(stacks.values())
 
     def joint_work(index: int) -> tuple[bool, float]:
-        """Return a sorting key of neighbours, by which the least join first: equal resolutions, then little work."""
+        """Return a sorting key by which neighbours are joined, smallest first: equal resolutions, then little work."""
         a, b = groups[index : index + 2]
         return a[0].tokens != b[0].tokens, math.fsum(block.flops() for block in (*a, *b))
 
@@ -158,6 +160,7 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
 
 
 def _growth(errors: Mapping[float, float], ratio: float) -> float:
-    """Return the factor from the error at `RATIO` to that at a ratio; if unknown, errors grow as the ratio's square."""
+    """Return the factor from the error at `RATIO` to the error at a ratio; if unknown, errors grow as the square of the
+    ratio."""
     known = math.isfinite(errors.get(ratio, math.nan)) and errors.get(RATIO, 0.0) > 0.0
     return errors[ratio] / errors[RATIO] if known else (ratio / RATIO) ** 2

@@ -1,6 +1,6 @@
-"""Find the family of a model, and the properties that tell it from other models.
+"""Find the family of a model, and the properties by which models are distinguished.
 
-A new family is one file, its import here and its name in `_NAMES`.
+A new family is one new file, its import in this module and its name in `_NAMES`.
 
 NAME     as users read it
 MODEL    ComfyUI's class
@@ -29,14 +29,14 @@ from .family import ModelHooks
 from .model_hooks import HookPair
 from .origin import kinds_of, unwrapped
 
-# Families that are not as this pack knows them in this ComfyUI.
+# Families whose classes in this ComfyUI differ from those that this pack knows.
 _unavailable: list[str] = []
 
 
 @contextmanager
 def _of(family: str) -> Iterator[None]:
-    """Guard the import of a family. A ComfyUI older than the family's models has no folder for them and can load
-    none."""
+    """Guard the import of a family. A ComfyUI older than the family's models has no folder for these and cannot load
+    them."""
     try:
         with require_api(f"the classes of {family}"):
             yield
@@ -46,7 +46,7 @@ def _of(family: str) -> Iterator[None]:
             warn(error)
 
 
-# Modules are never imported by a name in a variable.
+# Each module is imported by a literal name, never by a name in a variable.
 with _of("UNets"):
     from .families import unet
 with _of("Flux"):
@@ -82,13 +82,14 @@ with _of("LTX"):
 with _of("MiniMax H3"):
     from .families import h3
 
-# In the order in which users read them.
+# Names in the order in which users read them.
 _NAMES = "unet flux chroma lumina omnigen krea qwen qwen21 ernie ideogram lens sd3 cosmos wan hunyuan ltx h3"
 _FAMILIES: list[Any] = [globals()[name] for name in _NAMES.split() if name in globals()]
 
 
 class _Plain(ModelHooks):
-    """Hooks of a model that is not as this pack knows it: nothing is merged, and the report names the reason."""
+    """Hooks of a model that differs from the one that this pack knows: nothing is merged, and the report names the
+    reason."""
 
     takes_frames = True
 
@@ -101,7 +102,7 @@ class _Plain(ModelHooks):
 
 
 class Unsupported(MessageId):
-    """Why a model is refused, and what to do."""
+    """Why a model is refused, and what the user can do."""
 
     MODEL = "unsupported_model"  # model
     SUPPORTED = "supported_models"  # supported: names
@@ -114,7 +115,8 @@ class UnsupportedModelError(MessageError):
     prefix = ""
 
 
-# Keyed weakly by the model itself: hooks live as long as it does, and no clone can carry another model's modules.
+# The keys are weak references to the model itself: hooks live as long as the model, and no clone can carry the modules
+# of another model.
 _hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()
 
 
@@ -124,15 +126,15 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
     if model not in _hooks:
         family = next((f for f in _FAMILIES if is_of(f, model)), None)
         if family is None:
-            # A family that could not be imported may be this model's: the model then runs unmerged.
+            # The model may belong to a family that could not be imported; it then runs unmerged.
             return _Plain(type(model).__name__) if _unavailable else None
         _hooks[model] = _made(family, model)
     return _hooks[model]
 
 
 def is_of(family: Any, model: nn.Module) -> bool:
-    """Whether a model is of a family. False for a class that a later ComfyUI derives from a known one: such a class
-    may read tokens that merging removes."""
+    """Whether a model is of a family. False for a class that a later ComfyUI derives from a known one, because it may
+    read tokens that merging removes."""
     if not isinstance(model, family.MODEL):
         return False
     kinds, fits = kinds_of(model), getattr(family, "fits", None)
@@ -159,7 +161,7 @@ def require(diffusion_model: nn.Module) -> ModelHooks:
     if hooks is None:
         kind = type(unwrapped(diffusion_model))
         if not kind.__module__.startswith("comfy."):
-            # ComfyUI loads a pack under the pack's path.
+            # ComfyUI names the modules of a pack by the pack's path.
             pack = kind.__module__.replace("\\", ".").replace("/", ".").rpartition("custom_nodes.")[2]
             raise UnsupportedModelError(Unsupported.WRAPPED(model=kind.__name__, pack=pack))
         supported = tuple(family.NAME for family in _FAMILIES)
@@ -175,8 +177,8 @@ def blocks_of(model: ModelPatcher, latent: Tensor | None = None) -> list[BlockFa
 
 
 def fingerprint(model: ModelPatcher) -> str:
-    """Return facts that distinguish a model from all others except finetunes of its base: family, count of blocks by
-    kind, their channels, kind of prediction and highest noise level. Raises `UnsupportedModelError`."""
+    """Return properties that distinguish a model from all others except finetunes of its base: family, count of blocks
+    by kind, their channels, kind of prediction and highest noise level. Raises `UnsupportedModelError`."""
     facts, hooks = blocks_of(model), require(model.get_model_object("diffusion_model"))
     family = type(hooks).__module__.rpartition(".")[2]
     blocks = ", ".join(f"{home} {count}" for home, count in Counter(fact.home for fact in facts).items())

@@ -1,4 +1,4 @@
-"""Lay out what a run did as messages, for the node, the report and the log, and write messages in English."""
+"""Describe a run in messages, for the node, the report and the log, and write messages in English."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...toma_core.reasons import Message, MessageId, Reason, Value
 from ...toma_core.stats import RunStats
 
 _TABLE = Path(__file__).parents[2] / "web" / "i18n" / "en.json"
-# What the user chose, by a setting or a profile.
+# Reasons that the user chose, by a setting or a profile.
 _CHOSEN = {Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK}
 
 
@@ -23,7 +23,7 @@ class Line(MessageId):
     """The lines of a report."""
 
     NOTHING_MERGED = "nothing_merged"  # reason
-    ON = "on"  # share, merged_blocks, blocks, merged_steps, steps
+    ON = "on"  # parameters: share, merged_blocks, blocks, merged_steps, steps
     ON_OTHERS = "on_others"  # line, reason
     WORK = "work"  # percent
     SENTENCE = "sentence"  # sentence
@@ -108,7 +108,7 @@ def headline(stats: RunStats) -> Message:
     if not ratios:
         return Line.NOTHING_MERGED(reason=next(iter((*stats.unmerged_calls, *unmerged)), _why_full(stats)))
     steps = len(ratios)
-    # A block that merges in some of these steps counts as a share of a block.
+    # A block that merges in only some of these steps counts as a fraction of a block.
     merged = max(1, round(sum(len(at & ratios.keys()) for at in stats.merged_at.values()) / steps))
     share = _at_most(stats, Line.PERCENT(value=100 * sum(ratios.values()) / steps))
     every = max(stats.total_steps, len(stats.steps))
@@ -118,13 +118,13 @@ def headline(stats: RunStats) -> Message:
 
 
 def work(stats: RunStats) -> list[Message]:
-    """Return how much less work the run was than unmerged, in FLOPs; empty if unknown or hardly less."""
+    """Return how much less work the run did than an unmerged run, in FLOPs. Empty if unknown or hardly less."""
     times = stats.times_less_work
     return [] if times is None or times < 1.05 else [Line.WORK(percent=100 - 100 / times)]
 
 
 def details(stats: RunStats) -> list[Message]:
-    """Return the facts behind the headline, a line each."""
+    """Return the facts behind the headline, one per line."""
     return [line for lines in _sections(stats).values() for line in lines]
 
 
@@ -202,7 +202,7 @@ def natural_order(name: str) -> list[tuple[int, int | str]]:
 
 
 def _names(blocks: set[str]) -> str:
-    """Return the names of blocks, consecutive blocks of a stack as a range: double.0-18, single.0."""
+    """Return the names of blocks, with consecutive blocks of a stack as a range: double.0-18, single.0."""
     stacks: dict[str, list[int]] = {}
     for name in sorted(blocks, key=natural_order):
         stack, dot, number = name.rpartition(".")
@@ -214,11 +214,11 @@ def _names(blocks: set[str]) -> str:
 
 
 def _steps(steps: Iterable[int]) -> str:
-    """Return steps counted from 1, consecutive steps as a range."""
+    """Return steps counted from 1, with consecutive steps as a range."""
     return _ranges([step + 1 for step in sorted(steps)])
 
 
 def _ranges(numbers: Iterable[int], prefix: str = "") -> str:
-    # Consecutive numbers all differ from their positions by the same amount.
+    # Consecutive numbers differ from their positions by the same amount.
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{prefix}{run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)

@@ -46,7 +46,7 @@ _ALL_NOISE = 0.99
 
 
 def records_gradients() -> bool:
-    """Whether autograd records what the model computes, as in training: nothing may be merged or cached then."""
+    """Whether autograd records the model's computation, as in training; nothing may be merged or cached then."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
@@ -55,23 +55,23 @@ class SamplingRun:
     """One sampling run: its state, and the plan of the evaluation in progress."""
 
     run: RunState
-    step_plan: StepPlan  # what the evaluation in progress is to do
+    step_plan: StepPlan  # plan of the evaluation in progress
     config_for: Callable[..., ToMAConfig]  # returns the settings, with `kv_cache=False` those without a KV cache
     tracker: SigmaTracker = field(default_factory=SigmaTracker)
     contents: Contents = field(default_factory=Contents)
     obstacle: Message | None = None  # why nothing may be merged in this run
-    max_prediction_sigma: float = float("inf")  # above it a prediction is too poor to plan from
+    max_prediction_sigma: float = float("inf")  # above this sigma a prediction is too poor to plan from
     shapes: Shapes | None = None  # shapes of the latent's streams, if it has several
-    areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # area of each condition that has one
+    areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # the area of each condition that has one
     trajectory: Trajectory = field(default_factory=Trajectory)
     begun: int = 0  # evaluations of the sampler so far
     observed: int = 0  # calls of `observe` so far
-    # The evaluation in progress.
-    sigma: float | None = None  # as given to the model; None before the run's first evaluation
+    # State of the evaluation in progress.
+    sigma: float | None = None  # as passed to the model; None before the run's first evaluation
     latent_shape: tuple[int, ...] = ()  # () if unknown
-    patches: Hashable = ()  # the model's, by name
-    several_devices: bool = False  # its conditions may run on several devices
-    counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)  # calls by condition and what is evaluated
+    patches: Hashable = ()  # patches of the model, by name
+    several_devices: bool = False  # whether its conditions may run on several devices
+    counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)  # calls by condition and content
     calls: int = 0  # calls of `observe`
     merged_calls: int = 0
     tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)  # by shape and device
@@ -86,8 +86,8 @@ class SamplingRun:
         ratio_schedule: RatioSchedule = (),
         takes_frames: bool = False,
     ) -> SamplingRun:
-        """Start a run. sigmas: one per step, then that at the run's end. ratio_schedule: a profile's, see `Schedule`.
-        takes_frames: the model is for videos; some video models come as two, for one run after the other."""
+        """Start a run. sigmas: one per step, then that at the run's end. ratio_schedule: see `Schedule`.
+        takes_frames: whether the model is for videos; such a model may come as two, for one run after the other."""
         start, end = float("inf"), float("-inf")
         if config.start_percent > 0:
             start = float(model_sampling.percent_to_sigma(config.start_percent))
@@ -115,15 +115,15 @@ class SamplingRun:
             self.trajectory.predicted(first(image, self.shapes))
 
     def close(self) -> RunStats:
-        """End the run, also after an error: drop all that it holds, and return its stats."""
+        """End the run, also after an error: drop everything that it holds, and return its stats."""
         self.trajectory.close()
         self.tiles.clear()
         return self.run.close()
 
     def no_memory(self, again: bool = True) -> bool:
-        """Drop plans and caches after memory ran out: this evaluation and all later ones are full.
+        """Drop plans and caches after memory ran out, so that this evaluation and all later ones are full.
 
-        Return False if only the model's own memory is short: without a KV cache, for a picture or a full step. again:
+        Return False if only the model's own memory is short: for a picture or a full step without a KV cache. again:
         whether all calls of the evaluation are repeated.
         """
         plan = out_of_memory(self.run, self.step_plan, self._video)
@@ -136,13 +136,13 @@ class SamplingRun:
         return True
 
     def undecided(self, reason: Message) -> None:
-        """Run a call in full because `observe` has failed for it."""
+        """Run a call on all tokens, because `observe` has failed for it."""
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         self.run.stats.count_evaluation(self.step_plan.step, 0.0)
         self.run.stats.full_because(self.step_plan.step, reason)
 
     def full_instead(self, reason: Message) -> None:
-        """Go on in full in this evaluation because a call could not be prepared."""
+        """Continue this evaluation on all tokens, because a call could not be prepared."""
         self.run.coverage.broken_off()
         with self._lock:
             self._go_on(self.step_plan.with_mode(StepMode.FULL))
@@ -153,8 +153,8 @@ class SamplingRun:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
     def awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether plans need a prediction that is missing: the run's first or, with a KV cache, where plans are made
-        from nothing else, one for the conditions in progress."""
+        """Whether plans need a prediction that does not exist yet: the first of the run or, with a KV cache, where all
+        plans are made from predictions, one for the conditions in progress."""
         if not self.run.config.uses_prediction or self.begun < 2:
             return self.run.config.uses_prediction and self.begun == 1
         windows = transformer_options.get("context_window") is not None
@@ -229,9 +229,9 @@ class SamplingRun:
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation of one call of the model on latents of (B, C, ..., H, W).
 
-        Conditions of one area share plans, made from the first condition's tokens or, on several devices, from a
-        predicted picture. A call on a piece of the latent, as in tiled sampling, is planned from that piece, again in
-        every evaluation, as the next one may show another piece.
+        Conditions with the same area share plans. These are made from the tokens of the first condition or, on several
+        devices, from a predicted picture. A call on a piece of the latent, as in tiled sampling, is planned from that
+        piece. It is planned again in every evaluation, because the next call may show another piece.
         """
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
@@ -256,32 +256,32 @@ class SamplingRun:
         return LatentChange(x, before) if before is not None and known else None
 
     def decide_call(self, evaluation: Evaluation, layout: Hashable) -> Evaluation:
-        """Return a call in the mode that the caches allow its chains. layout: see `decision.decide_call`."""
+        """Return a call in the mode that the caches allow for its chains. layout: see `decision.decide_call`."""
         with self._lock:
             self._go_on(decide_call(self.run, self.step_plan, evaluation.cond_keys, layout))
         return replace(evaluation, step_plan=self.step_plan)
 
     def ended(self, evaluation: Evaluation, x: Tensor, layout: Hashable, unreached: Iterable[str]) -> None:
         """Note in the ledger that a call on latents x has written its caches. unreached: names of chains that another
-        node skipped, whose caches were not written."""
+        node skipped, so that their caches were not written."""
         if not evaluation.step_plan.mode.caches:
             return
         missed = [key for name in unreached for key in evaluation.keys(name)]
-        # Entries of chains that were skipped are older than this latent.
+        # The entries of skipped chains are older than this latent.
         latent = x.clone() if self.run.kv_cache and not missed else None
         self.run.coverage.ended(evaluation.cond_keys, latent, layout if evaluation.refreshes else None)
         if evaluation.refreshes:
             self.run.cache.drop(missed)
 
     def _go_on(self, plan: StepPlan) -> None:
-        """Go on with another plan in this evaluation of the sampler. The old plan counted the call in progress."""
+        """Continue this evaluation with another plan. The call in progress was counted with the old plan."""
         if self.step_plan.mode.merges and not plan.mode.merges:
             self.run.stats.discard_evaluations(plan.step, 0, 1)
             self.merged_calls -= 1
         self.step_plan = plan
 
     def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
-        """Return the tiles of a call. Only tiles of the first condition are kept, so that comparisons stay few; calls
+        """Return the tiles of a call. Only tiles of the first condition are stored, so that comparisons stay few. Calls
         for the other conditions come in any order and are compared with these tiles."""
         who = self.observed, chunks
         first, tiles = self.tiles.setdefault((x.shape[1:], x.device), (who, []))
@@ -300,7 +300,7 @@ class SamplingRun:
         return self.trajectory.prediction(self.latent_shape)
 
     def _is_tile(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether some condition of a call shows neither the latent nor the condition's area of it."""
+        """Whether some condition of a call shows neither the entire latent nor the area of that condition."""
         if self.trajectory.another or (self.trajectory.tiles and merges_plainly(self.run)):
             return True
         if not self.latent_shape:
@@ -318,8 +318,8 @@ class SamplingRun:
     def _keys(
         self, conditions: Iterable[Hashable], frames: Hashable, counts: Counter[tuple[Hashable, ...]]
     ) -> tuple[Hashable, ...]:
-        """Return for each condition its content, area, frames, shape, the model's patches (perturbed guidance changes
-        these) and the count of its calls, which this function raises."""
+        """Return a key for each condition: its content, area, frames, shape, the model's patches (which perturbed
+        guidance changes) and the count of its calls, which this method increases."""
         keys = []
         for each in conditions:
             key = self.contents.of(each), self.areas.get(each), frames, self.latent_shape, self.patches
@@ -327,7 +327,7 @@ class SamplingRun:
             keys.append((key, counts[each, key]))
         return tuple(keys)
 
-    # Other nodes copy the options while sampling, also by pickling; a copy counts in the same run.
+    # Other nodes copy or pickle the options while sampling; a copy counts in the same run.
     def __copy__(self) -> SamplingRun:
         return self
 
@@ -340,11 +340,11 @@ class SamplingRun:
         return _run_of, (key,)
 
 
-# Runs that were pickled, by a key that stands for them.
+# Runs that were pickled, each with a key that represents it in the pickle.
 _keys: WeakKeyDictionary[SamplingRun, str] = WeakKeyDictionary()
 _runs: WeakValueDictionary[str, SamplingRun] = WeakValueDictionary()
 
 
 def _run_of(key: str) -> SamplingRun | None:
-    """Return the run that was pickled; None in another process, and once the run is over."""
+    """Return the run that was pickled; None in another process, or if the run is over."""
     return _runs.get(key)

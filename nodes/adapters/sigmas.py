@@ -1,8 +1,8 @@
 """The noise level of an evaluation as a Python number.
 
-Samplers hold the level in a tensor. Reading a tensor waits for the device; a host that never waits launches kernels a
-step ahead. So levels come from the schedule if the sampler is known to evaluate once a step, at the sigmas of the
-schedule. For all other samplers levels are read from the tensor.
+Samplers hold the level in a tensor. Reading a tensor waits for the device, whereas a host that never waits launches
+kernels a step ahead. So levels are taken from the schedule if the sampler is known to evaluate once a step, at the
+sigmas of the schedule. For all other samplers they are read from the tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils import _contextlib
 from ...toma_core.schedule import step_at
 from .compat import with_argument
 
-# ComfyUI's samplers that are known to, checked by tests/nodes/adapters/test_sigmas.py.
+# ComfyUI's samplers that are known to evaluate once a step; tests/nodes/adapters/test_sigmas.py checks them.
 ONCE_A_STEP = (
     *("sample_euler", "sample_euler_cfg_pp", "sample_euler_ancestral", "sample_euler_ancestral_cfg_pp"),
     *("sample_lms", "sample_ddpm", "sample_lcm", "sample_ipndm", "sample_ipndm_v", "sample_deis"),
@@ -33,22 +33,23 @@ ONCE_A_STEP = (
     *("sample_res_multistep_ancestral_cfg_pp", "sample_gradient_estimation", "sample_gradient_estimation_cfg_pp"),
     *("sample_er_sde", "sample_sa_solver"),
 )
-# Samplers of `ONCE_A_STEP` that draw new noise, which is measured in each step of a run with a KV cache. They wait for
-# the device anyway, to test for the last step: no work of the model is queued when the noise is read.
+# Samplers of `ONCE_A_STEP` that draw new noise. The noise is measured in each step of a run with a KV cache. These
+# samplers wait for the device anyway, to test for the last step, so no work of the model is queued when the noise is
+# read.
 _DRAWS_NOISE = (
     *("sample_euler_ancestral", "sample_euler_ancestral_cfg_pp", "sample_lcm", "sample_ddpm", "sample_er_sde"),
     *("sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp", "sample_sa_solver"),
     *("sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu", "sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu"),
     *("sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
 )
-# Samplers that enlarge what merging leaves out: their error is two to seventeen times that of Euler's method
-# (benchmarks/results/fidelity/tables.md), so runs with a KV cache merge no step under these samplers.
+# Samplers that amplify the errors of merging: their error is two to seventeen times that of Euler's method
+# (benchmarks/results/fidelity/tables.md), so runs with a KV cache merge no step with these samplers.
 _ENLARGES = (
     *("sample_lms", "sample_ipndm_v", "sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp"),
     *("sample_res_multistep_cfg_pp", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2s_ancestral_cfg_pp"),
     "sample_gradient_estimation_cfg_pp",
 )
-# Options that do not change how often or where a sampler evaluates. Other options must have their default.
+# Options that change neither how often nor where a sampler evaluates. All other options must have their default.
 _PASSIVE = {
     *("eta", "s_noise", "s_noise_end", "noise_sampler", "noise_scaler", "noise_clip_std", "solver_type", "order"),
     *("max_order", "deis_mode", "ge_gamma", "cfg_pp", "max_stage", "tau_func", "predictor_order", "corrector_order"),
@@ -57,20 +58,20 @@ _PASSIVE = {
 
 
 class SigmaStep(NamedTuple):
-    """Where a sampler is in its schedule when it evaluates the model."""
+    """The position of a sampler in its schedule when it evaluates the model."""
 
     sigma: float  # its noise level
     step: int | None  # 0-based, None without a schedule
-    model_sigma: float  # the noise level that the model is given: nodes such as Detail Daemon change it
+    model_sigma: float  # the noise level that the model gets; nodes such as Detail Daemon change it
     unreported: int = 0  # how often the noise level has changed while the sampler reported no steps
 
 
 class SigmaTracker:
     """Track the noise levels and steps of one run. `next` is called before each evaluation of the sampler.
 
-    The step comes from the order of evaluations for samplers that are known to evaluate once a step, else from the
-    steps that the sampler reports to its callback, else from the noise levels given to the model. Steps never go
-    backwards.
+    For samplers that are known to evaluate once a step, the step comes from the order of evaluations. For others it
+    comes from the steps that the sampler reports to its callback, and without reports from the noise levels passed to
+    the model. Steps never go backwards.
     """
 
     def __init__(self, sigmas: Sequence[float] = (), sampler: Any = None, guider: Any = None) -> None:
@@ -83,13 +84,13 @@ class SigmaTracker:
         self._given: Tensor | None = None
         self._taken: dict[int, Tensor] = {}
         self._at: SigmaStep | None = None
-        self._last_given: float | None = None  # noise level of the model in the evaluation before
+        self._last_given: float | None = None  # noise level of the model in the previous evaluation
         self._step = self._unreported = 0
-        self._repeated = 0  # evaluations at the same noise level as the evaluation before
-        self._kept = True  # whether every noise level so far is in the schedule
+        self._repeated = 0  # evaluations at the noise level of the previous evaluation
+        self._kept = True  # whether all noise levels so far are in the schedule
         self._reported: int | None = None  # the last step that was reported
         self._wraps = _wraps_known(sampler)
-        self._since, self._each = 0, int(self._wraps)  # evaluations since the last report; between the last two
+        self._since, self._each = 0, int(self._wraps)  # evaluations since the last report, and between the last two
         self._reports = bool(self._sigmas)
 
     def measures_noise(self, kv_cache: bool) -> bool:
@@ -115,17 +116,17 @@ class SigmaTracker:
         return with_argument(args, kwargs, 5, "callback", reported)
 
     def reported(self, step: int) -> None:
-        """Record that the sampler reports a step: samplers report after a step's first evaluation."""
+        """Record a step that the sampler reports: samplers report after a step's first evaluation."""
         last = -1 if self._reported is None else self._reported
         if step != last + 1 or not self._since:
-            self._reports = False  # the sampler counts in another way, as those do that run in rounds
+            self._reports = False  # the sampler counts steps in another way, as samplers that run in rounds do
         elif self._reported is not None or self._since > 1:
             self._each = self._since
         self._reported, self._since = step, 0
 
     def of(self, timestep: Tensor) -> SigmaStep:
-        """Return where the sampler is. timestep: (B,), the model call's. If guidance evaluates at another noise level,
-        it passes another tensor, which is read."""
+        """Return the position of the sampler. timestep: (B,), that of the model call. If guidance evaluates at another
+        noise level, it passes another tensor, whose value is read."""
         mine = timestep is self._given
         if mine and self._evaluation < len(self._scheduled):
             self._taken[self._evaluation] = timestep.detach().flatten()[:1]
@@ -141,7 +142,7 @@ class SigmaTracker:
         self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
-        # The noise level of the sampler is within the step.
+        # The noise level of the sampler lies within the step.
         ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
         sigma = min(max(given, min(ends)), max(ends))
         self._unreported += by_sigma and given != self._last_given
@@ -154,8 +155,8 @@ class SigmaTracker:
         if self._reported is None and self._reports:
             if self._wraps:
                 return min(self._evaluation, len(self._sigmas) - 1)
-            # A sampler evaluates every step, so a noise level below the schedule's is not a later step. Samplers that
-            # skip steps keep to the schedule.
+            # A sampler evaluates every step, so a noise level below the schedule's does not mean a later step. Samplers
+            # that skip steps still use the noise levels of the schedule.
             self._kept &= any(abs(sigma - given) <= 1e-3 * sigma for sigma in self._sigmas)
             if not self._kept:
                 by_sigma = min(by_sigma, self._evaluation - self._repeated)
@@ -170,19 +171,19 @@ class SigmaTracker:
         return min(max(by_sigma, self._reported), following)
 
     def _repeats(self, given: float, following: int) -> bool:
-        """Return whether a sampler evaluates again the step that it has just reported, as corrector samplers do."""
+        """Return whether a sampler evaluates again for the step that it has just reported, as corrector samplers do."""
         again = self._since == 1 and given == self._last_given and not self._wraps
         return again and self._sigmas[following] != self._sigmas[following - 1]
 
     def check(self) -> None:
-        """Warn if the sampler left its schedule. Called at the end of a run, when nothing waits for the device any
-        more."""
+        """Warn if the sampler left its schedule. It is called at the end of a run, when reading a value no longer
+        delays the device."""
         if not self._taken:
             return
         scheduled = torch.tensor([self._scheduled[n] for n in self._taken])
         given = torch.cat(list(self._taken.values())).float().cpu()
         if not torch.allclose(given, scheduled, rtol=1e-3):  # stochastic samplers begin a little below pure noise
-            # Only a warning: results must not depend on earlier runs.
+            # Only log a warning, because results must not depend on earlier runs.
             logging.warning(
                 "ToMA: the sampler %s left its schedule, which it was not known to do: some steps were merged by the "
                 "settings of their neighbours. Please report it.",
@@ -200,8 +201,8 @@ def enlarges(sampler: Any) -> bool:
 
 
 def _keeps_to_schedule(sampler: Any) -> bool:
-    """Whether a sampler evaluates once a step, at the sigmas of its schedule: an unchanged sampler of ComfyUI's, with
-    options that do not change when it evaluates."""
+    """Whether a sampler evaluates once a step, at the sigmas of its schedule. It must be an unchanged sampler of
+    ComfyUI, with options that do not change when it evaluates."""
     if type(sampler) is not KSAMPLER:
         return False
     function, options = sampler.sampler_function, sampler.extra_options or {}
@@ -213,8 +214,8 @@ def _keeps_to_schedule(sampler: Any) -> bool:
 
 
 def _wraps_known(sampler: Any) -> bool:
-    """Whether another pack's sampler wraps a sampler that evaluates once a step. The wrapper is taken to change only
-    the noise levels that the model is given."""
+    """Whether another pack's sampler wraps a sampler that evaluates once a step. The wrapper is assumed to change only
+    the noise levels that the model gets."""
     options = getattr(sampler, "extra_options", None) or {}
     inner = [value for value in options.values() if isinstance(value, KSAMPLER)]
     return len(inner) == 1 and _keeps_to_schedule(inner[0])
@@ -235,7 +236,7 @@ def _is_comfyuis(function: Any) -> bool:
 
 
 def _is_counted(guider: Any) -> bool:
-    """Whether every evaluation of the sampler goes through this pack's wrapper, the first wrapper of all."""
+    """Whether every evaluation of the sampler passes through this pack's wrapper, as the first of all wrappers."""
     names = "__call__", "outer_predict_noise"
     if not isinstance(guider, CFGGuider) or any(getattr(type(guider), n) is not getattr(CFGGuider, n) for n in names):
         return False

@@ -1,4 +1,4 @@
-"""Describe a block's arguments: which one has the tokens, where the image lies in these, which others are per token.
+"""Describe a block's arguments: which one holds the tokens, where the image lies in it, and which others are per token.
 
 Arguments that are not listed here may be per token; the block then runs unmerged and the report names them.
 """
@@ -17,24 +17,24 @@ from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 
-CallArguments = dict[str, Any]  # of one call of a block, by name
+CallArguments = dict[str, Any]  # arguments of one call of a block, by name
 Options = Mapping[str, Any]  # ComfyUI's `transformer_options`
 
 
 @dataclass(frozen=True)
 class TokenReduction:
-    """How a stream of tokens became shorter."""
+    """How merging shortened a stream of tokens."""
 
-    image_start: int  # tokens before the image
+    image_start: int  # number of tokens before the image
     lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and of each reference that follows it
 
     @property
     def removed(self) -> int:
-        """Tokens that were merged away."""
+        """Number of tokens that were merged away."""
         return sum([tokens - left for tokens, left in self.lengths])
 
     def shift(self, index: int) -> int:
-        """Return an index between two images, or outside of them, as it is after the reduction."""
+        """Return the index after the reduction for an index between two images, or outside of them."""
         end, removed = self.image_start, 0
         for tokens, left in self.lengths:
             end += tokens
@@ -46,37 +46,38 @@ class TokenReduction:
 class BlockSignature:
     """How blocks of one kind take and return tokens, [before | image | after] of (B, T, C)."""
 
-    positional_args: tuple[str, ...] = ("x",)  # arguments that may come by position, in order
-    required_kwargs: tuple[str, ...] = ("transformer_options",)  # arguments by name that a `forward` must take
-    tokens_arg = "x"  # the argument with the tokens
+    positional_args: tuple[str, ...] = ("x",)  # arguments that may be passed by position, in order
+    required_kwargs: tuple[str, ...] = ("transformer_options",)  # named arguments that a `forward` must take
+    tokens_arg = "x"  # the argument that holds the tokens
     output_index: int | None = None  # index of the tokens among a block's results; None if there is a single result
-    rope_arg = ""  # the argument with the rotary positions; empty without
-    rope_token_dim = 2  # the dimension of rotary positions that counts tokens
+    rope_arg = ""  # the argument with the rotary positions; empty if there is none
+    rope_token_dim = 2  # the dimension of rotary positions along which tokens are counted
     rope_split_half = False  # whether rotation pairs channel i of a head with i + d / 2, not with its neighbour
     image_last = False  # whether positions end with the image, its padding, and references that options name
     image_multiple = 1  # the count of image tokens is padded to a multiple of this
     row_args: tuple[str, ...] = ()  # further arguments with a row for each token, along `rope_token_dim`
     index_args: tuple[str, ...] = ()  # arguments with an index into the tokens, or a list of (start, stop, ...)
-    text_arg = ""  # the argument with text tokens that are attended to beside those of `tokens_arg`
+    text_arg = ""  # the argument with text tokens that are attended to in addition to those of `tokens_arg`
     text_first = True  # whether text comes before the image in positions and in attention
-    masks_text = False  # whether attention is masked by key, and all of the image is attended to
-    mask_arg = ""  # the argument with a mask by key, over all keys, if blocks take the mask as it is
-    attention_arg = ""  # the argument with the function that computes attention, if blocks are given one
+    masks_text = False  # whether attention has a mask of keys that never hides the image
+    mask_arg = ""  # the argument with a mask of all keys, if blocks take the mask unchanged
+    attention_arg = ""  # the argument with the function that computes attention, if blocks get one
     passthrough_args: tuple[str, ...] = ()  # further arguments that are not per token
-    mutates_input = False  # whether blocks add into the tokens that they are given
-    # Whether the model clamps fp16 inside its blocks: merging then clamps too, else NaN becomes an image.
+    mutates_input = False  # whether blocks write into the tokens that they get
+    # Whether the model clamps fp16 inside its blocks, so that merging clamps too. For other models clamping would turn
+    # NaN into an image.
     clamps_fp16 = False
 
     def call_args(self, args: tuple[Any, ...], kwargs: CallArguments) -> CallArguments:
-        """Return a call's arguments by name, positional ones first. Positional arguments beyond the known ones may be
-        per token."""
+        """Return the arguments of a call by name, positional ones first. Positional arguments beyond the known ones may
+        be per token."""
         names = self.positional_args
         if len(args) > len(names):
             names = (*names, *[f"argument {n + 1}" for n in range(len(names), len(args))])
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def unpack(self, value: Any) -> Any:
-        """Return the tensor in an argument or a result, (B, T, C) tokens or rows: some models wrap tensors."""
+        """Return the tensor in an argument or a result, (B, T, C) tokens or rows. Some models wrap such tensors."""
         return value
 
     def pack(self, value: Any, tensor: Tensor) -> Any:
@@ -88,7 +89,7 @@ class BlockSignature:
         return self.unpack(call_args[self.tokens_arg])
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
-        """Return by name the tensors with a row for each token: rotary positions, and `row_args` if given."""
+        """Return by name the tensors with a row for each token: rotary positions, and `row_args` if they are passed."""
         names = (self.rope_arg, *self.row_args)
         return {name: self.unpack(call_args[name]) for name in names if call_args.get(name) is not None}
 
@@ -108,26 +109,27 @@ class BlockSignature:
         return tuple([x if n == self.output_index else part for n, part in enumerate(out)])
 
     def has_image(self, call_args: CallArguments) -> bool:
-        """Whether a call has tokens of the image. A call without image tokens runs as it is, and decides nothing for
+        """Whether a call has tokens of the image. A call without image tokens runs unchanged, and decides nothing for
         other calls."""
         return True
 
     def observe(self, call_args: CallArguments) -> None:
-        """Note the values that another signature of the model needs. Called outside of graphs, before all else."""
+        """Note values that another signature of the model needs. It is called outside of graphs, before all other
+        methods."""
 
     def release(self) -> None:
-        """Drop all that `observe` or `image_start` noted: the evaluation is over."""
+        """Drop everything that `observe` or `image_start` noted, at the end of the evaluation."""
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         """Return how many tokens come before the image in `tokens_arg`; None if unknown. image: its N tokens.
 
-        Called for every block of a chain: `image` stays N, while all but the first block see fewer tokens. If neither
-        positions nor options give the count, note it at the first block or in `observe` of an earlier group, until
-        `release`.
+        It is called for every block of a chain. `image` stays N, although all blocks except the first get fewer tokens.
+        If neither positions nor options reveal this count, it is noted at the first block, or by `observe` in an
+        earlier group, until `release`.
         """
         if not self.image_last:
             return 0
-        # Positions stay unmerged while the tokens are merged. An older ComfyUI may have several tables of positions.
+        # Positions stay unmerged when the tokens are merged. An older ComfyUI may have several tables of positions.
         rope = call_args.get(self.rope_arg)
         if not isinstance(rope, Tensor) or rope.ndim <= self.rope_token_dim:
             return None
@@ -143,8 +145,8 @@ class BlockSignature:
         return self._text(call_args) if self.text_first else 0
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each attention to the image, in order: the count of keys before the image, of all keys, and, if
-        other tokens attend, of queries. Attentions in between have other counts."""
+        """Return for each attention to the image, in order: the number of keys before the image, of all keys and, if
+        other tokens attend, of queries. Attentions between these have other numbers."""
         tokens = self._text(call_args) + int(self.tokens(call_args).shape[1])
         return ((self.attention_offset(call_args) + before, tokens),)
 
@@ -153,7 +155,7 @@ class BlockSignature:
         return grid
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
-        """Return the arguments that locate tokens, as they are after merging."""
+        """Return the arguments that locate tokens, updated to the positions after merging."""
         merged: CallArguments = {}
         removed = reduction.removed
         if (options := call_args.get("transformer_options")) is not None:
@@ -169,8 +171,8 @@ class BlockSignature:
         return merged
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
-        """Return a copy of the options that is true of merged tokens: another node that computes attention may index by
-        these options. If nothing changes, `options` itself is returned."""
+        """Return a copy of the options that describes merged tokens, because another node that computes attention may
+        index by these options. If nothing changes, `options` itself is returned."""
         changed, image, removed = {}, options.get("img_slice"), reduction.removed  # [text, all]
         if image and removed:
             changed["img_slice"] = [image[0], image[1] - removed]
@@ -179,14 +181,14 @@ class BlockSignature:
         return {**options, **changed} if changed else options
 
     def mask_of_all(self, mask: Tensor, removed: int) -> Tensor | None:
-        """Return the mask of a block's attention with the keys that merging removed; None if unknown."""
+        """Return the mask of a block's attention with the keys that merging removed added again; None if unknown."""
         if not self.masks_text or mask.ndim < 3 or mask.shape[-2] != 1:  # or per query
             return None
         return pad(mask, (0, removed) if self.text_first else (removed, 0), value=mask.dtype is torch.bool)
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         """Return why a block's tokens cannot be merged, None if they can. image: N. references: how many reference
-        tokens after the image are merged too."""
+        tokens after the image are merged, too."""
         x, before = self.tokens(call_args), self.image_start(call_args, image)
         if before is None:
             return Reason.UNKNOWN_IMAGE_POSITION()
@@ -209,13 +211,13 @@ class BlockSignature:
 
     def reference_tokens(self, call_args: CallArguments) -> int:
         """Return how many tokens of reference images follow the image. If several processes share the stream (raylight,
-        xDiT), each process has fewer tokens, and the first of these would pass for the image."""
+        xDiT), each process has fewer tokens, and its first tokens would be taken for the image."""
         options: Mapping[str, Any] = call_args.get("transformer_options") or {}
         return sum(options.get("reference_image_num_tokens", ()))
 
     def clamp_fp16(self, x: Tensor) -> Tensor:
-        """Clamp fp16 as the model does inside its blocks: weights sum to 1 up to rounding only, and a token at the
-        limit would become infinite. Other dtypes are returned as they are."""
+        """Clamp fp16 values as the model does inside its blocks. The sum of weights may round to more than 1, so a
+        token at the limit would become infinite. Other dtypes are returned unchanged."""
         if not self.clamps_fp16 or x.dtype is not torch.float16:
             return x
         return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)
@@ -225,9 +227,9 @@ class BlockSignature:
 class BlockGroup:
     """Consecutive blocks of one kind."""
 
-    kind: str  # the blocks' name in the report and in plans
+    kind: str  # name of the blocks in the report and in plans
     blocks: Sequence[nn.Module]
     signature: BlockSignature
-    work: Block  # what one block costs
+    work: Block  # cost of one block
     added: str = ""  # key under which ControlNets add something after each block, see ComfyUI's `control`
-    borders: Container[int] = ()  # indices after which the model itself reads all tokens
+    borders: Container[int] = ()  # indices of blocks after which the model itself reads all tokens

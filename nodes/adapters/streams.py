@@ -1,7 +1,7 @@
 """Latents of several streams, such as a video with its sound.
 
-ComfyUI packs the streams into one tensor of (B, 1, all elements) for samplers and wrappers, and lists the streams'
-shapes; only the model is given the streams themselves. The tokens that are merged are those of the first stream.
+For samplers and wrappers, ComfyUI packs the streams into one tensor of (B, 1, all elements) and lists their shapes;
+only the model gets the streams themselves. Only tokens of the first stream are merged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def first_of_nested(x: Any) -> Any:
 
 
 def shapes_of(conds: Sequence[Any]) -> Shapes | None:
-    """Return the streams' shapes from the groups of conditions, in a context window the shapes of its streams; None if
-    not listed."""
+    """Return the shapes of the streams from the groups of conditions, or None if they are not listed. In a context
+    window, these are the shapes of its streams."""
     entries = (cond.get("model_conds") or {} for group in conds for cond in group or ())
     return next((each["latent_shapes"].cond for each in entries if "latent_shapes" in each), None)

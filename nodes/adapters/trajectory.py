@@ -12,21 +12,21 @@ from ...toma_core.decision import MAX_NEW_NOISE
 from ...toma_core.innovation import History
 from .sigmas import SigmaStep
 
-# Sets of conditions whose pictures are kept.
+# Maximum of sets of conditions whose pictures are stored.
 _MAX_HISTORIES = 8
 
 
 @dataclass(eq=False)
 class Trajectory:
-    """The results of a sampler's evaluations, by the conditions that took part.
+    """The results of a sampler's evaluations, stored by the set of conditions that took part.
 
-    A plan is never made from a picture predicted for other conditions.
+    A plan is never made from a picture that was predicted for other conditions.
     """
 
-    reads: bool = True  # whether noise may be measured, for which the host waits for the device
-    latent: Tensor | None = None  # of the evaluation in progress, (B, C, ..., H, W); None until it is known
+    reads: bool = True  # whether noise may be measured, which makes the host wait for the device
+    latent: Tensor | None = None  # latent of the evaluation in progress, (B, C, ..., H, W); None until it is known
     new_noise: float = float("inf")  # new noise in `latent`, as a share of all its noise; inf if unknown
-    another: bool = False  # whether `latent` differs from the one evaluated before at `_place`
+    another: bool = False  # whether `latent` differs from an earlier one at the same `_place`
     _histories: dict[Hashable, History] = field(default_factory=dict)
     _kind: Hashable = None  # conditions that take part in the evaluation in progress
     _place: Hashable = None  # step, noise level and conditions of the evaluation in progress
@@ -34,7 +34,7 @@ class Trajectory:
 
     @property
     def tiles(self) -> bool:
-        """Whether the latent in progress is to be taken for a tile: it differs from the one before, or several steps
+        """Whether the latent in progress must be treated as a tile. It differs from the one before, or several steps
         have evaluated more than one latent, so that latents may come in any order."""
         return self.another or len(self._repeats) > 1
 
@@ -65,13 +65,13 @@ class Trajectory:
         try:
             history.note(self.latent, picture)
         except torch.OutOfMemoryError:
-            return  # the picture is done; the next latent has nothing to be compared with
+            return  # the picture is finished, and no earlier latent is compared with the next one
         self._histories[self._kind] = history
         for oldest in list(self._histories)[:-_MAX_HISTORIES]:
             del self._histories[oldest]
 
     def prediction(self, shape: tuple[int, ...]) -> Tensor | None:
-        """Return the picture of this shape that was predicted last for the conditions in progress."""
+        """Return the last picture of this shape that was predicted for the conditions in progress."""
         history = self._histories.get(self._kind)
         return None if history is None else history.prediction(shape)
 

@@ -1,4 +1,4 @@
-"""Chroma: a separate class with the blocks of Flux."""
+"""Chroma: a class of its own with the blocks of Flux."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class Hooks(flux.Hooks):
         return DOUBLE, SINGLE
 
     def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
-        # Chroma may skip blocks itself: a chain that began or ended with a skipped block would never begin or end.
+        # Chroma may skip blocks itself. A chain whose first or last block is skipped would never begin or end.
         skipped = getattr(self.model(), "skip_mmdit" if group.kind == "double" else "skip_dit", ())
         return Reason.SKIPPED_BY_MODEL() if index in skipped else super().skipped_by_settings(group, index, config)

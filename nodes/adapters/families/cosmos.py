@@ -1,4 +1,4 @@
-"""Cosmos-Predict2 and Anima: pictures and videos as (B, frames, rows, columns, C), text beside them.
+"""Cosmos-Predict2 and Anima: pictures and videos as (B, frames, rows, columns, C), with text as a separate argument.
 
 Every frame is merged to the same number of tokens, because modulation may be per frame.
 """
@@ -22,12 +22,12 @@ COST = Block(14, 57, (1, 18, 3))
 
 
 def fits(model: MiniTrainDIT) -> bool:
-    """Whether a token covers one frame."""
+    """Whether a token covers a single frame."""
     return int(model.patch_temporal) == 1
 
 
 class Signature(BlockSignature):
-    """All frames; merged frames have a single row: (B, frames, 1, D / frames, C)."""
+    """The tokens are those of all frames. Merged frames have a single row: (B, frames, 1, D / frames, C)."""
 
     positional_args = ("x_B_T_H_W_D", "emb_B_T_D", "crossattn_emb")
     tokens_arg = "x_B_T_H_W_D"

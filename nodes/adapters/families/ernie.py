@@ -1,6 +1,6 @@
-"""ERNIE-Image: one stream of [image | text]; blocks get tokens, positions and modulation alone.
+"""ERNIE-Image: one stream of [image | text]; the arguments of blocks are only tokens, positions and modulation.
 
-In ComfyUI 0.20.1 positions have another shape: there the model runs unmerged.
+In ComfyUI 0.20.1 positions have another shape, so the model runs unmerged there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COST = Block(13, 37, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """[image | text]. ComfyUI passes no `attention_mask`: a block that is given a mask of all tokens runs unmerged."""
+    """[image | text]. ComfyUI passes no `attention_mask`. A block that gets a mask of all tokens runs unmerged."""
 
     positional_args = ("x", "rotary_pos_emb", "temb")
     required_kwargs = ()

@@ -1,6 +1,6 @@
 """Flux.1 (dev, schnell, Fill, Kontext), Flux.2, Klein and every other model that ComfyUI runs on its `Flux` class.
 
-Image tokens are merged, those of reference images if the settings say so; text tokens are not.
+Image tokens are merged, and tokens of reference images if the settings say so; text tokens are not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 MODEL = Flux
 DOUBLE, SINGLE = Block(12, 75, (2, 19, 4), beside=256), Block(12, 31, (2, 20, 5), beside=256)
 FLUX2_DOUBLE, FLUX2_SINGLE = Block(13, 73, (3, 19, 4), beside=512), Block(13, 30, (2, 20, 5), beside=512)
-# The released method skips five double and five single blocks of Flux.1; models with fewer blocks skip a share.
+# The released method skips five double and five single blocks of Flux.1; in models with fewer blocks the same share is
+# skipped.
 _FLUX_1 = 19, 38
 
 
@@ -29,7 +30,8 @@ class SingleSignature(BlockSignature):
     index_args = ("modulation_dims",)
     passthrough_args = ("vec",)
     mutates_input = clamps_fp16 = True
-    # Text tokens of the double blocks: step caches that run the blocks themselves pass no options.
+    # Text tokens of the double blocks. They are noted because step caches that run the blocks themselves pass no
+    # options.
     text: int | None = None
 
     def release(self) -> None:
@@ -41,7 +43,7 @@ class SingleSignature(BlockSignature):
 
 
 class DoubleSignature(BlockSignature):
-    """[image | references]; in positions, the text comes before the image."""
+    """[image | references]; positions have the text before the image."""
 
     positional_args = ("img", "txt", "vec", "pe", "attn_mask")
     tokens_arg, text_arg, output_index = "img", "txt", 0

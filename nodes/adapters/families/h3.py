@@ -1,8 +1,8 @@
 """MiniMax H3: one stream of [text | references | audio | video], without a batch.
 
-Only the video, the last segment, is merged, every frame to the same number of tokens. Modulation goes by segments of
-the stream, (start, stop, row). Where the latent has a mask, as for inpainting and extending, a segment has a row per
-token; merging leaves the rows of the destinations.
+Only the video, which is the last segment, is merged, every frame to the same number of tokens. Modulation is given for
+segments of the stream, (start, stop, row). If the latent has a mask, as for inpainting and extending, a segment has a
+row per token; after merging it has the rows of the destinations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "MiniMax H3"
 MODEL = MiniMaxH3Model
-# Attention is a third wider than the tokens, which counts as weights here.
+# Attention is a third wider than the tokens; the cost counts this as additional weights.
 COST = Block(15, 67, (1, 20, 5))
 
 
@@ -51,7 +51,7 @@ class Signature(BlockSignature):
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
         rows, segments = super().rows(call_args), call_args[_SEGMENTS]
         if _goes_by_token(segments):
-            # One list and one tensor for all blocks, so that blocks share the merged rows too.
+            # All blocks get the same list and the same tensor, so that they also share the merged rows.
             if self._row_by_token is None or self._row_by_token[0] is not segments:
                 self._row_by_token = segments, _row_by_token(segments)
             rows[_SEGMENTS] = self._row_by_token[1]
@@ -89,8 +89,8 @@ def _row_by_token(segments: Sequence[Any]) -> Tensor:
 
 
 def _is_known(segments: Any, start: int, length: int) -> bool:
-    """Whether segments fit a stream of this length whose video begins at `start`: each has one row, or one row per
-    token. Without rows by token the video is one segment."""
+    """Whether segments fit a stream of this length whose video begins at `start`. Each segment has one row, or one row
+    per token. Without rows per token, the video is one segment."""
     if not isinstance(segments, Sequence) or any(not isinstance(each, Sequence) or len(each) != 3 for each in segments):
         return False
     borders = [0, *[stop for _, stop, _ in segments]]

@@ -1,7 +1,7 @@
-"""HunyuanVideo and HunyuanVideo 1.5, HunyuanImage 2.1: a separate class with the blocks of Flux.
+"""HunyuanVideo and HunyuanVideo 1.5, HunyuanImage 2.1: a class of its own with the blocks of Flux.
 
-Tokens are [text | reference | frames]; only frames are merged, each to the same number of tokens. Where the first frame
-has another noise level, blocks get that frame's position as an index inside a frame, and run unmerged.
+Tokens are [text | reference | frames]; only frames are merged, each to the same number of tokens. If the first frame
+has another noise level, blocks get that frame's position as an index within a frame, and run unmerged.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..signature import BlockGroup, BlockSignature
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 MODEL = HunyuanVideo
-DOUBLE, SINGLE = Block(12, 75, (2, 19, 4)), Block(12, 31, (2, 20, 5))  # as in Flux; text is not padded
+DOUBLE, SINGLE = Block(12, 75, (2, 19, 4)), Block(12, 31, (2, 20, 5))  # as in Flux, but text is not padded
 
 
 def fits(model: HunyuanVideo) -> bool:
-    """Whether a token covers one frame; other models are not supported."""
+    """Whether a token covers a single frame; models with longer tokens are not supported."""
     return int((*model.patch_size[:-2], 1)[0]) == 1
 
 
@@ -36,7 +36,7 @@ class SingleSignature(BlockSignature):
 
 
 class DoubleSignature(SingleSignature):
-    """[reference | frames]; in positions, the text comes before the reference."""
+    """[reference | frames]; positions have the text before the reference."""
 
     positional_args = ("img", "txt", "vec", "pe", "attn_mask")
     tokens_arg, text_arg, output_index = "img", "txt", 0

@@ -1,4 +1,4 @@
-"""Ideogram 4: one stream of [text | image], or of the image alone without a prompt."""
+"""Ideogram 4: one stream of [text | image], or of the image alone if there is no prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COST = Block(12, 52, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """[text | image]. With prompts of several lengths in a batch, a mask is per query: blocks are not merged."""
+    """[text | image]. If prompts in a batch have several lengths, the mask is per query, and blocks are not merged."""
 
     positional_args = ("x", "attn_mask", "freqs_cis", "adaln_input")
     rope_arg, rope_token_dim = "freqs_cis", 1

@@ -1,4 +1,4 @@
-"""Krea 2: one stream of [text | image | references], keys and values in groups."""
+"""Krea 2: one stream of [text | image | references], with grouped keys and values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "Krea 2"
 MODEL = SingleStreamDiT
-# Keys and values are narrower, a gate is beside the attention.
+# Keys and values are narrower than tokens, and the attention has a gate.
 COST = Block(11.5, 69, (1, 20, 5))
 
 

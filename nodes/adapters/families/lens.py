@@ -1,4 +1,4 @@
-"""Lens: a stream of the image, another of text; attention and positions have the image first."""
+"""Lens: one stream of the image, another of text; the image comes first in attention and positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COST = Block(12, 108, (1, 18, 3))
 
 
 class Signature(BlockSignature):
-    """The image alone. A mask covers the keys, [image | text]; all of the image is attended to."""
+    """The image alone. A mask covers the keys, [image | text], and never hides the image."""
 
     positional_args = ("hidden_states", "encoder_hidden_states", "temb", "freqs_cis")
     tokens_arg, output_index = "hidden_states", 1

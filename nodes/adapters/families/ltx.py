@@ -1,8 +1,9 @@
 """LTX-Video and LTX-2: videos, and videos with their sound.
 
 A block of LTX-2 takes (video, audio), and each attends to the other. Only the video is merged, every frame to the same
-number of tokens, because modulation may be per frame. Guide frames lie behind the video's frames in the latent and are
-merged alike. Modulation per token, as with masks, and guides with a strength, follows the destinations.
+number of tokens, because modulation may be per frame. Guide frames come behind the video's frames in the latent and are
+merged in the same way. Modulation per token, which masks and guides with a strength cause, is gathered at the
+destinations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..signature import BlockGroup, BlockSignature, CallArguments, TokenReductio
 NAME = "LTX-Video and LTX-2"
 MODEL = LTXVModel
 DERIVED = ("LTXVModel", "LTXAVModel")
-# Costs of the video's stream, which with sound also attends to the audio, in half the width.
+# Costs of the video's stream. With sound, it also attends to the audio, in half the width.
 COST, AV_COST = Block(14, 70, (1, 19, 4)), Block(16, 282, (1, 19, 4))
 
 
@@ -45,7 +46,7 @@ class Signature(BlockSignature):
         return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
-        # Modulation that is global or per frame stays.
+        # Modulation that is global or per frame stays as it is.
         return {name: each for name, each in super().rows(call_args).items() if not _is_shared(call_args[name])}
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
@@ -54,7 +55,7 @@ class Signature(BlockSignature):
         reason = super().obstacle(call_args, image, references)
         for name in self.row_args:
             each: Any = call_args.get(name)
-            # Modulation per frame must be for the same frames as the tokens.
+            # Modulation per frame must be for the frames that the tokens show.
             if not reason and _is_per_frame(each) and each.patches_per_frame * each.num_frames != image:
                 return Reason.OWN_MODULATION()
         return reason
@@ -79,7 +80,7 @@ def _is_per_frame(value: Any) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Whether tokens share the rows of an argument: modulation that is global or per frame."""
+    """Whether tokens share the rows of an argument, as in modulation that is global or per frame."""
     if _is_compressed(value):
         return _is_per_frame(value) or value.num_frames == 1
     return isinstance(value, Tensor) and value.shape[1] == 1
@@ -97,8 +98,8 @@ class AVSignature(Signature):
     )
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        # The video attends to itself, and after other attentions the audio to the video. Where token counts cannot tell
-        # these attentions apart, audio attends to merged tokens.
+        # First the video attends to itself; after other attentions, the audio attends to the video. If these attentions
+        # cannot be told apart by their token counts, the audio attends to merged tokens.
         spans, audio = super().attention_spans(call_args, before), call_args[self.tokens_arg][1].shape[1]
         tokens, text = spans[0][1], call_args["v_context"].shape[1]
         return spans if not audio or tokens in (audio, text) else (*spans, (before, tokens, audio))
@@ -110,7 +111,7 @@ class Hooks(Transformer):
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = 1, model.inner_dim
         if hasattr(model, "audio_patchify_proj"):
-            # The audio's heads attend to the video too.
+            # The heads of the audio attend to the video, too.
             self.keys_width = model.inner_dim + model.audio_inner_dim
             return (BlockGroup("double", model.transformer_blocks, AVSignature(), AV_COST),)
         return (BlockGroup("double", model.transformer_blocks, Signature(), COST),)

@@ -1,7 +1,7 @@
 """Z-Image, Lumina 2 and every other model that ComfyUI runs on `NextDiT`.
 
-One stream of [text | references | image], text and image each padded to a multiple of 32 in Z-Image. The few refiner
-blocks before that stream, on text or image alone, are not merged.
+One stream of [text | references | image]; in Z-Image, text and image are each padded to a multiple of 32. The few
+refiner blocks before this stream, which see only text or only the image, are not merged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..signature import BlockGroup, BlockSignature
 NAME = "Z-Image, Lumina 2"
 MODEL = NextDiT
 DERIVED = ("NextDiTPixelSpace",)
-# The feed-forward of Lumina 2 is wider, its keys and values are narrower.
+# The feed-forward of Lumina 2 is wider, and its keys and values are narrower.
 Z_IMAGE, LUMINA = Block(12, 54, (1, 20, 5), beside=32), Block(44 / 3, 56, (1, 20, 5))
 
 

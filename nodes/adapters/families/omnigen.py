@@ -1,6 +1,6 @@
-"""OmniGen2: one stream of [text | references | image], keys and values in groups.
+"""OmniGen2: one stream of [text | references | image], with grouped keys and values.
 
-The few refiner blocks before that stream, on text or image alone, are not merged.
+The few refiner blocks before this stream, which see only text or only the image, are not merged.
 """
 
 from __future__ import annotations

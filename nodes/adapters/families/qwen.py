@@ -14,7 +14,7 @@ COST = Block(12, 77, (1, 18, 3))
 
 
 class Signature(BlockSignature):
-    """[image | references]; references may be marked as clean (timestep_zero_index). A mask covers the text."""
+    """[image | references]; references may be marked as clean (timestep_zero_index). A mask covers the text only."""
 
     positional_args = (
         "hidden_states",
@@ -32,7 +32,7 @@ class Signature(BlockSignature):
 
 class Hooks(Transformer):
     references_follow = True
-    # ControlNets that are patches read the image between two blocks.
+    # ControlNets that work as patches read the image between two blocks.
     between = ("double_block",)
 
     def block_groups(self, model: QwenImageTransformer2DModel) -> tuple[BlockGroup, ...]:

@@ -1,6 +1,7 @@
-"""Qwen-Image 2.1: one stream of [text and references | image]; blocks are given the function that computes attention.
+"""Qwen-Image 2.1: one stream of [text and references | image]; blocks get the function that computes attention as an
+argument.
 
-Tokens before the image never attend to it. If ComfyUI caches their keys, the block is called with these tokens alone,
+Tokens before the image never attend to it. If ComfyUI caches their keys, it calls the block with these tokens alone,
 then with the image alone.
 """
 
@@ -22,7 +23,7 @@ COST = Block(13, 22, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """[text and references | image], or either alone. `attn_fn` gets no options, so the argument is replaced."""
+    """[text and references | image], or either alone. `attn_fn` gets no options, so the argument itself is replaced."""
 
     positional_args = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
     rope_arg, rope_token_dim = "pe", 1

@@ -1,4 +1,4 @@
-"""SD3 and SD3.5: a stream of the image, another of text, positions added before the first block."""
+"""SD3 and SD3.5: one stream of the image, another of text; positions are added before the first block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COST = Block(12, 70, (1, 17, 2), beside=77)
 
 
 class Signature(BlockSignature):
-    """The image alone; the last block returns no text."""
+    """The tokens are those of the image alone; the last block returns no text."""
 
     positional_args = ("context", "x")
     output_index = 1
@@ -25,7 +25,7 @@ class Signature(BlockSignature):
     passthrough_args = ("c", "use_checkpoint")
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        # Some blocks of SD3.5 medium attend to the image alone once more.
+        # Some blocks of SD3.5 medium attend a second time, to the image alone.
         return *super().attention_spans(call_args, before), (before, int(call_args["x"].shape[1]))
 
 

@@ -34,12 +34,12 @@ _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_pa
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether the model is no video UNet: video UNets mix frames inside a stack."""
+    """Whether the model is not a video UNet: these mix frames inside a stack."""
     return {type(m) for m in model.modules() if isinstance(m, SpatialTransformer)} == {SpatialTransformer}
 
 
 class Signature(BlockSignature):
-    """The image alone; ComfyUI passes its grid."""
+    """The tokens are those of the image alone; ComfyUI passes its grid."""
 
     positional_args = ("x", "context", "transformer_options")
     passthrough_args = ("context",)
@@ -60,7 +60,7 @@ class _Stack:
     """A stack of transformer blocks."""
 
     position: tuple[str, int]  # part of the UNet and index in it
-    halvings: int  # how often the latent's sides are halved on the way here; a Downsample rounds up
+    halvings: int  # how often the latent's sides are halved before this layer; a Downsample rounds up
     width: int  # channels of a token, 0 if unknown
     home: SpatialTransformer  # runs the blocks
     blocks: list[ByModule]  # the blocks' hooks
@@ -92,7 +92,8 @@ class Hooks(ModelHooks):
             skips = [skip_reason(config, place, len(self.stacks))] * len(stack.blocks)
             merged = merged_blocks([block.block_hook for block in stack.blocks], modules, skips, evaluation)
             for index in list(merged):
-                # If another node's patch reads a block's tokens, merge module by module: the patch gets all tokens.
+                # If another node's patch reads the tokens of a block, merge module by module, so that the patch gets
+                # all tokens.
                 replaced = list(_replaced(stack, index, options))
                 if by_module or replaced:
                     name = merged.pop(index).name
@@ -124,7 +125,7 @@ def _parts(model: UNetModel) -> Iterator[tuple[tuple[str, int], int, nn.Module]]
     """Yield (position, halvings, layer) of every layer in forward order, see `_Stack`."""
     halvings = list(accumulate(any(isinstance(m, Downsample) for m in b.modules()) for b in model.input_blocks))
     middle = [model.middle_block] if model.middle_block is not None else []
-    # An output block runs at the resolution of the skip connection it takes.
+    # An output block runs at the resolution of its skip connection.
     sections = (
         ("input", model.input_blocks, halvings),
         ("middle", middle, halvings[-1:]),
@@ -137,8 +138,8 @@ def _parts(model: UNetModel) -> Iterator[tuple[tuple[str, int], int, nn.Module]]
 
 
 def _weights(layer: nn.Module) -> int:
-    """Return the weights of a layer that are applied to each pixel outside of transformer blocks; the projections
-    around a stack are convolutions too."""
+    """Return how many weights of a layer are applied to each pixel outside of transformer blocks; these include the
+    projections around a stack."""
     own = [m for name, m in layer.named_modules() if "transformer_blocks" not in name]
     convolutions = [m for m in own if isinstance(m, nn.Conv2d)]
     weights = sum(m.in_channels * m.out_channels * prod(m.kernel_size) // m.groups for m in convolutions)

@@ -18,7 +18,7 @@ from ..signature import Options
 
 
 class ByModule(Hook):
-    """A transformer block whose modules are merged one by one. Keeps transformer_options for the modules, because a
+    """A transformer block whose modules are merged one by one. It stores transformer_options for the modules, because a
     feed-forward gets none."""
 
     def __init__(self, block_hook: BlockHook) -> None:
@@ -47,7 +47,7 @@ class ByModule(Hook):
         yield module.ff, self.ff
 
     def hooks(self, grid: Grid, evaluation: Evaluation) -> Iterator[HookPair]:
-        """Yield the hooks to install for an evaluation in which the block has this grid."""
+        """Yield the hooks to install for an evaluation in which the block's tokens form this grid."""
         hook = self.block_hook
         work = hook.work, Granularity.MODULE
         hook.own_site.begin(ActiveChain(hook.signature, (grid,), hook.scope, [hook.name], work, evaluation))
@@ -56,7 +56,8 @@ class ByModule(Hook):
 
     @eager
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
-        """Return the plan for the tokens x of a module, None if the module is not merged; the outcome is noted."""
+        """Return the plan for the tokens x of a module, None if the module is not merged; the result is noted in the
+        stats."""
         site = self.block_hook.own_site
         reason = site.reason({"x": x, "transformer_options": self.options})
         chain = site.chain
@@ -67,7 +68,7 @@ class ByModule(Hook):
 
 
 class MergedAttention(Hook):
-    """Self- or cross-attention with merged queries; in self-attention keys and values are merged alike."""
+    """Self- or cross-attention with merged queries; in self-attention keys and values are merged, too."""
 
     def __init__(self, block: ByModule, part: str) -> None:
         self.block, self.part = block, part
@@ -89,7 +90,7 @@ class MergedAttention(Hook):
             return self.original(x, context=context, value=value, transformer_options=transformer_options, **call_args)
         merged, options = merge(x, plan), without_grid(transformer_options, plan.tokens, plan.num_destinations)
         if context is x and (value is None or value is x):
-            # Keys and values must stay as long as each other: if a patch made other values, neither is merged.
+            # Keys and values must have the same length. If a patch made other values, neither is merged.
             context, value = merged, None if value is None else merged
         return unmerge(
             self.original(merged, context=context, value=value, transformer_options=options, **call_args), plan
@@ -107,8 +108,8 @@ class MergedFeedForward(Hook):
 
 
 def without_grid(options: Options, tokens: int, destinations: int) -> Options:
-    """Return options for merged tokens: `activations_shape` (B, C, H, W) becomes (B, C, 1, D), as merged tokens lie on
-    no grid. If nothing is merged, `options` itself is returned."""
+    """Return options for merged tokens: `activations_shape` (B, C, H, W) becomes (B, C, 1, D), because merged tokens do
+    not form a grid. If nothing is merged, `options` itself is returned."""
     shape = options.get("activations_shape")
     if not shape or destinations == tokens:
         return options

@@ -1,7 +1,8 @@
-"""Wan 2.1 and 2.2: videos in one stream of [references | video | further frames, context or pose], text beside it.
+"""Wan 2.1 and 2.2: videos in one stream of [references | video | further frames, context or pose], with text as a
+separate argument.
 
-Every frame is merged to the same number of tokens, because modulation may be per frame (Wan 2.2 5B). Cross-attention
-to the text is part of a block, and merged with it.
+Every frame is merged to the same number of tokens, because modulation may be per frame (Wan 2.2 5B). Cross-attention to
+the text is part of a block and runs on merged tokens, too.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from ..signature import BlockGroup, BlockSignature, CallArguments, Options, Toke
 
 NAME = "Wan 2.1 and 2.2"
 MODEL = WanModel
-COST = Block(11.4, 59, (1, 18, 3))  # of the 14B model; others have wider feed-forwards
+COST = Block(11.4, 59, (1, 18, 3))  # cost of the 14B model; others have wider feed-forwards
 
-# Known classes, and after which of its blocks each class reads all tokens: VACE adds the output of its control blocks,
-# Animate attends to faces, WanDancer to music. Left out: HuMo attends to sound frame by frame, with a reference as one
-# frame more; S2V has noise levels for shares of tokens that end inside its reference; Causal Forcing has its own cache.
+# Known classes, each with the blocks after which the class reads all tokens: VACE adds the output of its control
+# blocks, Animate attends to faces, WanDancer attends to music. Not listed are HuMo, which attends to sound frame by
+# frame, with the reference as an additional frame; S2V, whose noise levels cover shares of tokens that end inside its
+# reference; and Causal Forcing, which has a cache of its own.
 _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "WanModel": lambda model: (),
     "CameraWanModel": lambda model: (),
@@ -41,7 +43,7 @@ _LEADING_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
 
 
 def fits(model: WanModel) -> bool:
-    """Whether a token covers one frame."""
+    """Whether a token covers a single frame."""
     return int(model.patch_size[0]) == 1
 
 
@@ -68,7 +70,7 @@ class Signature(BlockSignature):
         return reference if reference in (0, prod(grid[1:])) else None  # a reference is one frame
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
-        # (frames, rows, columns) become (frames, 1, D / frames), or (1, 1, all) where further frames follow.
+        # (frames, rows, columns) become (frames, 1, D / frames), or (1, 1, all) if further frames follow.
         grid, ((image, left),) = options.get("grid_sizes"), reduction.lengths
         if grid is None:
             return options
@@ -77,7 +79,8 @@ class Signature(BlockSignature):
         return {**options, "grid_sizes": (frames, 1, (tokens - image + left) // frames)}
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
-        # Modulation is (B, 6, C), or (B, T, 6, C) for T equal shares of all tokens, which must be the video's frames.
+        # Modulation is (B, 6, C), or (B, T, 6, C) for T equal shares of all tokens, each of which must be a frame of
+        # the video.
         e, grid, reason = call_args.get("e"), _grid_sizes(call_args), super().obstacle(call_args, image, references)
         shares = 1 if e is None or e.ndim < 4 else e.shape[1]
         fits = shares == 1 or (grid[:1] == (shares,) and call_args["x"].shape[1] == image == prod(grid))
@@ -96,7 +99,7 @@ class Hooks(Transformer):
     takes_frames = True
 
     def block_groups(self, model: WanModel) -> tuple[BlockGroup, ...]:
-        # All blocks except VACE's control blocks, which see the control video.
+        # These are all blocks except VACE's control blocks, which see the control video.
         self.patch_size, self.width = model.patch_size[-1], model.dim
         kind = kinds_of(model)[0]
         work = replace(COST, weights=6 + 2 * model.ffn_dim / model.dim)
