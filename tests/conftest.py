@@ -1,4 +1,4 @@
-"""ComfyUI first on the path, the pack loaded as ComfyUI loads it, and one real server for the session."""
+"""ComfyUI comes first on the path, the pack is loaded as ComfyUI loads it, and one real server serves the session."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from testbed.stand_ins import use_newer_models
 from tests import progress
 
 TESTS = Path(__file__).parent
-# A folder of this name below tests/, and what its tests take: `make test` leaves them out, `make test-all` runs them.
-# What lasts longest comes first, so that no worker is left with it at the end.
+# Folders below tests/, each with the special needs of its tests: `make test` leaves them out, `make test-all` runs
+# them. The tests that take longest come first, so that no worker is left with one at the end.
 TIERS = {
     "stress": "faults, fuzz, numerics, security and long use",
     "train": "trained models: trainings, measurements, the demo",
@@ -43,7 +43,7 @@ HOW_TO = "this test needs a real ComfyUI: run it with `make test`, or set COMFYU
 
 
 class NoComfyUI:
-    """Import hook that turns "No module named 'comfy'" into a remedy."""
+    """Import hook that replaces "No module named 'comfy'" by an error with the remedy."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] in COMFYUI_MODULES:
@@ -57,14 +57,16 @@ if os.environ.get("COMFYUI_PATH"):
 else:
     sys.meta_path.insert(0, NoComfyUI())  # type: ignore[arg-type]
 
-# Triton reads this when it is first imported, and ComfyUI imports it: its kernels are interpreted, on CPU tensors.
+# Triton reads this variable when it is first imported, and ComfyUI imports it. Kernels are then interpreted, on CPU
+# tensors.
 if find_spec("torch"):
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples in every run in CI, fresh ones elsewhere; no deadline, since machines differ.
+# CI uses the same examples in every run, other machines use new ones. There is no deadline, because machines differ in
+# speed.
 hypothesis.settings.register_profile("desk", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "desk")
@@ -75,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Run tests that are selected by path or marker, regardless of their tier; print what is going on."""
+    """Run tests that are selected by path or marker, regardless of their tier; print the progress of the run."""
     progress.register(config)
     paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if config.option.tiers == "none" and (config.option.markexpr or all(TESTS in path.parents for path in paths)):
@@ -99,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skipped_by_settings = {"none": True, "only": False, "all": None}[config.option.tiers]
     config.hook.pytest_deselected(items=[item for item in items if bool(tiers[item]) is skipped_by_settings])
     order = {name: index for index, name in enumerate((*TIERS, ""))}
-    # Playwright's event loop runs in the main thread until the browser closes: no other test could start one.
+    # Playwright's event loop runs in the main thread until the browser closes, so no other test could start one.
     order["browser"] = len(order)
     items[:] = sorted((i for i in items if bool(tiers[i]) is not skipped_by_settings), key=lambda i: order[tiers[i]])
     for item in items:
@@ -114,8 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def quick_garbage_collection() -> None:
     """Exclude objects of earlier modules from garbage collection.
 
-    ComfyUI calls `gc.collect()` at every turn, and each call walks all that torch, ComfyUI and pytest ever made.
-    Objects of the test itself are still collected.
+    ComfyUI calls `gc.collect()` at every turn, and each call visits all objects of torch, ComfyUI and pytest. Objects
+    of the test itself are still collected.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Parameters of a test that another folder tries with other values."""
+"""A decorator for tests that another folder runs with other values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What templates need: nodes of a newer ComfyUI, as a pack for a server of the tested one, and files for models."""
+"""The things that templates need: nodes of a newer ComfyUI, as a pack for a server of the tested one, and files for
+models."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
 NODES = ("QwenImage21Cache", "TextEncodeQwenImage21")
-# ComfyUI runs it before it loads any pack.
+# ComfyUI runs this file before it loads any pack.
 FIRST = """import sys
 sys.path.append({root!r})
 from testbed.stand_ins import use_newer_models
@@ -29,7 +30,7 @@ def newer_pack(folder: Path) -> Path:
 
 
 def place_templates(server: ComfyServer) -> None:
-    """Make an empty file for every model that a template names, and the pictures that they load."""
+    """Make an empty file for every model that a template names, and the pictures that templates load."""
     for path in (ROOT / "workflows").glob("*.json"):
         for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]:
             for model in node.get("properties", {}).get("models", []):

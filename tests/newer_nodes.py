@@ -1,4 +1,5 @@
-"""Nodes of a ComfyUI newer than the tested one, and a loader of a small model for their graph; see newer.py."""
+"""Nodes of a ComfyUI newer than the tested one, and a loader of a small model for the graphs with these nodes; see
+newer.py."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a run of tests is doing: how much there is to do at its start, and a line whenever half a minute passes."""
+"""The progress of a test run: the number of tests at the start, and a line every half minute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = 30
 
 
 class Progress:
-    """Prints the number of tests, and while they run how many are done and which has run longest."""
+    """Prints the number of tests and, while they run, how many are finished and which test has run longest."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -52,6 +52,6 @@ class Progress:
 
 
 def register(config: pytest.Config) -> None:
-    """Watch the run in the process that prints, unless it prints little by wish."""
+    """Report the run from the process that prints, unless the user wants little output."""
     if not hasattr(config, "workerinput") and config.option.verbose >= 0 and not config.option.collectonly:
         config.pluginmanager.register(Progress(config), "progress")

@@ -1,14 +1,14 @@
 """Streams that are recorded in place of CUDA's: copies run late, early or at random, and races are errors.
 
 The CPU computes at once; copies wait in the queue of their stream until something waits for them, or until chance or
-the order `early` runs them. Beside the data, which shows what a copy has read and written, knowledge is tracked: what
-of each stream's work is known to be over wherever a stream goes on. A copy raises
+the order `early` runs them. In addition to the data, which shows the reads and writes of a copy, knowledge is tracked:
+how much of each stream's work is known to be finished at each point of a stream. A copy raises
 
-- if it may overlap with the computation of its source, or with what used its target's memory before;
+- if it may overlap with the computation of its source, or with the earlier use of its target's memory;
 - if it may overlap with another copy of the same main memory, unless both read;
-- if a tensor of the device is freed before it is known that its copy is over.
+- if a tensor of the device is freed before its copy is known to be finished.
 
-So what passes has one result in every order of completion.
+So a run without errors has one result in every order of completion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Known = dict[str, int]  # by stream, how much of its work is known to be over
+Known = dict[str, int]  # by stream, how much of its work is known to be finished
 
 
 class RaceError(AssertionError):
@@ -32,7 +32,7 @@ class RaceError(AssertionError):
 
 @dataclass(eq=False)
 class Point:
-    """An event: a point in a stream's work, and what is known there."""
+    """An event: a point in a stream's work, with the knowledge at that point."""
 
     stream: Recorded
     work: int
@@ -71,7 +71,7 @@ class Recorded:
             self.known[name] = max(work, self.known.get(name, 0))
 
     def run(self, until: float = float("inf")) -> None:
-        """Run what is queued, up to this point of the stream's work."""
+        """Run all queued work up to this point of the stream."""
         while self.queue and self.queue[0][0] <= until:
             self.queue.popleft()[1]()
 
@@ -88,8 +88,8 @@ class _Access(NamedTuple):
 class Copies:
     """The streams of one device.
 
-    order: when copies run, "late", "early", or at random by a seed. pins: whether main memory can be pinned. deaf: a
-    stream and another for which its waits are not counted, to see that they are needed.
+    order: when copies run: "late", "early", or at random by a seed. pins: whether main memory can be pinned. deaf: a
+    pair of streams; waits of the first for the second are not counted, to show that they are needed.
     """
 
     order: str | int = "late"
@@ -99,7 +99,7 @@ class Copies:
     made_streams: list[Recorded] = field(default_factory=list)
     count: int = 0  # copies so far
     made: int = 0  # buffers so far
-    staged: int = 0  # bytes of the device that copies hold now
+    staged: int = 0  # bytes of the device that copies use now
     peak: int = 0
     _accesses: list[_Access] = field(default_factory=list)  # to main memory
     _errors: list[str] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Copies:
         stream.work += 1
         if stream.known.get("compute", 0) < self.compute.work:
             raise RaceError(f"{stream.name} runs beside the computation before it")
-        mine, theirs = (target, source) if up else (source, target)  # on the device, in main memory
+        mine, theirs = (target, source) if up else (source, target)  # on the device, and in main memory
         self._access(stream, theirs, writes=not up)
         self._hold(stream, mine, stream.work)
         if up:
@@ -130,7 +130,7 @@ class Copies:
 
         def run() -> None:
             device_side = held()
-            if device_side is not None:  # else its end was noted as an error
+            if device_side is not None:  # otherwise its end was noted as an error
                 (device_side.copy_(theirs) if up else theirs.copy_(device_side))
 
         stream.queue.append((stream.work, run))

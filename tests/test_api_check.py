@@ -1,4 +1,5 @@
-"""What the pack uses of ComfyUI is read from its source, listed in the data, and there in the ComfyUI of the run."""
+"""The names of ComfyUI that the pack uses are read from its source; they are listed in the data and exist in the
+ComfyUI of the run."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ WRITE = "make api-check ARGS='--write FOLDER', with a folder of each release tha
 
 
 class Pack(NamedTuple):
-    """What the pack uses, what known.json says of it, and what this ComfyUI has of it."""
+    """The names that the pack uses, the entries of known.json, and the names that this ComfyUI has."""
 
     uses: Uses
     families: dict[str, Family]
@@ -48,7 +49,8 @@ def all_of_it() -> Pack:
 
 @pytest.mark.compat
 def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
-    """Methods that run blocks are known: others could be replaced by step caches without the pack seeing it."""
+    """All methods that run blocks are known, because a step cache could replace an unknown one without the pack
+    noticing."""
     uses, _, known, facts, here = all_of_it
     version = ComfyUI(here, "", here).version
     found = compare.differences(uses, facts, known, compare.nearest(known, version), here)
@@ -68,7 +70,7 @@ def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
 
 
 def test_data_has_every_release_and_nothing_else(all_of_it: Pack) -> None:
-    """Only models that came later, and what belongs to them, may be missing in a release."""
+    """Only models that came later, and names that belong to them, may be missing in a release."""
     uses, known = all_of_it.uses, all_of_it.known
     assert set(known) <= set(uses), f"the pack uses some of these no longer: {WRITE}"
     newest = pack_module("nodes.adapters.compat").NEWEST_TRIED
@@ -123,7 +125,8 @@ wrappers = {WrappersMP.OUTER_SAMPLE: _sampled}
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_blocks_are_those_that_hooks_stand_in_for(kind: str, all_of_it: Pack) -> None:
-    """Static reading finds the classes and signatures that models have, and judges as `compat.check` does."""
+    """Static reading finds the same classes and signatures as the models have, and judges them as `compat.check`
+    does."""
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     try:
         model = (models.unet if kind == "unet" else models.TRANSFORMERS[kind])().model.diffusion_model
@@ -157,7 +160,7 @@ FLUX_BLOCK = "block flux Flux.double_blocks"
 
 @pytest.fixture
 def some_files(tmp_path: Path, all_of_it: Pack) -> Path:
-    """A folder with some files of this ComfyUI."""
+    """Return a folder with some files of this ComfyUI."""
     for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(all_of_it.here / name, tmp_path / name)
@@ -165,7 +168,7 @@ def some_files(tmp_path: Path, all_of_it: Pack) -> Path:
 
 
 def renamed(file: str, old: str, new: str) -> Callable[[Path], None]:
-    """Return a change of a file: one text in place of another."""
+    """Return a change of a file that replaces one text by another."""
 
     def change(folder: Path) -> None:
         text = (folder / file).read_text(encoding="utf-8")
@@ -176,7 +179,7 @@ def renamed(file: str, old: str, new: str) -> Callable[[Path], None]:
 
 
 def with_argument(name: str, where: str) -> Callable[[Path], None]:
-    """Return a change of the double blocks' `forward`: an argument before `where`."""
+    """Return a change of the double blocks' `forward` that adds an argument before `where`."""
 
     def change(folder: Path) -> None:
         file = folder / "comfy/ldm/flux/layers.py"
@@ -236,7 +239,7 @@ def test_change_is_found(some_files: Path, all_of_it: Pack, item: str, kind: Kin
 def test_command_on_a_folder_with_some_files(
     some_files: Path, all_of_it: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is in them is compared; nothing is said to be missing whose file is not there."""
+    """The files in the folder are compared; names of other files are not reported as missing."""
     uses, families, _, facts, here = all_of_it
     partial = facts_of(some_files, uses, families)
     seen = [item for item in facts if uses[item].kind not in ("key", "trait", "derived")]

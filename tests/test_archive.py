@@ -93,7 +93,7 @@ def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_warnings_of_the_registry_stop_the_pack(tmp_path: Path) -> None:
-    """comfy-cli only warns of an unknown accelerator, but then drops all of them."""
+    """comfy-cli only warns of an unknown accelerator, but then drops all accelerators."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (tmp_path / "pyproject.toml").write_text(text.replace("GPU :: NVIDIA CUDA", "GPU :: Abacus"))
     with pytest.raises(SetupError, match="Invalid Environment classifier"):

@@ -1,4 +1,4 @@
-"""ComfyUI and the pack side by side in one process: each name means what it means inside ComfyUI."""
+"""ComfyUI and the pack side by side in one process: each name means the same as inside ComfyUI."""
 
 from __future__ import annotations
 

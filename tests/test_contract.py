@@ -1,6 +1,7 @@
-"""What ComfyUI hands wrappers and blocks while it samples: shapes, order and keys that no signature shows.
+"""The arguments that ComfyUI passes to wrappers and blocks while it samples: shapes, order and keys that no signature
+shows.
 
-`scripts/api_check` compares names and signatures, `nodes/adapters/compat.py` checks at run time.
+`scripts/api_check` compares names and signatures, and `nodes/adapters/compat.py` checks at run time.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def test_wrappers_around_a_run(seen: tuple[str, Seen]) -> None:
 
 
 def test_wrappers_around_an_evaluation(seen: tuple[str, Seen]) -> None:
-    (executor, predicted, _), _ = seen[1]["PREDICT_NOISE"]  # once an evaluation of the sampler
+    (executor, predicted, _), _ = seen[1]["PREDICT_NOISE"]  # once per evaluation of the sampler
     assert "transformer_options" in executor.class_obj.model_options, "PREDICT_NOISE: guider.model_options"
     (_, args, _), _ = seen[1]["CALC_COND_BATCH"]
     _, conds, x, timestep, options = args[:5]

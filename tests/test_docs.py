@@ -1,4 +1,4 @@
-"""Links, headings and pictures of pages exist; settings, presets and nodes on pages are those of the code."""
+"""Links, headings and pictures of pages exist; settings, presets and nodes on pages match the code."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def words(text: str) -> int:
 
 
 def table(page: Path, head: str) -> list[list[str]]:
-    """Return the cells of the first table of a page with this beginning of its head, without the head."""
+    """Return the cells, without the head, of the first table of a page whose head begins like this."""
     lines = page.read_text(encoding="utf-8").split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith(head)) + 2
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]
@@ -168,7 +168,8 @@ def test_tables_of_the_readme_are_the_counted_ones() -> None:
 
 
 def test_the_chinese_readme_is_the_english_one() -> None:
-    """It has the same sections, tables, links and figures; a number that changes in one has to change in both."""
+    """Both have the same sections, tables, links and figures; a number that changes in one has to change in the
+    other."""
     english, theirs = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
     assert "[中文](README.zh.md)" in english
     assert "[English](README.md)" in theirs
@@ -195,7 +196,7 @@ def test_what_a_card_has_room_for_is_said_in_words() -> None:
 
 
 def test_no_page_says_times_less_work() -> None:
-    """ "29 % less work" is said everywhere: "1.4x less" is read as more than it is."""
+    """ Pages say "29 % less work", because "1.4x less" reads as more than it is."""
     for page in PAGES:
         tables = re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE)
         of_work = [table for table in tables if "less work" in table.split("\n")[0]]

@@ -43,7 +43,7 @@ def test_one_architecture_stays_where_it_was() -> None:
 
 
 def test_what_travels(tmp_path: Path) -> None:
-    """What git knows of this checkout, and the files of ComfyUI that benchmarks need."""
+    """The kit has all files of this checkout that git knows, and the files of ComfyUI that benchmarks need."""
     gpu_kit.prune(Path(os.environ["COMFYUI_PATH"]), tmp_path)
     copied = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"nodes.py", "main.py", "folder_paths.py", "requirements.txt"} <= {path.name for path in copied}
@@ -65,8 +65,8 @@ touch "$2/results.json"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux")
 def test_a_visit_finds_a_kit_and_results_of_visits_before_it(tmp_path: Path) -> None:
-    """A second kit is unpacked beside the first, earlier results remain, and the log has its last lines; in folders
-    with spaces."""
+    """A second kit is unpacked beside the first, earlier results remain, and the log has its last lines. This also
+    holds in folders with spaces."""
     tree, out, temporary, python = (tmp_path / name for name in ("a tree", "the out", "its tmp", "a python"))
     for folder in (tree / ".gpu", out, temporary):
         folder.mkdir(parents=True)

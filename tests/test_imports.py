@@ -24,9 +24,9 @@ OURS = {"toma_core", "nodes", "scripts", "demo", "testbed", "benchmarks", "compa
 class Room:
     """The allowed imports of the files under a path.
 
-    `outside`: top-level modules besides the standard library, None for any that is not ours.
-    `lazily`: further ones, only inside functions.
-    `inside`: our own rooms, as paths from the root; reached by relative imports, or by absolute ones if `absolute`.
+    `outside`: top-level modules besides the standard library; None allows any that is not ours.
+    `lazily`: further modules, only inside functions.
+    `inside`: our own rooms, as paths from the root, reached by relative imports, or by absolute ones if `absolute`.
     """
 
     path: str
@@ -36,7 +36,7 @@ class Room:
     absolute: bool = False
 
 
-# The first room whose path fits a file is its room.
+# The room of a file is the first one whose path fits.
 ROOMS = (
     Room("toma_core/setting_spec.py", ("toma_core/reasons",), frozenset()),
     Room("toma_core/config.py", ("toma_core/setting_spec", "toma_core/reasons"), frozenset()),
@@ -87,8 +87,8 @@ def violations(file: str, source: str) -> list[str]:
 
 
 def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
-    """Return the modules of `known` that a file imports relatively, also inside functions and for type checking: a late
-    import hides a circle. The implicit import of a module's package does not count."""
+    """Return the modules of `known` that a file imports relatively. Imports inside functions and for type checking
+    count, because a late import hides a circle. The implicit import of a module's package does not count."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = "/".join([*file.split("/")[: -node.level], *(node.module.split(".") if node.module else [])])

@@ -21,7 +21,7 @@ def ratios(text: str) -> set[float]:
 
 
 def line_of(path: str, begin: str) -> str:
-    """Return the one line of a page that begins so."""
+    """Return the only line of a page with this beginning."""
     (line,) = [line for line in (ROOT / path).read_text(encoding="utf-8").split("\n") if line.startswith(begin)]
     return line
 
@@ -54,7 +54,7 @@ def test_tooltips_and_pages_recommend_them() -> None:
 
 
 def test_templates_recommend_them() -> None:
-    """The advice is that of the model that a template loads; one that measures has no ratio to set by hand."""
+    """The advice of a template is for the model that it loads; templates that measure have no ratio to set by hand."""
     for path in sorted((ROOT / "workflows").glob("*.json")):
         graph = json.loads(path.read_text(encoding="utf-8"))["nodes"]
         is_unet = "SD" in path.stem and "CheckpointLoaderSimple" in {node["type"] for node in graph}

@@ -1,4 +1,4 @@
-"""Publishing: nothing is sent unless tag, version and changelog agree, and the workflow uses the versions of the
+"""Publishing: nothing is sent unless tag, version and changelog agree, and the workflow uses the same versions as the
 tests."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_files_of_github_have_what_it_asks_for() -> None:
         content = yaml.safe_load(text)
         if path.parent.name == "workflows":
             assert content["jobs"]
-            assert content[True]  # YAML 1.1 reads the key "on" so
+            assert content[True]  # YAML 1.1 reads the key "on" as True
             assert content["permissions"], path.name
             for module in re.findall(r"-m (scripts\.\w+)", text):
                 assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), (path.name, module)

@@ -54,7 +54,7 @@ def make(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 class TestFind:
     def test_first_match_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path) -> None:
-        """The variable comes before the ComfyUI around the checkout, and that before the workspace of comfy-cli."""
+        """The variable comes first, then the ComfyUI around the checkout, then the workspace of comfy-cli."""
         workspace = fake_comfyui(empty_home / "comfy" / "ComfyUI")
         monkeypatch.setattr(comfyui, "ROOT", tmp_path / "custom_nodes" / "ComfyUI-ToMA")
         assert comfyui.find().path == workspace, "a folder custom_nodes without ComfyUI does not count"
@@ -193,7 +193,7 @@ class TestCache:
 def test_stage_shows_that_it_is_alive_and_why_it_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A terminal has one line that is written again."""
+    """On a terminal, one line is written over and over."""
     monkeypatch.setattr("scripts.console.HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr("scripts.console.TERMINAL_SECONDS", 0.1)
     program = "import time; print('halfway', flush=True); time.sleep(1.5); raise SystemExit('no luck')"
@@ -252,7 +252,8 @@ class TestMake:
         assert "F401" in done.stdout
 
     def test_lint_passes_in_a_folder_called_as_clones_are(self, tmp_path: Path) -> None:
-        """The name of the checkout's folder is part of the modules' names, and `ComfyUI-ToMA` is no good one."""
+        """The name of the checkout's folder becomes part of module names, and `ComfyUI-ToMA` is not a valid module
+        name."""
         clone = tmp_path / "ComfyUI-ToMA"
         folders = ("benchmarks", "compatibility", "demo", "nodes", "scripts", "testbed", "toma_core", "tests")
         for path in (comfyui.ROOT / name for name in folders):

@@ -1,4 +1,5 @@
-"""The words of the code: no identifier that the field's terms replaced, and no file too long to read at once."""
+"""The words of the code: no identifier that has been replaced by a term of the field, and no file too long to read at
+once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ MAX_LINES = 350
 MISTAKES = re.compile(r"\b(so many|so-manieth|nobody|somebody|whoever|anew|left whole)\b", re.IGNORECASE)
 SHIPPED = ["toma_core", "nodes"]
 OTHERS = ["web", "demo", "testbed", "benchmarks", "compatibility", "scripts", "tests", "docs", ".github"]
-# Identifiers that another name has replaced, see the glossary of docs/how-it-works.md.
+# Identifiers that have been replaced by another name, see the glossary of docs/how-it-works.md.
 REPLACED = {
     *("so_many", "moved_on", "move_on", "given_up", "give_up", "chosen_blindly", "unplanned", "unserved", "otherwise"),
     *("settle", "take_back", "goes_on", "dealt", "most_slots", "picks", "FieldSpec", "Details", "Detail", "Bands"),
@@ -24,7 +25,7 @@ REPLACED = {
 
 
 def complaints(path: Path) -> list[str]:
-    """Return the words of a file that another one has replaced, and "lines" if it has too many."""
+    """Return the words of a file that have been replaced by another, and "lines" if the file has too many lines."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return MISTAKES.findall(text)

@@ -21,8 +21,8 @@ from tests import newer
 
 EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
-NOTES = {"Note", "MarkdownNote"}  # known to the page only
-# Room for what a node shows after a run, or, of nodes that grow around a picture, before it.
+NOTES = {"Note", "MarkdownNote"}  # only the page has these nodes
+# Room for the output of a node after a run; for nodes that grow around a picture, before the run.
 MOST_HEIGHT = {"ToMA": 250, "ToMAAdvanced": 350, "ToMAReport": 290, "ToMABenchmark": 370, "ToMACalibrate": 370}
 # A list whose choices add widgets; "auto" adds none.
 CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
@@ -46,7 +46,7 @@ def node_inputs(definition: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str
 
 
 def is_widget(kind: Any) -> bool:
-    """Return whether an input is shown as a widget; of several types the first counts."""
+    """Return whether an input is shown as a widget; if it has several types, the first one counts."""
     simple = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", CHOICE_WITH_MORE)
     return isinstance(kind, list) or kind.partition(",")[0] in simple
 
@@ -62,7 +62,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
         linked = {slot["name"]: slot["link"] for slot in node["inputs"] if slot.get("link") is not None}
         inputs = {name: origins[link] for name, link in linked.items()}
         for name, kind, options in node_inputs(server.object_info(node["type"])):
-            if kind == "IMAGECOMPARE":  # the page sends the text that it shows there, empty before the first run
+            if kind == "IMAGECOMPARE":  # the page sends the text shown there, empty before the first run
                 inputs[name] = {"__value__": ["", ""]}
             if not is_widget(kind) or options.get("forceInput"):
                 continue
@@ -70,7 +70,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
             inputs.setdefault(name, value)
             if options.get("control_after_generate", name in SEEDS):
                 assert values.pop(0) in AFTER_SEED
-        # These nodes have widgets of the page, which are not sent.
+        # These nodes have widgets that only the page uses and does not send.
         assert not values or node["type"] in ("PreviewAny", "LoadImage"), (
             f"{node['type']} has more widget values than inputs: {values}"
         )
@@ -99,7 +99,7 @@ def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
     prompt["wrong out"] = {"class_type": "SaveLatent", "inputs": {"samples": ["wrong", 0], "filename_prefix": "x"}}
     try:
         answer = server.post("/prompt", {"prompt": prompt})
-    except urllib.error.HTTPError as error:  # none of its outputs could be run
+    except urllib.error.HTTPError as error:  # none of its outputs can be run
         answer = json.loads(error.read())
     server.post("/queue", {"clear": True})
     server.interrupt()
@@ -108,7 +108,7 @@ def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
 
 @every_workflow
 def test_links_fit_and_it_opens_readable(path: Path) -> None:
-    """Below a scale of 0.5 the page draws nodes as grey boxes, and labels are unreadable on a coloured node."""
+    """Below a scale of 0.5 the page draws nodes as grey boxes; on a coloured node labels are unreadable."""
     workflow = load(path)
     assert workflow["version"] == 0.4
     nodes = {node["id"]: node for node in workflow["nodes"]}
@@ -136,7 +136,8 @@ LINKS = re.compile(r"\(https:[^)]*\)|\*\*models/[^*]*")
 
 @every_example
 def test_note_says_where_its_models_come_from(path: Path) -> None:
-    """The page opens a template with the note of its language (web/notes.js); all name the same files."""
+    """The page opens a template with the note of its language (web/notes.js); the notes of all languages name the same
+    files."""
     nodes = load(path)["nodes"]
     (of_note,) = [node for node in nodes if node["type"] in NOTES]
     note, theirs = of_note["widgets_values"][0], of_note["properties"]["toma_note"]
@@ -157,7 +158,7 @@ def test_note_says_where_its_models_come_from(path: Path) -> None:
 
 @every_workflow
 def test_server_accepts_it(path: Path, demo_server: ComfyServer) -> None:
-    """The server checks types, ranges and choices. A template opens on ComfyUI with only this pack."""
+    """The server checks types, ranges and choices. A template opens on a ComfyUI with only this pack."""
     assert refused(demo_server, to_prompt(load(path), demo_server)) == set()
     for node in load(path)["nodes"] if path in EXAMPLES else ():
         ours = node["type"].startswith("ToMA")
@@ -188,8 +189,8 @@ def test_every_workflow_has_a_thumbnail_that_can_be_made_again(pack: Any) -> Non
 
 @every_example
 def test_thumbnail_is_of_this_workflow(path: Path) -> None:
-    """A new drawing equals the thumbnail up to JPEG compression and the version of the font; it shows the steps that
-    the note says, and more than the name."""
+    """A new drawing equals the thumbnail up to JPEG compression and the version of the font. It shows the steps that
+    the note names, and more than the name of the template."""
     thumbnail, saved = THUMBNAILS[path.stem], Image.open(path.with_suffix(".jpg")).convert("RGB")
     assert ImageStat.Stat(ImageChops.difference(saved, drawn(path.stem))).mean < [4.0] * 3, "python -m demo.thumbnails"
     assert saved.size == (512, 512)
@@ -245,7 +246,7 @@ def test_blueprint_is_consistent_and_exposes_what_people_change() -> None:
 
 
 def test_server_accepts_the_blueprint(demo_server: ComfyServer) -> None:
-    """As a graph with the picture saved, every exposed widget at its value."""
+    """The blueprint is sent as a graph that saves its picture, with every exposed widget at its value."""
     (path,) = BLUEPRINTS
     ((key, entry),) = [(k, e) for k, e in demo_server.get("/global_subgraphs").items() if e["name"] == path.stem]
     assert entry["info"]["node_pack"] == f"custom_nodes.{PACK_FOLDER}"

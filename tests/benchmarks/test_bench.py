@@ -45,7 +45,7 @@ def test_turns_alternate_and_warm_ups_do_not_count() -> None:
 
 @loop("warmups", [0, 1, 5])
 def test_a_limit_holds_in_warm_up_too(warmups: int) -> None:
-    """One warm-up turn remains, and one turn counts."""
+    """One warm-up turn and one counted turn remain."""
     calls: list[int] = []
 
     def case() -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_no_turn_begins_that_would_end_after_the_limit() -> None:
 
 
 def test_speedup_is_the_median_of_the_turns_ratios() -> None:
-    """A machine that slows down between turns slows both cases; the ratio of medians would be 1.5 here."""
+    """A machine that slows down between turns slows both cases; the ratio of the medians would be 1.5 here."""
     base, fast = timing(2.0, 20.0, 6.0), timing(1.0, 10.0, 4.0)
     result = compared(row("ToMA"), fast, base)
     assert result.speedup == 2.0

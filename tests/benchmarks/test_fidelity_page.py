@@ -103,7 +103,8 @@ def test_a_sheet_needs_all_of_its_pictures(name: str, tmp_path: Path, monkeypatc
 
 
 def test_every_sampler_is_as_close_as_euler_or_full(pack: Any) -> None:
-    """Within twice its error, on trained models; what a sampler draws or enlarges beyond that is not merged."""
+    """Its error is at most twice that of Euler on trained models; steps whose noise or errors would exceed this are not
+    merged."""
     from comfy.samplers import KSampler
 
     found = json.loads((RESULTS / SAMPLER_ROWS).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """benchmarks.real: figures of pictures with known results, and the report.
 
-Weights cannot be downloaded everywhere, so LPIPS has random ones here: equal pictures must still have a distance of 0,
-and more noise a larger one.
+Weights cannot be downloaded everywhere, so LPIPS has random weights here: equal pictures must still have a distance of
+0, and more noise must give a larger distance.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_summary_by_hand(folder: Folder) -> None:
     plain, merged, other = summarise(pairs)
     assert [plain.setting, merged.setting, other.setting] == [UNMERGED, "balanced 0.5", OTHER_SEED]
     assert (plain.pictures, merged.pictures, other.pictures) == (4, 4, 2)
-    # Of each setting the runs of seed 2 are timed: 4 and 4 s, 2 and 3 s.
+    # For each setting the runs of seed 2 are timed: 4 and 4 s, 2 and 3 s.
     assert (plain.seconds, merged.seconds, other.seconds) == (4.0, 2.5, None)
     assert merged.speedup == pytest.approx(1.6)
     assert plain.speedup is None
@@ -110,7 +110,7 @@ def test_report_files(folder: Folder) -> None:
     assert "a &lt;script&gt;alert(1)&lt;/script&gt; cat" in text
     assert text.count("<figure>") == 4
     assert "@@HEAD@@</figcaption>" in text
-    assert text.count("@@") == 4  # two pictures of that prompt
+    assert text.count("@@") == 4  # two pictures for this prompt
     for part in ("LPIPS is left out: because", "1 of 4 pictures equal", "1.60x"):
         assert part in text
     data = json.loads((folder.path / "results.json").read_text())

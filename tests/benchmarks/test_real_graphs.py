@@ -44,7 +44,7 @@ def test_fills_in_prompt_seed_and_setting(graph: Graph) -> None:
     assert filled["3"]["inputs"]["seed"] == 17
     assert filled["8"]["inputs"] == {"model": ["4", 0], "ratio": 0.5, "preset": "balanced"}
     assert filled["12"] == node("PreviewImage", images=["11", 0])
-    # The report and the node of the replaced ratio would only take time.
+    # The report, and the node of the replaced ratio, would only take time.
     assert set(graph) - set(filled) == {"13", "5"}
 
 
@@ -97,10 +97,10 @@ def test_runs_with_more_than_sampling_are_not_timed(graph: Graph) -> None:
     filled = template.fill("cat", "", 1, BALANCED)
     warm = ["4", "6", "7", "10"]
     assert template.is_pure(filled, warm)
-    assert template.is_pure(filled, [*warm, "8", "9"])  # the patched model may still be there
+    assert template.is_pure(filled, [*warm, "8", "9"])  # the patched model may still be cached
     assert not template.is_pure(filled, ["4", "10"])  # text was encoded
     assert not template.is_pure(filled, [])  # the model was loaded
-    assert not template.is_pure(filled, list(filled))  # nothing was done at all
+    assert not template.is_pure(filled, list(filled))  # nothing was computed at all
     plain = template.fill("cat", "", 1, None)
     assert template.is_pure(plain, [*warm, "9"])
     assert not template.is_pure(plain, [*warm, "9", "3"])

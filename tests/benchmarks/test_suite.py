@@ -30,7 +30,7 @@ def running(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
 def test_a_section_is_stopped_with_what_it_started(tmp_path: Path) -> None:
-    """What is left running would disturb the following sections."""
+    """Processes that still run would disturb the following sections."""
     pid_file = tmp_path / "pid"
     assert "stopped" in suite._run([sys.executable, "-c", STARTS_ANOTHER, str(pid_file)], dict(os.environ), 3)
     pid, deadline = int(pid_file.read_text()), time.monotonic() + 5

@@ -1,6 +1,6 @@
 """One real server, one Chromium and one page of the real frontend for all browser tests.
 
-Screenshots go to build/screenshots. With TOMA_WRITE_SCREENSHOTS=1 those of the documentation go to docs/images.
+Screenshots go to build/screenshots. With TOMA_WRITE_SCREENSHOTS=1, screenshots for the documentation go to docs/images.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-# Settings of the page: no tour at the start, no minimap over the nodes in screenshots.
+# Settings of the page: no tour at the start, and no minimap that covers nodes in screenshots.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
 TIMEOUT = 300_000  # a page that takes seconds on a free core takes minutes on a busy machine
-# Messages of a prompt are in order, its end is the last. `statusOf` returns the element with a status text.
+# Messages of a prompt are in order, and its end comes last. `statusOf` returns the element with a status text.
 IN_PAGE = """() => {
     window.finished = 0
     for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
@@ -47,7 +47,7 @@ IN_PAGE = """() => {
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Start the browser. Without one these tests are skipped, except in CI, where they fail."""
+    """Start the browser. Without Chromium these tests are skipped, except in CI, where they fail."""
     names = [os.environ.get("TOMA_CHROMIUM"), "chromium", "chromium-browser", "google-chrome"]
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
@@ -56,7 +56,7 @@ def chromium() -> str:
 
 
 class Page:
-    """A tab with ComfyUI's page, driven by user input where that matters, otherwise through the page's objects.
+    """A tab with ComfyUI's page. Tests use user input if the input matters, otherwise the page's objects.
 
     noise: (kind, text, path of the source) of every error and warning on the console and every uncaught exception.
     """
@@ -175,7 +175,7 @@ class Page:
                 return [right - left, bottom - top]
             }"""
         self.evaluate(where, node_ids)
-        self.tab.wait_for_timeout(1200)  # a node in view may still grow around its picture
+        self.tab.wait_for_timeout(1200)  # a visible node may still grow around its picture
         area = self.evaluate(where, node_ids)
         self.tab.set_viewport_size({"width": max(1600, int(area[0]) + 400), "height": max(1000, int(area[1]) + 300)})
         self.tab.mouse.move(5, 400)
@@ -202,7 +202,7 @@ def _made_small(path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def workshop(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """Run a server with the demo nodes, nodes of a newer ComfyUI, and a file for all that a template names."""
+    """Run a server with the demo nodes, nodes of a newer ComfyUI, and a file for every name in a template."""
     packs = [ROOT / "demo", newer_pack(tmp_path_factory.mktemp("packs"))]
     server = ComfyServer(packs=packs, flags=["--use-pytorch-cross-attention"])
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-IDS, SEEDS = count(1), count(1)  # a sampler that ComfyUI takes from its cache sends nothing
+IDS, SEEDS = count(1), count(1)  # ComfyUI sends no messages for a sampler whose result it takes from its cache
 CACHED = "Nothing ran: ComfyUI had this result in its cache. Change the seed to see what is merged."
 NEW, ACTIVE = "No run yet.", "Sampling on fewer tokens ..."
 TO_DO = {
@@ -19,7 +19,7 @@ STEPS = 4
 EARLIER = "{} (from an earlier run)"
 # Indices of widgets of ToMA Advanced.
 FIRST, START, WINDOW_SIZE = 7, 9, 11
-# Records the first line of every text that one of this pack's nodes shows.
+# Records the first line of each text that a node of this pack shows.
 WATCH = """id => {
     const element = window.statusOf(id)
     window.shown = []
@@ -92,7 +92,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
         nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]
-    # The size of a new node, which grows around its first picture.
+    # The size is that of a new node, which grows around its first picture.
     nodes[-1]["size"] = [480, 290] if sampled else [460, 370]
     graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
     size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}

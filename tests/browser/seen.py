@@ -1,4 +1,4 @@
-"""What is seen on the page: fields of a node, the colours of a picture, and whether nodes are in their frames."""
+"""What the screen shows: fields of a node, the colours of a picture, and whether nodes are within their frames."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OVERLAPS = """() => {
     return found
 }"""
 
-# Shows on every node of this pack what a long run ends with, through the page's own handlers: lines, and the size that
-# a picture takes. Returns nodes that lie outside of the one group that they begin in.
+# Shows on every node of this pack, through the page's own handlers, the lines and the picture size at the end of a long
+# run. Returns the nodes that began inside their group and now extend beyond it.
 AFTER_A_RUN = """lines => {
     for (const node of app.graph.nodes.filter(node => node.type.startsWith("ToMA") && node.widgets?.length)) {
         const message = { node: String(node.id), lines, more: [] }
@@ -49,7 +49,7 @@ LINES = [
 
 
 def field(page: Any, name: str) -> str:
-    """Return what a field of ToMA Advanced shows: what is drawn on the canvas, or what is on the page."""
+    """Return the value that a field of ToMA Advanced shows, on the canvas or on the page."""
     in_canvas = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name)._displayValue"
     on_page = """name => {
         const element = document.querySelector('[data-node-id="4"]')

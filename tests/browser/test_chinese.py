@@ -1,4 +1,5 @@
-"""The page in Chinese, in both renderers: what other files show in English, as far as words or their room matter."""
+"""The page in Chinese, in both renderers: the things that other files check in English, if words or the room for them
+matter."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def page(request: pytest.FixtureRequest, only_page: Any) -> Any:
 
 
 def test_labels_lines_errors_and_help(page: Any) -> None:
-    """All are translated; a new node has room for its line only, and fields show what the preset sets."""
+    """All of these are translated; a new node has room only for its line, and fields show the values of the preset."""
     graph = workflow(0.5)
     graph["nodes"][3]["widgets_values"][3] = -1
     page.open(graph, "chinese")
@@ -99,7 +100,7 @@ def test_compared_pictures_are_seen(page: Any) -> None:
 
 
 def test_the_demo_says_what_it_saves(page: Any) -> None:
-    """Its graph is the one that `make demo ARGS=--serve` opens."""
+    """The graph is the one that `make demo ARGS=--serve` opens."""
     page.open(json.loads((ROOT / "demo" / "workflows" / "Demo-SDXL.json").read_text(encoding="utf-8")), "demo")
     seed = next(SEEDS)
     for sampler in page.evaluate(OF_TYPE, "KSampler"):
@@ -118,7 +119,7 @@ def test_the_demo_says_what_it_saves(page: Any) -> None:
 
 
 def test_a_benchmark_says_nothing_of_the_cache(page: Any) -> None:
-    """The node before it was not run itself, but its model was."""
+    """The ToMA node was not executed, but its model was sampled."""
     page.open(workflow(last="ToMABenchmark"), "benchmark")
     assert page.verdict(7).startswith(NEW)
     assert height(page, 7) < 440

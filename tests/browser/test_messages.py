@@ -29,7 +29,7 @@ def test_after_a_reload_a_run_from_the_cache_says_so(page: Any) -> None:
 
 
 def test_an_arrow_leads_from_the_presets_value_to_zero_and_back(page: Any) -> None:
-    """No value between -1 and 0 can be set."""
+    """Values between -1 and 0 cannot be set."""
     page.open(workflow(), "arrows")
     value = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'start_percent').value"
     for given, stands in ((-1, -1), (-0.99, 0), (0.3, 0.3), (-0.01, -1)):
@@ -61,7 +61,7 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
 
 
 def test_a_run_is_shown_in_its_own_workflow(page: Any) -> None:
-    """Another workflow with the same node ids that is open at the end of the run shows nothing; the line appears when
+    """If another workflow with the same node ids is open at the end of the run, it shows nothing; the line appears when
     the run's workflow is opened again."""
     slow = workflow(0.5)
     slow["nodes"][4]["widgets_values"][2] = 12

@@ -46,9 +46,9 @@ def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> Non
 
 
 def test_a_number_after_every_run(page: Any) -> None:
-    """Work is counted and steps are timed; a run with a bypassed node is the reference."""
+    """Work is counted, and steps are timed with a run of the bypassed node as the reference."""
     page.open(simple(), "numbers")
-    page.set(3, "width", 192)  # a size that no other test has sampled without ToMA
+    page.set(3, "width", 192)  # a size that no other test samples without ToMA
     page.queue()
     verdict, work, timed = page.text(4).splitlines()
     assert re.fullmatch(r"About \d+ % less work, counted", work)
@@ -61,7 +61,7 @@ def test_a_number_after_every_run(page: Any) -> None:
     merged, bypassed, gain = map(float, re.fullmatch(times, compared).groups())
     assert bypassed / merged == pytest.approx(gain, rel=0.2), "both are rounded"
     page.evaluate("() => { app.graph.getNodeById(4).mode = 0 }")
-    page.set(5, "seed", next(SEEDS))  # else ComfyUI may still have the first run in its cache
+    page.set(5, "seed", next(SEEDS))  # otherwise ComfyUI may still have the first run in its cache
     page.queue()
     assert page.text(4).splitlines()[:2] == [verdict, work]
     assert float(re.fullmatch(times, page.text(4).splitlines()[2])[2]) == bypassed
@@ -81,7 +81,7 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     page.photograph("advanced-unfolded", [4])
     page.queue()
     assert field(page, "sharpness") == "preset (300)"
-    if page.renderer == "litegraph":  # the Vue renderer draws a list's choice again only when it changes
+    if page.renderer == "litegraph":  # the Vue renderer redraws a list's choice only when it changes
         assert field(page, "similarity_from") == "preset (tokens)"
     assert field(page, "full_step_interval") == "preset (0)"
     assert field(page, "min_tokens") == "16", "it is set"
@@ -154,7 +154,7 @@ def contrast(page: Any, selector: str) -> float:
 
 
 def test_texts_can_be_read(page: Any) -> None:
-    """This includes errors and earlier runs; no template gives this pack's nodes a colour."""
+    """These include errors and earlier runs; no template gives nodes of this pack a colour."""
     page.open(workflow(0.0), "contrast")
     assert contrast(page, 4) >= 4.5
     page.queue()
@@ -190,7 +190,7 @@ def test_a_new_node_is_as_large_as_what_is_visible(page: Any) -> None:
 def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None:
     narrow.open(simple(), "narrow")
     narrow.queue()
-    # Brought into view at full size: outside of the view, or zoomed out, the text has no size.
+    # The node is brought into view at full size, because the text has no size outside of the view or zoomed out.
     narrow.evaluate(
         """() => {
             app.canvas.ds.scale = 1

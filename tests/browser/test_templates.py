@@ -41,12 +41,13 @@ def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: P
     page.tab.wait_for_timeout(500)
     assert page.evaluate(OVERLAPS) == [], "after a run too"
     assert page.evaluate(OUTSIDE) == [], "every node is in its frame"
-    # The picture that is shown after a run does not exist.
+    # The picture that would be shown after a run does not exist.
     assert {each for each in page.noise - baseline if each[-1] != "/api/view"} == set()
 
 
 def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
-    """The address that `make demo ARGS=--serve` prints opens it at a readable size, and it does what its note says."""
+    """The address that `make demo ARGS=--serve` prints opens the graph at a readable size, and the graph does the
+    things that its note says."""
     with page.second() as second:
         second.tab.set_viewport_size({"width": 1280, "height": 720})
         second.tab.goto(f"{page.server.url}/?template=Demo-SDXL&source=demo")
@@ -58,7 +59,7 @@ def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
         assert second.evaluate(OVERLAPS) == []
         second.hear()
         (toma,) = second.evaluate(OF_TYPE, "ToMA")
-        seed = next(SEEDS)  # the other renderer's run is in ComfyUI's cache
+        seed = next(SEEDS)  # ComfyUI has the other renderer's run in its cache
         for sampler in second.evaluate(OF_TYPE, "KSampler"):
             second.set(sampler, "steps", 3)
             second.set(sampler, "seed", seed)
@@ -89,7 +90,7 @@ def test_compared_pictures_are_seen_and_saved(page: Any) -> None:
 
 
 def test_an_app_shows_its_fields(page: Any) -> None:
-    """The template for App mode shows its form instead of the graph, with ToMA's ratio."""
+    """The template for App mode shows its form in place of the graph, with ToMA's ratio."""
     template = json.loads((ROOT / "workflows" / "19 Z-Image Turbo.app.json").read_text(encoding="utf-8"))
     page.open(template, "app")
     fields = ["prompt", "ToMA ratio (0 = off)", "ToMA preset", "width", "height", "seed"]

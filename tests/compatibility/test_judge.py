@@ -1,4 +1,4 @@
-"""Each check of the judge fails on its fault."""
+"""Every check of the judge fails for the fault that it is for."""
 
 from __future__ import annotations
 

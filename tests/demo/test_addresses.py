@@ -46,7 +46,7 @@ def test_a_port_that_is_taken_is_said() -> None:
 
 
 def test_a_port_is_free_again_when_its_server_has_ended() -> None:
-    """The system holds closed connections of the server for a minute."""
+    """The operating system keeps closed connections of the server for a minute."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         with socket.create_connection(address) as client, server.accept()[0] as connection:

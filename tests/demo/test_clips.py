@@ -30,7 +30,7 @@ def test_what_moves_moves_and_all_else_stands_still() -> None:
     assert clip.shape == (3, FRAMES, 128, 128)
     middle = torch.from_numpy(render(scene)).permute(2, 0, 1)
     torch.testing.assert_close(clip[:, FRAMES // 2], middle)
-    # To the right by six pixels a frame.
+    # The scene moves to the right by six pixels per frame.
     torch.testing.assert_close(clip[:, 3, 40:90, 46:96], clip[:, 2, 40:90, 40:90])
     still = render_clips([Clip(scene)], 64)[0]
     assert all(torch.equal(still[:, frame], still[:, 0]) for frame in range(FRAMES))

@@ -11,7 +11,7 @@ from tests.loop import loop
 
 
 def test_pictures_and_latents_are_each_others_inverse() -> None:
-    """Exactly in the model's space, and within rounding in ComfyUI's."""
+    """The inverse is exact in the model's space, and exact up to rounding in ComfyUI's."""
     image = torch.rand(2, 3, 32, 48) * 2 - 1
     model, flux = latents.image_to_model(image), comfy.latent_formats.Flux()
     assert model.shape == (2, 16, 16, 24)

@@ -34,8 +34,8 @@ def dit_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _lively(model: Any) -> Any:
-    """Perturb fresh weights, with which blocks are the identity and the output is zero, so that every layer has an
-    effect."""
+    """Perturb fresh weights so that every layer has an effect: with fresh weights, blocks are the identity and the
+    output is zero."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.model.diffusion_model.parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
@@ -73,7 +73,7 @@ def test_the_unet_is_an_sdxl_to_comfyui() -> None:
 
 
 def test_norms_of_the_unet_keep_what_a_flat_background_says() -> None:
-    """With ComfyUI's 32 groups a channel would be a group, and normalisation would remove its mean."""
+    """With ComfyUI's 32 groups each channel would be a group, and normalisation would remove its mean."""
     norms = [m for m in models.load_unet(None).model.diffusion_model.modules() if isinstance(m, torch.nn.GroupNorm)]
     assert len(norms) > 20
     flat = torch.linspace(0.5, 2.0, 64)[None, :, None, None].expand(1, 64, 4, 4)
@@ -136,7 +136,7 @@ def test_the_unet_learns_what_comfyui_asks_it() -> None:
 
 
 def test_sigmas_of_the_unet() -> None:
-    """Half-size scenes have sigmas near pure noise, crops uniform steps, and full pictures half of each."""
+    """Half-size scenes get sigmas near pure noise, crops get uniform steps, and full pictures get half of each."""
     half, crop, full = (
         Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))
     )
@@ -170,7 +170,7 @@ def test_gradients_reach_every_weight(kind: str, monkeypatch: pytest.MonkeyPatch
     x = x[:, :, None].expand(-1, -1, 2, -1, -1) if kind == "wan" else x
     network(x, torch.rand(1), context=tokens, **extra).square().mean().backward()
     silent = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
-    # The text stream of the last double block feeds the single blocks, so every weight is used.
+    # The text stream of the last double block is an input of the single blocks, so every weight is used.
     assert not [name for name in silent if not name.startswith("guidance_in.in_layer")]
 
 

@@ -102,7 +102,7 @@ def test_all_values_occur() -> None:
 
 @loop("size", [64, 128])
 def test_things_hold_shape_and_small_objects(size: int) -> None:
-    """With another colour, nothing changes outside of the boxes, and they cover less than half of a picture."""
+    """If a thing has another colour, nothing changes outside of its box; boxes cover less than half of a picture."""
     for scene in (scene_from_seed(seed) for seed in range(200)):
         found = things(scene, size)
         for name in ("shape_colour", "object_colour"):

@@ -17,9 +17,9 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from testbed.selectors import selected_by
 
-# Small models have small grids: merge all of them.
+# Small models have small grids, and this setting merges all of them.
 EVERYTHING = {"min_tokens": 4}
-# Half the channels at the coarser levels: convolutions take a third of the time of a small UNet.
+# Half of the channels at the coarser levels, so that convolutions take a third of the time of a small UNet.
 NARROW: dict[str, Any] = {"unet": {"channel_mult": (1, 1, 2)}}
 
 

@@ -45,7 +45,7 @@ def test_measures_a_real_model_and_says_where(unet: Any, run: Any) -> None:
     assert plot.shape[0] == 1
     assert plot.shape[-1] == 3
     assert 0 <= plot.min() <= plot.max() <= 1
-    if isinstance(best, float):  # else this machine is too busy to tell
+    if isinstance(best, float):  # if not, this machine is too busy for a result
         assert best in (0.0, 0.5)
         assert nearest in (0.0, best)
     verdict, _, rows = table.partition("\n\n")

@@ -95,7 +95,7 @@ def test_small_grids_have_nothing_to_merge(unet: Any, calibrated: Any) -> None:
 
 
 def test_a_prompt_that_begins_later(unet: Any, calibrated: Any) -> None:
-    """It is only measured in the steps in which it takes part."""
+    """Such a prompt is measured only in the steps in which it takes part."""
     late = models.conditioning(unet, seed=1, start_percent=0.3, end_percent=1.0)
     _, text, _, _ = calibrated(unet, steps=8, positive=late)
     assert profiles.parsed(text).ratios
@@ -147,7 +147,7 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
 
 @loop("merged_too", [True, False])
 def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool) -> None:
-    """NaN of the model itself, or only of merged blocks, is reported, and those blocks are not merged."""
+    """NaN from the model itself, or only from merged blocks, is reported, and those blocks are not merged."""
 
     def broken(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = executor(x, *args, **kwargs)
@@ -171,7 +171,7 @@ def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: No
     import comfy.utils
 
     def cancel(value: int, *_: Any, **__: Any) -> None:
-        if value >= 4:  # ComfyUI drops updates that follow another too soon
+        if value >= 4:  # ComfyUI drops an update that follows another one too soon
             comfy.model_management.interrupt_current_processing()
 
     before = comfy.utils.PROGRESS_BAR_HOOK
@@ -199,7 +199,7 @@ def test_the_same_again(unet: Any, calibrated: Any, plain_profile: str) -> None:
 def test_the_preset_as_a_profile(
     target: str, ratio: float, unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the choice has a larger error, the result is the preset bit for bit, also by its profile."""
+    """If the choice has a larger error, the result equals the preset bit for bit, also when the profile is applied."""
     errors = iter((0.1, 9.0))
     monkeypatch.setattr(calibrate, "error", lambda *_: next(errors))
     made, text, _, answer = calibrated(unet, target=target)
@@ -248,13 +248,13 @@ def test_the_gain_comes_first() -> None:
 
 
 def test_a_sampler_with_another_cfg_is_named() -> None:
-    """Also behind a node that hands the model on; one that samples another model does not count."""
+    """Samplers behind a node that passes the model on count, too; a sampler of another model does not."""
     prompt = {
         "1": {"inputs": {"cfg": 4.0}},
         "2": {"inputs": {"model": ["1", 0]}},
         "3": {"inputs": {"model": ["2", 0], "cfg": 7.0}},
         "4": {"inputs": {"model": ["9", 0], "cfg": 1.0}},
-        "5": {"inputs": {"model": [], "cfg": 2.0}},  # ComfyUI does not check a node without an output
+        "5": {"inputs": {"model": [], "cfg": 2.0}},  # ComfyUI does not check nodes without an output
     }
     assert calibrate._cfgs_of_samplers(SimpleNamespace(unique_id="1", prompt=prompt)) == [7.0]
 

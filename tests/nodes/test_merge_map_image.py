@@ -63,7 +63,7 @@ def test_a_region_has_its_destinations_colour(maps: Any) -> None:
 
     def colour(token: int) -> tuple[int, int, int]:
         row, column = divmod(token, 16)
-        # off the middle, where the dots are, and off the border, where the lines are
+        # off the middle, where dots are drawn, and off the border, where lines are drawn
         return pixel(image, MARGIN + CAPTION + (row + 0.2) * cell, MARGIN + (column + 0.2) * cell)
 
     owner = merged.owner.tolist()
@@ -97,7 +97,7 @@ def test_touching_tokens_with_different_destinations_are_parted_by_a_line(maps: 
     image = drawing.draw({(12, 16): merged}, torch.zeros(1, 8, 8, 3))
     cell, owner = drawing.WIDTH // 16, merged.owner.view(12, 16)
     for row in range(12):
-        for column in (1, 2, 3, 5, 6, 7, 9):  # not where windows meet
+        for column in (1, 2, 3, 5, 6, 7, 9):  # except columns at which windows meet
             line = pixel(image, MARGIN + CAPTION + (row + 0.2) * cell, MARGIN + column * cell) == drawing._EDGE
             assert line is bool(column != 8 and owner[row, column] != owner[row, column - 1])
 

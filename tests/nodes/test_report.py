@@ -115,7 +115,7 @@ def test_report_with_a_picture_draws_over_it(unet: Any, attach: Any, shown: Any)
 
 
 def test_what_the_picture_shows_stands_on_the_node(unet: Any, attach: Any, shown: Any) -> None:
-    """It is translated, unlike the picture."""
+    """The caption is translated, unlike the picture."""
     model = attach(unet)
     assert "caption" not in str(shown(model)[2].ui["toma"])
     models.sample(model, 24, 24, steps=1)

@@ -18,8 +18,8 @@ report_text = pack_module("nodes.adapters.report_text")
 
 @pytest.fixture
 def stats() -> Any:
-    """Return stats of ten steps, of which 3 to 8 merged half and more; three stages, one block unmerged and one merged
-    in part."""
+    """Return stats of ten steps, of which steps 3 to 8 merged half of the tokens and more, with three stages, one
+    unmerged block and one block merged in part."""
     made = Stats(total_steps=10)
     for step in range(10):
         made.count_evaluation(step, {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.75}.get(step, 0.0))

@@ -17,7 +17,7 @@ import pytest
 from scripts.comfy_pack import load_pack
 from tests.loop import loop
 
-# ComfyUI's lists, which grow with every release.
+# These lists are ComfyUI's and grow with every release.
 COMFYUIS = ("sampler_name", "scheduler")
 FROZEN = Path(__file__).with_name("schema.json")
 

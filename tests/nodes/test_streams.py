@@ -1,4 +1,4 @@
-"""Latents of several streams, such as a video with its sound: only tokens of the first are merged, measured and
+"""Latents of several streams, such as a video with its sound: only tokens of the first stream are merged, measured and
 drawn."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_the_first_of_a_pack_is_a_view() -> None:
 
 @BOTH
 def test_plans_are_made_from_the_predicted_video(kind: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """One plan in each merged step, for all blocks and both conditions."""
+    """There is one plan in each merged step, for all blocks and both conditions."""
     model = model_of(kind)
     settings = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1, "kv_cache": True}
     merged = attach(model, full_step_interval=4, **settings)

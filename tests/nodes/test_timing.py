@@ -1,4 +1,4 @@
-"""The measurement: samples and their order, counts, and evaluation of the numbers."""
+"""The measurement: its samples and their order, its counts, and the evaluation of the numbers."""
 
 from __future__ import annotations
 

@@ -151,7 +151,8 @@ def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
     assert nodes.ToMA.validate_inputs() is True, "a ratio that comes over a link is not known yet"
 
 
-# Numbers of ToMA Advanced whose least value is above 0: ComfyUI knows only that -1, the preset's, is allowed.
+# Numbers of ToMA Advanced whose least value is above 0, of which ComfyUI only knows that -1, the preset's value, is
+# allowed.
 WITH_A_LEAST_VALUE = ("full_step_interval", "selection_interval", "window_size", "sharpness")
 
 
@@ -188,6 +189,6 @@ def test_nothing_is_stored_between_executions() -> None:
 
 @loop("value", [-1, -1.0, -0.95, -0.99, "preset"])
 def test_negative_numbers_leave_a_field_to_the_preset(unet: Any, value: Any) -> None:
-    """A click on the arrow of a number at -1 makes -0.95, which still leaves it to the preset."""
+    """A click on the arrow of a number at -1 makes -0.95, which still leaves the field to the preset."""
     name = "granularity" if value == "preset" else "skip_last_blocks"
     assert made_by(nodes.ToMAAdvanced, unet, **{name: value}) == made_by(nodes.ToMAAdvanced, unet)

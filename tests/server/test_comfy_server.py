@@ -42,8 +42,8 @@ def prompt(seconds: float) -> dict:
 
 
 def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
-    """Errors, interrupts and prompts that take too long are reported, and the queue goes on. The end of the process
-    keeps a folder that is not its own."""
+    """Errors, interrupts and prompts that take too long are reported, and the queue continues. When the process ends,
+    it does not delete a folder that it did not make."""
     base, pack = tmp_path / "base", tmp_path / "slow-pack"
     base.mkdir()
     pack.mkdir()

@@ -39,8 +39,8 @@ def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
 
 @pytest.mark.compat
 def test_each_prompt_of_a_queue_is_as_if_alone(tiny_server: ComfyServer) -> None:
-    """Two clients queue at the same time. Off, and steps out of range, give the latent without the node. In the end
-    each prompt samples once more, on a newly loaded model and in another order."""
+    """Two clients queue at the same time. The node switched off, or with steps out of its range, gives the same latent
+    as no node. In the end each prompt samples once more, on a newly loaded model and in another order."""
     server = tiny_server
     prompts = {
         "half": graph(advanced(server), "flux", steps=8),
@@ -115,7 +115,7 @@ RANGE = {"start_percent": 0.8, "end_percent": 0.2}
 def test_bad_settings_are_refused_with_range_and_fix(
     tiny_server: ComfyServer, settings: Any, parts: tuple[str, ...]
 ) -> None:
-    """ComfyUI marks every input that is checked; the page only those that the text names."""
+    """ComfyUI marks every input that is checked; the page marks only those that the text names."""
     toma = {**simple(), **settings} if "ratio" in settings else advanced(tiny_server, **settings)
     with pytest.raises(PromptError) as refused:
         tiny_server.run(graph(toma))
@@ -125,7 +125,8 @@ def test_bad_settings_are_refused_with_range_and_fix(
 
 
 def test_bad_settings_over_a_link_fail_their_prompt_only(tiny_server: ComfyServer) -> None:
-    """They are refused only when the graph runs: on the ToMA node, and the prompt queued behind it runs."""
+    """They are refused only when the graph runs: the ToMA node shows the error, and the prompt queued behind it
+    runs."""
     toma = advanced(tiny_server, window_size=["20", 0])
     linked = {**graph(toma), "20": node("PrimitiveInt", value=0)}
     bad = tiny_server.queue(linked)

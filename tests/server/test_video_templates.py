@@ -17,7 +17,7 @@ from testbed import models
 from tests.test_workflows import load, to_prompt
 
 PACK = Path(__file__).with_name("tiny_video.py")
-# Output of the tiny loader that replaces the first output of each of these; a checkpoint has three.
+# The output of the tiny loader that replaces the first output of each of these loaders; a checkpoint has three outputs.
 LOADERS = {
     "UNETLoader": 0,
     "CheckpointLoaderSimple": 0,
@@ -38,7 +38,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def video_server(pack: Any) -> Iterator[ComfyServer]:
-    """A server that can load tiny models of videos, and has a picture."""
+    """Run a server that can load tiny models of videos, and has a picture."""
     from PIL import Image
 
     with ComfyServer(packs=[PACK]) as running:
@@ -47,7 +47,7 @@ def video_server(pack: Any) -> Iterator[ComfyServer]:
 
 
 def lora_file(server: ComfyServer, kind: str, name: str) -> None:
-    """A LoRA of this name for a tiny model."""
+    """Write a LoRA of this name for a tiny model."""
     weights = {}
     for key, weight in getattr(models, kind)().model.diffusion_model.named_parameters():
         if "blocks.1" in key and key.endswith(".weight") and weight.ndim == 2:
@@ -61,7 +61,7 @@ def lora_file(server: ComfyServer, kind: str, name: str) -> None:
 
 
 def tiny(prompt: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The prompt with one tiny loader in place of all loaders, and small sizes."""
+    """Return the prompt with one tiny loader in place of all loaders, and small sizes."""
     outputs: dict[tuple[str, int], list[Any]] = {}
     made: dict[str, Any] = {"tiny": {"class_type": "TinyVideo", "inputs": {"kind": kind}}}
     for number, node in prompt.items():

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind ComfyUI's own modules
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # after ComfyUI's own modules
 from testbed import models
 
 
@@ -32,7 +32,8 @@ class Text:
 
 
 class Pictures:
-    """The VAE of a video. pixel: side of a pixel of the latent. frames: of the video, by frames of the latent."""
+    """The VAE of a video. pixel: side of a latent pixel in pixels. frames: frames of the video, by frames of the
+    latent."""
 
     def __init__(self, channels, pixel, frames):
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import processor
@@ -62,7 +63,7 @@ class Pictures:
 
 
 class Sound:
-    """The VAE of a sound, 25 frames of the latent a second."""
+    """The VAE of a sound, with 25 latent frames per second."""
 
     latent_channels = 8
     audio_sample_rate = 8000
@@ -77,7 +78,7 @@ class Sound:
 
 
 class TinyVideo:
-    """A model of one of `models.AUDIO`, with what its graph needs beside it."""
+    """A model of one of `models.AUDIO`, with the other outputs that its graph needs."""
 
     RETURN_TYPES = ("MODEL", "CLIP", "VAE", "VAE", "LATENT_UPSCALE_MODEL")
     FUNCTION, CATEGORY = "load", "tests"

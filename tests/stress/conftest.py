@@ -34,7 +34,7 @@ from testbed import models
 
 HERE = Path(__file__).parent
 OURS = json.loads((HERE.parent / "nodes" / "schema.json").read_text())
-os.environ.setdefault("TOMA_FUZZ", "300")  # number of cases of test_fuzz.py; test_damaged.py uses a share of it
+os.environ.setdefault("TOMA_FUZZ", "300")  # number of cases in test_fuzz.py; test_damaged.py runs a share of it
 
 
 def _module(path: Path) -> ModuleType:
@@ -54,7 +54,7 @@ hooks_left, plan_calls = _nodes.hooks_left, _nodes.plan_calls
 
 @pytest.fixture(scope="session")
 def new_model(pack: ModuleType) -> Callable[[str], Any]:
-    """new_model(kind): make a small model as prompt.py does in a process of its own."""
+    """new_model(kind): make a small model as prompt.py does in its own process."""
     return lambda kind: getattr(models, kind)()
 
 
@@ -176,7 +176,7 @@ def lab(pack: ModuleType) -> Iterator[ComfyServer]:
     of the last prompt, so that memory use is that of the pack."""
     flags = ["--use-pytorch-cross-attention", "--cache-classic"]
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    # Always on the CPU: it is compared with forked processes, in which CUDA does not work.
+    # The server is always on the CPU, because it is compared with forked processes, in which CUDA does not work.
     server = ComfyServer(packs=[ROOT / "demo", HERE / "lab.py"], flags=flags, environ=environ, cpu=True)
     try:
         place_dit(server.base / "models")
@@ -201,7 +201,7 @@ def census() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def outcome() -> Callable[[ComfyServer, Any], str]:
-    """outcome(server, graph): run a graph; fail unless it runs or is refused as documented."""
+    """outcome(server, graph): run a graph, and fail unless it runs or is refused with a documented error."""
 
     def of(server: ComfyServer, graph: Any) -> str:
         before = len(server.log())
@@ -213,7 +213,7 @@ def outcome() -> Callable[[ComfyServer, Any], str]:
                 body = json.loads(error.read())
                 assert body["error"].get("message") or body["node_errors"], "refused without a word"
                 return "refused"
-            # ComfyUI itself fails on some graphs; then the traceback must not contain the pack's code.
+            # ComfyUI itself fails on some graphs; the traceback must then not contain code of the pack.
             assert f"custom_nodes/{PACK_FOLDER}/" not in server.log()[before:], server.log()[before:]
             return f"HTTP {error.code}"
         if run.status == "error":
@@ -222,7 +222,7 @@ def outcome() -> Callable[[ComfyServer, Any], str]:
             assert run.error["exception_message"].strip(), run.error
             return f"error in {run.error['node_type']}"
         assert run.status == "success"
-        # ComfyUI runs valid outputs, and lists the errors of the others.
+        # ComfyUI runs the valid outputs and lists the errors of the others.
         return "refused" if answer["node_errors"] else "success"
 
     return of

@@ -15,7 +15,7 @@ from server import PromptServer
 
 PACK = "ComfyUI-ToMA"
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind ComfyUI's own modules
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # after ComfyUI's own modules
 from testbed import models  # noqa: E402
 
 
@@ -54,7 +54,7 @@ class LabCensus:
 
     def count(self, nonce, with_routes):
         gc.collect()
-        if sys.platform == "linux":  # free memory that the allocator holds is not in use
+        if sys.platform == "linux":  # free memory that the allocator holds does not count as used
             ctypes.CDLL(None).malloc_trim(0)
         counted = {
             "objects": objects_of_the_pack(),

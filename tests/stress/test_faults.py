@@ -1,5 +1,5 @@
-"""After a fault anywhere in a prompt, the next result is that of a fresh process, and no object of the failed run is
-alive."""
+"""After a fault anywhere in a prompt, the next result equals that of a fresh process, and no object of the failed run
+is alive."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FaultError(Exception):
 
 
 def interrupt() -> None:
-    """Interrupt as the button does: the next layer of the model raises."""
+    """Interrupt as the button does, so that the next layer of the model raises an error."""
     import comfy.model_management
 
     comfy.model_management.interrupt_current_processing(True)
@@ -109,7 +109,7 @@ def test_fault_inside_a_merged_block(
         hooked.extend(hooks_left(model))
         spring()
 
-    # With full steps the last one is full.
+    # With full steps, the last step is full.
     within = calls * (prompt.STEPS - 1) // prompt.STEPS if case == "detail" else calls
     trap.arm(STAGES[stage](within), go)
     with pytest.raises(kind_of(spring)):
@@ -117,7 +117,7 @@ def test_fault_inside_a_merged_block(
     assert hooked, "the fault was to be inside a merged block"
     assert hooks_left(model) == []
     nothing_alive()
-    # Fewer if the report of an aborted run has no drawings.
+    # There are fewer if the report of an aborted run has no drawings.
     assert tensors() <= before
 
     assert prompt.digest(prompt.sample(patched)) == fresh[kind][case]
@@ -132,7 +132,8 @@ def test_interrupt_before_and_between_steps(
     kind: str, attach: Any, model: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
     uninterrupted: None, step: int | None,
 ) -> None:  # fmt: skip
-    """None interrupts before the first step. After the last step the picture is complete and nothing is interrupted."""
+    """None means an interrupt before the first step. After the last step the picture is complete and nothing is
+    interrupted."""
     import comfy.model_management as mm
 
     patched = attach(model, **prompt.CASES["stack"])
@@ -182,7 +183,7 @@ def test_fault_inside_our_own_code(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any, tensors: Any,
     uninterrupted: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, spring: Any,
 ) -> None:  # fmt: skip
-    """The fault is in selection, in weights or in merging, at the second call, when a plan exists."""
+    """The fault occurs in selection, in weights or in merging, at the second call, when a plan exists."""
     import comfy.model_management as mm
 
     patched = attach(model, **{**prompt.CASES["stack"], "weight_interval": 1})
@@ -219,7 +220,7 @@ def test_no_memory_while_a_graph_is_prepared(
 ) -> None:
     """For torch.compile the layout is made before the model runs, when its hook is not installed yet."""
     compiled = model.clone()
-    compiled.model_options["torch_compile_kwargs"] = {"backend": "inductor"}  # only marked as compiled: nothing is
+    compiled.model_options["torch_compile_kwargs"] = {"backend": "inductor"}  # the model is only marked as compiled
     # compiled
     patched = attach(compiled, **prompt.CASES["stack"])
     expected = prompt.digest(prompt.sample(patched))
@@ -239,7 +240,7 @@ def test_call_that_is_made_again(
     kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
     """Another pack continues after out-of-memory inside of ToMA's hooks. If it repeats the call, the picture is the
-    same; if it splits the batch, which the call's plans do not fit, those blocks run unmerged."""
+    same. If it splits the batch, the plans of the call do not fit, and those blocks run unmerged."""
     from comfy.patcher_extension import WrappersMP
 
     def cut(value: Any, index: int) -> Any:
@@ -273,7 +274,7 @@ def test_picture_is_not_lost_with_its_drawing(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch,
     stats_of: Any, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """The report's map is drawn after sampling: without memory for it, the latent is still returned."""
+    """The report's map is drawn after sampling; if memory is short for it, the latent is still returned."""
     patched = attach(model, **prompt.CASES["stack"])
     with monkeypatch.context() as patch:
         patch.setattr(pack_module("toma_core.run"), "draw_map", lambda plan: run_out_of_memory())
@@ -325,7 +326,7 @@ def cleanup(model: Any) -> None:
 PATCHES = (outer_wrapper, after_cfg, unet_wrapper, diffusion_wrapper, before_run, cleanup)
 
 
-# Wrappers around all of ToMA's do not depend on the family; ERNIE-Image, SD3 and OmniGen2 call none inside.
+# Wrappers around all wrappers of ToMA do not depend on the family; ERNIE-Image, SD3 and OmniGen2 call none inside.
 @pytest.mark.parametrize(
     ("kind", "patch", "first"),
     [(kind, patch, first) for kind in BOTH for patch in PATCHES for first in (True, False)]
@@ -359,7 +360,7 @@ def test_process_that_is_asked_to_exit(
     kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
     error: type[BaseException],
 ) -> None:  # fmt: skip
-    """The errors are not `Exception`s; the model is unchanged after them."""
+    """These errors are not `Exception`s; the model is unchanged after them."""
 
     def go() -> None:
         raise error

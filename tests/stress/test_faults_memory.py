@@ -80,7 +80,7 @@ def test_model_unloaded_reloaded_and_loaded_anew(
 def test_model_unloaded_while_sampling(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
-    """Another model that needs the memory unloads part of this one between two steps."""
+    """Another model needs the memory and unloads part of this one between two steps."""
     patched = attach(model, **prompt.CASES["stack"])
     size, freed = model.model_size(), []
 
@@ -156,5 +156,6 @@ def test_dynamic_patcher_on_a_cpu_is_the_plain_one(
         pytest.skip("dynamic VRAM is on: the other tests run on it")
     assert prompt.digest(prompt.sample(attach(dynamic, **prompt.CASES["stack"]))) == fresh[kind]["stack"]
     nothing_alive()
-    # Otherwise ComfyUI treats the model as leaked without this patcher, and collects garbage before every later run.
+    # Otherwise ComfyUI would treat the model as leaked without this patcher, and collect garbage before every later
+    # run.
     mm.unload_all_models()

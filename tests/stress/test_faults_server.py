@@ -1,5 +1,5 @@
-"""Faults of a real server, by its API: afterwards its result is that of a fresh process, and no object of the run is
-alive.
+"""Faults of a real server, by its API: afterwards its result equals that of a fresh process, and no object of the run
+is alive.
 
 The nodes are those of fault_nodes.py. Before and after each fault ComfyUI has the same patched MODEL in its cache.
 """
@@ -28,7 +28,7 @@ def server(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comf
     """Start a separate server, which is killed and restarted."""
     base = tmp_path_factory.mktemp("server")
     nodes = Path(__file__).parent / "fault_nodes.py"
-    # As in the process that it is compared with: PyTorch's attention, and one order of sums.
+    # These are the settings of the process that it is compared with: PyTorch's attention, and one order of sums.
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     flags = ["--use-pytorch-cross-attention"]
     with ComfyServer(base=base, packs=[nodes], environ=environ, flags=flags) as running:
@@ -138,7 +138,7 @@ def wait_until_it_samples(server: ComfyServer, prompt_id: str) -> None:
 
 @pytest.mark.parametrize("fault", ["error", "out of memory"])
 def test_fault_inside_a_merged_block(server: ComfyServer, graph: Any, kind: str, fault: str, survived: None) -> None:
-    """ComfyUI reports it on the sampler. After out-of-memory it unloads every model."""
+    """ComfyUI reports the fault on the sampler. After out-of-memory it unloads every model."""
     seen = len(server.log())
     run = server.run(graph(kind, fault=fault, calls=9))
     assert run.status == "error"
@@ -177,7 +177,7 @@ def test_free_memory_while_sampling(
 def test_prompt_edited_while_queued(
     server: ComfyServer, graph: Any, sampled: Any, fresh: Any, kind: str, survived: None
 ) -> None:
-    """A prompt behind a slow one is removed and queued again with other settings of the same node."""
+    """A prompt that waits behind a slow one is removed, and queued again with other settings of the same node."""
     first = server.queue(graph(kind, "module", **SLOW[kind]))
     taken_back = server.queue(graph(kind, "stack"))
     server.post("/queue", {"delete": [taken_back]})
@@ -189,7 +189,7 @@ def test_prompt_edited_while_queued(
 
 
 def test_killed_while_sampling_and_started_again(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> None:
-    """The server is killed without shutdown. The first prompt of the new process is merged, on the same folders."""
+    """The server is killed without shutdown. The new process uses the same folders, and its first prompt is merged."""
     prompt_id = server.queue(graph("unet", **SLOW["unet"]))
     wait_until_it_samples(server, prompt_id)
     assert server.process is not None

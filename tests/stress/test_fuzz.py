@@ -59,11 +59,12 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
 
 
 def mostly(name: str, *usual: Any) -> st.SearchStrategy[Any]:
-    """Draw any allowed value in one case of ten: values that merge nothing would test nothing."""
+    """Draw one of the usual values, in one case of ten any allowed value, because values that merge nothing would test
+    nothing."""
     return st.sampled_from(range(10)).flatmap(lambda n: values_of(name) if n == 9 else st.sampled_from(usual))
 
 
-# All families except the first two, each of which has as many cases as all of these together.
+# All families except the first two, each of which gets as many cases as all of these together.
 OTHERS = sorted(set(models.TRANSFORMERS) - {"flux"})
 NAMES = [item.name for item in fields(config.ToMAConfig)]
 MERGING = {
@@ -168,7 +169,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
     try:
         out = sample(patched, task)
     except Exception as error:
-        # A task may only fail with ToMA if it fails without.
+        # A task may only fail with ToMA if it also fails without it.
         with pytest.raises(type(error)):
             sample(model, task)
         event("fails without ToMA too")
@@ -190,7 +191,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
 
 
 def assert_readable(message: str) -> None:
-    """Check that an error names the pack and what is allowed or to be changed, and fits on a screen."""
+    """Check that an error names the pack, says what is allowed or how to fix it, and fits on a screen."""
     assert message.startswith("ToMA: ")
     assert "Allowed: " in message or "Lower start percent" in message
     assert len(message) < 1000
@@ -267,8 +268,8 @@ PLACES = [(name, key) for name, node in NODES.items() for key in node["inputs"]]
 
 
 def survivable(value: Any) -> bool:
-    """Return whether ComfyUI 0.30.0 survives a graph: it validates links of known inputs only, and a link of an unknown
-    input to a missing output ends the thread that runs prompts."""
+    """Return whether ComfyUI 0.30.0 survives a graph. It validates only links of known inputs, and a link from an
+    unknown input to a missing output ends the thread that runs prompts."""
     return not (isinstance(value, list) and len(value) == 2) or value in (["loader", 0], ["toma", 0])
 
 
@@ -309,7 +310,7 @@ HOSTILE = ("../../../etc/passwd\0", "<img src=x onerror=alert(1)>", "'; drop tab
 def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: Any) -> None:
     for index, (name, key) in enumerate(PLACES):
         graph = complete_graph(index)
-        # Nodes that do not depend on it would run anyway and take time.
+        # Nodes that do not depend on the invalid one would run anyway and take time.
         apart = (
             ("simple", "benchmark")
             if name in ("toma", "report")
@@ -319,7 +320,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
             del graph[other]
         graph[name]["inputs"][key] = HOSTILE[index % len(HOSTILE)]
         how = outcome(steady, graph)
-        # ComfyUI accepts any text as true, the report passes any latent on unchanged, and with an unreadable profile
+        # ComfyUI accepts any text as true, the report passes on any latent unchanged, and with an unreadable profile
         # the preset runs.
         harmless = isinstance(NODES[name]["inputs"][key], bool) or (name, key) in {
             ("report", "latent"),
@@ -329,7 +330,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
 
 
 def test_unknown_option_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
-    """This is a graph that a later version saved, opened in this one."""
+    """The graph was saved by a later version and is opened in this one."""
     graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_step_interval=0, similarity_from="tokens")
     expected = saved_latent(steady.run(graph))
     later = copy.deepcopy(graph)
@@ -347,6 +348,6 @@ def test_body_that_is_no_prompt(steady: ComfyServer) -> None:
 
 
 def test_cases_are_many() -> None:
-    """Otherwise a typing error in TOMA_FUZZ would not be noticed."""
+    """Without this test a typing error in TOMA_FUZZ would not be noticed."""
     assert CASES >= 300
     assert json.dumps(NODES)

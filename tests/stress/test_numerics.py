@@ -1,4 +1,4 @@
-"""Selection, weights and merges of difficult tokens: every dtype, huge, tiny, equal and broken ones."""
+"""Selection, weights and merges of difficult tokens: every dtype, with huge, tiny, equal and broken tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def plan_of(x: Tensor, **settings: Any) -> Any:
 
 
 def check_picks(plan: Any) -> None:
-    """Check destination slots: each window's budget, ascending, distinct, no padding; then the first one repeated."""
+    """Check destination slots: they number each window's budget, ascend, are distinct and contain no padding; after
+    them the first one is repeated."""
     for image in plan.dest_slots.tolist():
         for row, used, count in zip(image, plan.budget.counts, plan.windows.counts, strict=True):
             assert row[:used] == sorted(set(row[:used]))
@@ -98,7 +99,7 @@ def test_finite_tokens_give_finite_results(name: str, dtype: torch.dtype) -> Non
 
 @dtypes
 def test_scale_does_not_matter(dtype: torch.dtype) -> None:
-    """Tokens times a power of two, whose squares overflow the dtype or which are denormal, have the same plan."""
+    """Tokens times a power of two have the same plan, even if their squares overflow the dtype or are denormal."""
     x = smooth(dtype)
     up = 2.0**12 if dtype is HALF else 2.0**50
     assert (x.float().square().sum(-1) * up**2).min() > LARGEST
@@ -116,7 +117,7 @@ BROKEN: dict[str, Callable[[Tensor], None]] = {
     "one NaN": lambda x: x[1, 40, 3].fill_(float("nan")),
     "one infinity": lambda x: x[1, 40, 3].fill_(float("inf")),
     "both infinities": lambda x: x[1, 40, 3:5].copy_(torch.tensor([float("inf"), -float("inf")])),
-    # Ragged windows repeat their first token in their padding.
+    # Ragged windows repeat the first token in their padding.
     "the first of each window": lambda x: x[1].view(*GRID, -1)[::3, ::3].fill_(float("nan")),
     "a window of NaN": lambda x: x[1].view(*GRID, -1)[:4, :4].fill_(float("nan")),
     "all of it": lambda x: x[1].fill_(float("nan")),
@@ -124,7 +125,8 @@ BROKEN: dict[str, Callable[[Tensor], None]] = {
 
 
 def check_broken(name: str, dtype: torch.dtype, **settings: Any) -> None:
-    """Check valid destinations; the other image, and every window without a broken token, are bit-identical."""
+    """Check that destinations are valid. The other image, and every window without a broken token, must be
+    bit-identical."""
     x = smooth(dtype)
     broken = x.clone()
     BROKEN[name](broken)
@@ -159,7 +161,7 @@ def triton() -> Any:
     ("name", "window_size"), [("one infinity", 4), ("the first of each window", 4), ("one NaN", 13), ("all of it", 13)]
 )
 def test_kernels_are_as_careful(name: str, window_size: int, triton: Any) -> None:
-    """Windows fit in registers, or have 117 tokens."""
+    """Windows fit into registers, or have 117 tokens."""
     check_broken(name, HALF, fast=triton, window_size=window_size)
 
 
@@ -185,7 +187,7 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
 
 @dtypes
 def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, dtypes_used: Any) -> None:
-    """Cards with only fp16 see no bf16, and no operation uses fp64, which Apple's GPUs lack."""
+    """Cards that support only fp16 get no bf16, and no operation uses fp64, which Apple's GPUs lack."""
     x = smooth(dtype)
     details = run_of(granularity="block", full_step_interval=3)
     with dtypes_used() as seen:
@@ -204,11 +206,11 @@ def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, dtypes_
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu", "cuda:1", "cuda:0"), ("cpu", "cuda:0", "cpu")], ids=str)
 def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
     """Fake tensors have a device and no values: an operation across two devices is an error. One run moves between
-    devices, as multi-GPU sampling and offloading may do, and one is new each time."""
+    devices, as with multi-GPU sampling and offloading; another run is new each time."""
     moving = run_of()
     moving.plan(
         smooth(HALF), GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,)
-    )  # the tables of this grid, on the CPU
+    )  # the layouts of this grid, on the CPU
     with FakeTensorMode(allow_non_fake_inputs=True):
         plans: dict[str, Any] = {}
         for device in devices:
@@ -232,7 +234,7 @@ def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
 
 @pytest.mark.gpu
 def test_moves_between_real_devices() -> None:
-    """The same tokens are on the CPU, the GPU and the CPU again, in one run."""
+    """In one run, the same tokens are on the CPU, on the GPU and on the CPU again."""
     x, run = smooth(FULL), run_of()
     results = []
     for device in ("cpu", "cuda", "cpu", "cuda"):

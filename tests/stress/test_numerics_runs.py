@@ -1,4 +1,4 @@
-"""Runs of real models in every dtype, on broken, empty, huge and tiny content: never worse than without ToMA."""
+"""Runs of real models in every dtype, with broken, empty, huge and tiny content: never worse than without ToMA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
 SIDE = 16
 EVERYTHING = {"min_tokens": 4}
-# Dtypes and sizes round differently: with fixed destinations and soft weights results can be compared.
+# Dtypes and sizes round differently; with fixed destinations and soft weights their results can be compared.
 COMPARABLE = {**EVERYTHING, "selector": "grid", "sharpness": 20.0}
 SETTINGS = {
     "stack": EVERYTHING,
@@ -37,12 +37,11 @@ STORED = {
     "fp8 in bf16": (torch.float8_e4m3fn, BRAIN),
 }
 BOTH = ("unet", "flux")
-# ComfyUI runs some models in bf16 or fp32 only. Flux.2's 512 text tokens cost as much as all others; fp16 is as in
-# Flux.
-# MiniMax H3's latents have two streams, which these tests do not make.
+# ComfyUI runs some models in bf16 or fp32 only. Flux.2's 512 text tokens would take as long as all other models
+# together; its fp16 code is that of Flux. MiniMax H3's latents have two streams, which these tests do not make.
 KINDS = [kind for kind in models.KINDS if kind != "h3"]
 WITH_HALF = ("unet", "flux", "chroma", "z_image", "krea2", "sd3", "wan")
-# Two families in every dtype, each other family in one of the most common dtypes of its files.
+# Two families with every dtype; each other family with one of the most common dtypes of its files.
 WAYS = [(kind, stored) for kind in BOTH for stored in STORED if stored != "fp32"]
 WAYS += [(kind, ("bf16", "fp8 in bf16")[turn % 2]) for turn, kind in enumerate(KINDS) if kind not in BOTH]
 WAYS += [(kind, "fp16") for kind in WITH_HALF if kind not in BOTH]
@@ -52,19 +51,19 @@ LOWEST += [(kind, "fp32") for kind in BOTH]
 
 @pytest.fixture(scope="module")
 def model_in(pack: Any) -> Callable[..., Any]:
-    """model_in(kind, stored): build a model as ComfyUI's loaders do, with weights in one dtype, cast to the computing
-    dtype at each use. as_fp32: a separate model with the same weights in fp32."""
+    """model_in(kind, stored): build a model as ComfyUI's loaders do, with weights in one dtype that are cast to the
+    computing dtype at each use. as_fp32: return a separate model with the same weights in fp32."""
     import comfy.supported_models_base
 
     def make(kind: str, stored: str, as_fp32: bool = False) -> Any:
         weights, computed = STORED[stored]
-        fewest = {"z_image": {"layers": 2}, "krea2": {"layers": 2}}.get(kind, {})  # the slowest of them
+        fewest = {"z_image": {"layers": 2}, "krea2": {"layers": 2}}.get(kind, {})  # the slowest models
         with pytest.MonkeyPatch.context() as patch:
             cast = not as_fp32 and weights is not computed
             patch.setattr(comfy.supported_models_base.BASE, "manual_cast_dtype", computed if cast else None)
             model = getattr(models, kind)(dtype=FULL if as_fp32 else weights, **fewest)
         for name, parameter in model.model.diffusion_model.named_parameters():
-            stays = kind == "wan" and name.startswith("patch_embedding")  # in fp32, as ComfyUI has it
+            stays = kind == "wan" and name.startswith("patch_embedding")  # stays in fp32, as in ComfyUI
             parameter.data = parameter.data.to(weights).to(FULL if as_fp32 or stays else weights)
         return model
 
@@ -138,14 +137,14 @@ def test_no_bf16_on_the_path_of_an_fp16_model(
 def test_broken_image_of_a_batch_is_alone_with_it(
     kind: str, stored: str, value: float, model_in: Any, attach: Any, stats_of: Any
 ) -> None:
-    """One number of one of two latents is broken: results that are finite without ToMA are finite with it, lost ones
-    stay non-finite, and the other image is bit-identical."""
+    """One number in one of two latents is broken. Results that are finite without ToMA stay finite, other results stay
+    non-finite, and the other image is bit-identical."""
     model = model_in(kind, stored)
     noise = noise_of(model, batch=2)
     broken = noise.clone()
     broken[1, 2, ..., 5, 6] = value
     clean, plain = sampled(model, noise), sampled(model, broken)
-    # PyTorch's fp16 product on the CPU spreads NaN to other rows (the text of Flux), also without ToMA.
+    # On the CPU, PyTorch's fp16 product spreads NaN to other rows (the text of Flux), also without ToMA.
     apart = plain[0].equal(clean[0])
     assert apart or (kind, stored) == ("flux", "fp16")
     assert not plain[1].isfinite().all()
@@ -160,7 +159,7 @@ def test_broken_image_of_a_batch_is_alone_with_it(
 
 @pytest.mark.parametrize(("kind", "stored"), LOWEST)
 def test_images_without_content(kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any) -> None:
-    """With latents of zeros or of one number all similarities tie. The result is finite and reproducible."""
+    """With latents of zeros or of a single number, all similarities tie. The result is finite and reproducible."""
     model = model_in(kind, stored)
     for noise in (torch.zeros_like(noise_of(model)), torch.full_like(noise_of(model), 0.5)):
         assert sampled(model, noise).isfinite().all()
@@ -181,7 +180,7 @@ def entries(model: Any) -> list[Any]:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Tensor]]:
-    """watched(model): record the largest magnitude of each token that its blocks receive, NaN if there is one."""
+    """watched(model): record the largest magnitude of each token that its blocks get; NaN if the token contains NaN."""
 
     def watch(model: Any) -> list[Tensor]:
         found: list[Tensor] = []
@@ -206,7 +205,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Tensor]]:
     return watch
 
 
-# Tiny tokens only for models that add nothing to the image's tokens before the first block.
+# Tiny tokens are used only for models that add nothing to image tokens before the first block.
 POWERS = [(kind, 9 if kind == "unet" else 12) for kind in WITH_HALF]
 POWERS += [(kind, -12) for kind in WITH_HALF if kind not in ("z_image", "sd3")]
 
@@ -236,9 +235,9 @@ def test_huge_and_tiny_activations_in_fp16(kind: str, power: int, model_in: Any,
 def test_flux_in_fp16_with_tokens_at_the_limit(
     kind: str, settings: str, model_in: Any, watched: Any, attach: Any
 ) -> None:
-    """ComfyUI's Flux clamps the tokens of its single blocks to the range of fp16, so a channel may be at the limit,
-    where weights that sum to 1.0003 overflow: the infinity becomes NaN in the next attention, and clamping makes an
-    image of zeros."""
+    """ComfyUI's Flux clamps the tokens of its single blocks to the range of fp16, so a channel may be at the limit.
+    Weights that sum to 1.0003 would then overflow: the infinity becomes NaN in the next attention, and clamping makes
+    an image of zeros."""
     model = model_in(kind, "fp16")
     noise = noise_of(model)
     limit = float(LARGEST)

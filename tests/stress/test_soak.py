@@ -1,6 +1,7 @@
-"""Many prompts on one server, from two concurrent clients: none lost, none wrong, no objects left.
+"""Many prompts on one server, from two concurrent clients: none is lost, none is wrong, and no objects are left.
 
-By default 12 prompts, 300 in `make soak`: TOMA_SOAK sets the number. Measurements are written to build/soak.json.
+There are 12 prompts by default and 300 in `make soak`; TOMA_SOAK sets the number. Measurements are written to
+build/soak.json.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ OF_A_RUN = {
     "_Entry",
     "Dispatch",
 }
-# Cached objects and their maximum number: the last runs for the report, a drawing of each of their grids, and layouts.
+# Cached objects and their maximum number: stats of the last runs for the report, a drawing for each of their grids, and
+# layouts.
 BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 
 
@@ -61,7 +63,7 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
     values: dict[str, Any] = {"ratio": round(chance.uniform(0.05, 0.9), 2), "min_tokens": 16}
     values["full_step_interval"] = chance.choice(
         [0, 0, 2, 3]
-    )  # with the default, runs of one or two steps merge nothing
+    )  # with the default settings, runs of one or two steps merge nothing
     names = [item.name for item in fields(config.ToMAConfig) if item.name not in values]
     for name in chance.sample(names, chance.randint(0, 5)):
         spec = config.setting_spec(name)
@@ -78,14 +80,14 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
             values[name] = round(chance.uniform(spec.minimum, min(spec.maximum, 1000.0)), 2)
     try:
         config.ToMAConfig(**values)
-    except config.ConfigError:  # settings that exclude each other
+    except config.ConfigError:  # the settings exclude each other
         return random_settings(chance)
     return values
 
 
 def random_graph(chance: random.Random, seed: int) -> Graph:
-    """Draw a graph with random size, model, sampler and settings. Each has its own seed, otherwise ComfyUI would not
-    sample it."""
+    """Draw a graph with random size, model, sampler and settings. Each graph has its own seed, because ComfyUI would
+    not sample the same graph twice."""
     kind, other = chance.choice(KINDS), chance.choice(OTHERS) if chance.random() < 0.4 else ""
     how = chance.choice(["advanced"] * 4 + ["simple", "without"])
     settings = random_settings(chance) if how == "advanced" else {}
@@ -117,7 +119,7 @@ def random_graph(chance: random.Random, seed: int) -> Graph:
 
 @dataclass
 class Task:
-    """One prompt and its result. stop_at: a kind of message and a count, at which the prompt is interrupted."""
+    """One prompt and its result. stop_at: a kind of message and a count at which the prompt is interrupted."""
 
     graph: Graph
     stop_at: tuple[str, int] | None = None
@@ -189,7 +191,7 @@ def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
     """fresh_process(graph): return the hash of its latent from a fresh process."""
     here = Path(__file__).parent
     base = tmp_path_factory.mktemp("fresh")
-    ComfyServer(packs=[ROOT / "demo", here / "lab.py"], base=base)  # links the packs; it is not started
+    ComfyServer(packs=[ROOT / "demo", here / "lab.py"], base=base)  # only links the packs; it is not started
     place_dit(base / "models")
     command = [sys.executable, str(here / "fresh.py"), "--base-directory", str(base), "--cpu", "--disable-api-nodes"]
     command += ["--use-pytorch-cross-attention", "--database-url", f"sqlite:///{base / 'user' / 'comfyui.db'}"]
@@ -250,7 +252,7 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
         if client.error is not None:
             raise client.error
 
-    # None lost: every sent prompt is in the history, and finished unless it was interrupted.
+    # None is lost: every sent prompt is in the history, and it is finished unless it was interrupted.
     history = lab.get("/history?max_items=100000")
     assert {run.prompt_id for task in work for run in task.runs} <= set(history)
     assert [task.latent for task in work if len(task.latent) != 64] == []
@@ -258,12 +260,12 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
     interrupts = sum(run.status == "interrupted" for task in work for run in task.runs)
     assert interrupts >= PROMPTS // 20, "nothing was interrupted in its course"
 
-    # None wrong: results equal those of fresh processes.
+    # None is wrong: results equal those of fresh processes.
     begin = time.monotonic()
     wrong = [index for index, task in enumerate(work) if fresh_process(task.graph) != task.latent]
     fresh_seconds = time.monotonic() - begin
 
-    # No objects left: between prompts no object of a run is alive, and the reports' caches are bounded.
+    # No objects are left: between prompts no object of a run is alive, and the reports' caches are bounded.
     last = counts.append(census(lab)) or counts[-1]
     time.sleep(1.0)
     handles.append((process.num_fds(), process.num_threads()))
@@ -284,7 +286,7 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
     for count in counts:
         assert not OF_A_RUN & set(count["objects"]), count["objects"]
         assert all(count["objects"].get(name, 0) <= most for name, most in BOUNDED.items()), count["objects"]
-    # At the first count some handles are not open yet: files of the database, the pool of the event loop.
+    # Some handles are not open yet at the first count: files of the database, and the pool of the event loop.
     assert handles[-1][0] <= handles[len(handles) // 2][0] + 1, f"open handles: {handles}"
     # A server's thread pool grows gradually, also during a short run.
     assert handles[-1][1] <= handles[len(handles) // 2][1] + (0 if LONG else 2), f"threads: {handles}"

@@ -1,4 +1,4 @@
-"""What is counted of an operation."""
+"""The counts for an operation."""
 
 from __future__ import annotations
 

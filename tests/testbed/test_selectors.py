@@ -75,7 +75,7 @@ def test_flat_images_too(kind: str, x: torch.Tensor) -> None:
 @loop("kind", RIVALS)
 @loop("ratio", [0.25, 0.5, 0.75])
 def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -> None:
-    """Mean over 16 windows of smooth features and of noise; greedy search need not win in every window."""
+    """The mean is over 16 windows of smooth features and of noise; greedy search need not win in every window."""
     windows = make_windows(16, 16, WindowShape.TILE, 8)
     budget = make_budget(windows.counts, ratio)
     for x in (smooth(0, 4, 16, 16), torch.randn(4, 256, 12, generator=torch.Generator().manual_seed(1))):
@@ -98,8 +98,8 @@ def test_images_of_a_batch_do_not_meet(kind: str) -> None:
 
 
 def test_farthest_point_by_hand() -> None:
-    """Tokens at 0, 10, 20 and 170 degrees. Central is the one at 20 (cosines 1 + 0.98 + 0.94 - 0.87); the one at 170
-    is farthest from it, then the one at 0."""
+    """Tokens at 0, 10, 20 and 170 degrees. The token at 20 is the central one (cosines 1 + 0.98 + 0.94 - 0.87); the one
+    at 170 is farthest from it, then the one at 0."""
     angles = torch.deg2rad(torch.tensor([0.0, 10.0, 20.0, 170.0]))
     S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
     assert S.sum(1).argmax(1).item() == 2
@@ -127,14 +127,14 @@ def test_tome_below_a_quarter_spreads_its_candidates() -> None:
 
 
 def test_grid_by_hand() -> None:
-    """Middles of equal runs: 3 of 9 are 1, 4 and 7; 2 of 4 are 1 and 3."""
+    """Destinations are the middles of equal runs: 3 of 9 are 1, 4 and 7; 2 of 4 are 1 and 3."""
     assert strided_grid((9, 4), (3, 2), 3)[0].tolist() == [1, 4, 7]
     assert strided_grid((9, 4), (3, 2), 3)[1, :2].tolist() == [1, 3]
     assert strided_grid((5,), (5,), 5).tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_random_has_its_own_generator() -> None:
-    """A seed gives the same destinations for any global state, which no selector changes."""
+    """A seed gives the same destinations whatever the global state, which no selector changes."""
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     first = random_order((16, 9), 8, 5)

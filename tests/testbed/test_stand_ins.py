@@ -13,7 +13,7 @@ from testbed import stand_ins
 
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Return the name of a package that is not installed, as ComfyUI's video package on a bare machine."""
+    """Return the name of a package that is not installed, such as ComfyUI's video package on a bare machine."""
     name = "no_such_video_package"
     monkeypatch.setattr(stand_ins._StandIns, "names", (name,))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))

@@ -22,7 +22,7 @@ def run_of(**settings: object) -> RunState:
 
 
 def at(run: RunState, step: int, *cond_keys: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
-    """Return an evaluation. takes_part: its conditions, if they are not those of the call."""
+    """Return an evaluation. takes_part: the conditions of the evaluation, if they are not those of the call."""
     signatures = dict.fromkeys(takes_part or cond_keys)
     return Evaluation(run, decide(run, Facts(10.0 - step, conditions=signatures)), (None,) * len(cond_keys), cond_keys)
 
@@ -33,7 +33,7 @@ def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
 
 
 def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
-    """Return a letter for each (step, conditions of a letter each): full, refresh, merged with caches or without."""
+    """Return a letter for each (step, conditions as one letter each): full, refresh, merged with caches or without."""
     said = []
     for step, conditions in evaluations:
         plan = at(run, step, *conditions).step_plan
@@ -44,7 +44,7 @@ def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
 
 
 def block(x: Tensor) -> Tensor:
-    """A block whose residual a mean of tokens cannot represent."""
+    """A block whose residual cannot be represented by a mean of tokens."""
     return x + x.roll(1, dims=1).sin()
 
 

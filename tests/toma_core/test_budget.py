@@ -1,4 +1,5 @@
-"""Adaptive budgets: exact in sum, larger where the picture has more detail, with the maps of any other budget."""
+"""Adaptive budgets: the sum is exact, windows with more detail get more, and index maps are those of any other
+budget."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int]
     assert int(counts.min()) >= 1
     assert bool((counts <= torch.tensor(windows.counts)).all())
     assert int(counts.max()) <= max(MAX_SHARE * even.slots, 1)
-    # Slots in use come first in a window, and are numbered in order.
+    # The slots in use come first in a window and are numbered in order.
     assert torch.equal(budget.valid, torch.arange(budget.slots) < counts[..., None])
     for image in range(2):
         assert torch.equal(budget.compact[image], budget.valid[image].flatten().nonzero()[:, 0])
@@ -61,7 +62,7 @@ def test_rounding_does_not_decide_who_gets_destinations() -> None:
 
 @loop("grid", [(13, 19), (16, 16)], ids=str)
 def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
-    """Each frame has the budget of a picture, at the offsets of its windows and destinations."""
+    """Each frame has the budget of a single picture, shifted by the frame's windows and destinations."""
     frames = [picture(*grid, seed=seed) for seed in range(3)]
     windows = make_windows(*grid, "tile", 8, frames=3)
     even = make_budget(windows.counts, 0.5, 3)
@@ -102,7 +103,7 @@ def plan_of(x: torch.Tensor, grid: tuple[int, int], dtype: torch.dtype = torch.f
 
 
 def shown(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """Return the picture with tokens x (B, N, C)."""
+    """Return the picture that consists of tokens x (B, N, C)."""
     return x.unflatten(1, grid).movedim(-1, 1)
 
 
@@ -120,7 +121,7 @@ def test_merging_is_what_the_dense_matrices_say(grid: tuple[int, int]) -> None:
     y = torch.randn(B, D, 6)
     torch.testing.assert_close(unmerge(y, plan), back @ y)
     torch.testing.assert_close(unmerge_residual(y, merge(x, plan), x, plan), x + back @ (y - M @ x))
-    # A destination has its largest weight for itself.
+    # Each destination has a positive weight for its own token.
     assert bool((M.gather(2, plan.destinations[..., None]) > 0).all())
     assert all(len(set(row)) == D for row in plan.destinations.tolist())
 

@@ -25,7 +25,7 @@ def test_parts_in_the_cached_order_are_not_copied() -> None:
 
 
 def test_devices_that_keep_at_once_lose_nothing() -> None:
-    """The order of two threads is forced: both begin to cache before either finishes."""
+    """The order of two threads is forced: both begin to cache before either of them ends."""
     run = run_of()
     first, second = (
         at(run, 0, "cond", takes_part=("cond", "uncond")),
@@ -88,7 +88,7 @@ def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
 
 @loop("quantized", [False, True])
 def test_a_condition_that_takes_the_place_of_another_holds_its_own_memory_alone(quantized: bool) -> None:
-    """Prompts that take turns beside one negative prompt: three conditions, not two pairs."""
+    """Two prompts take turns beside one negative prompt: the cache holds three conditions, not two pairs."""
     cache, (one, two) = RunState(Schedule(ToMAConfig())).cache, torch.randn(2, 2, 8, 64)
     cache.put((("a", "negative"), ("a", "first")), one, quantized)
     each = cache.held // 2

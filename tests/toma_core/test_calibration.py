@@ -54,8 +54,8 @@ def test_saves_enough_at_the_smallest_error_but_for_one_piece(table: Table, shar
 
 
 def test_the_cheap_site_is_merged_first_and_the_broken_one_not_at_all() -> None:
-    """To save 0.3 either the cheap site at 0.75 (error 0.09) or both (0.03 + 0.1): the first. A broken site, whose
-    error is beyond all others, is not merged as long as anything else is left."""
+    """To save 0.3, either the cheap site is merged at 0.75 (error 0.09) or both sites are (0.03 + 0.1): the first
+    choice wins. A broken site, whose error exceeds all others, is not merged as long as another option is left."""
     table = {("cheap", 0): CHEAP, ("dear", 0): DEAR, ("broken", 0): [Option(0.5, 30.0, 0.5)]}
     assert choose(table, 0.3) == {("cheap", 0): CHEAP[2]}
     assert ("broken", 0) not in choose(table, 0.5)

@@ -26,7 +26,7 @@ WORK = Reason.TOO_LITTLE_WORK()
 
 STACK = Granularity.STACK
 cards = st.sampled_from([None, *CARDS])
-# As their families have them.
+# As declared by their families.
 UNET_BLOCK = Block(18, 20, (1, 2, 6))
 FLUX_DOUBLE, FLUX_SINGLE = Block(12, 75, (2, 19, 4), beside=256), Block(12, 31, (2, 20, 5), beside=256)
 FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
@@ -82,7 +82,7 @@ def test_every_shape_that_sdxl_was_trained_on_is_merged_on_an_h100(pixels: tuple
 
 
 def test_more_images_and_slower_formats_are_more_work() -> None:
-    """SDXL 512 on an H100: eight images are worth merging, and so is one in fp32."""
+    """On an H100, SDXL at 512 is worth merging for eight images, or for one image in fp32."""
     assert too_little(256, 1, 1280, torch.float16, H100, UNET_BLOCK, STACK) == WORK
     assert too_little(256, 8, 1280, torch.float16, H100, UNET_BLOCK, STACK) is None
     assert too_little(256, 1, 1280, torch.float32, H100, UNET_BLOCK, STACK) is None
@@ -98,14 +98,14 @@ def test_a_stack_of_one_block_is_a_block() -> None:
 def test_stacks_are_merged_first(
     tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block
 ) -> None:
-    """Stacks add the least overhead: tokens that are too few for a stack are too few for its blocks and modules."""
+    """Stacks add the least overhead, so tokens that are too few for a stack are too few for its blocks and modules."""
     reasons = [too_little(tokens, images, width, dtype, card, block, g) for g in Granularity]
     assert all(reasons) or not too_little(tokens, images, width, dtype, card, block, STACK)
 
 
 @loop(("granularity", "merged"), [("stack", True), ("block", True), ("module", False)], ids=lambda v: str(v))
 def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
-    """SDXL 1024 on an H100: six more operations in each of 20 blocks exceed the gain at the coarser resolution."""
+    """SDXL at 1024 on an H100: six more operations in each of 20 blocks exceed the gain at the coarser resolution."""
     reason = too_little(32**2, 1, 1280, torch.float16, H100, UNET_BLOCK, Granularity(granularity))
     assert reason == (None if merged else WORK)
 
@@ -114,15 +114,15 @@ def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
     ("card", "peak"), [(B200, 2382), (H100, 1070), (A100, 312), (RTX_5090, 209.5), (RTX_4090, 165.2), (RTX_3060, 25.5)]
 )
 def test_rates_follow_the_peaks_in_data_sheets(card: Card, peak: float) -> None:
-    """TFLOP/s are in half precision with fp32 sums, at the driver's clock."""
+    """TFLOP/s are those of half precision with fp32 sums, at the driver's clock."""
     assert card.rate(torch.bfloat16) == card.rate(torch.float16)
     assert card.rate(torch.float16) / 1e12 == pytest.approx(cost_model.EFFICIENCY * peak, rel=0.01)
     assert card.rate(torch.float32) < card.rate(torch.float16)
 
 
 def test_unlisted_cards() -> None:
-    """Old cards have no tensor cores; new ones default to the last known generation; GeForce sums in fp32 at half the
-    rate."""
+    """Old cards have no tensor cores; unknown new cards are treated as the last known generation; GeForce cards sum in
+    fp32 at half the rate."""
     clock = 2 * cost_model.CLOCK * cost_model.EFFICIENCY
     for capability, each in (((6, 1), 256), ((7, 5), 1024), ((8, 7), 1024), ((10, 3), 8192), ((13, 0), 1024)):
         assert Card("Quadro", capability, 2).rate(torch.float16) == clock * each
@@ -187,7 +187,7 @@ def test_other_devices_are_no_cards(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_amd_cards_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch calls them CUDA devices; their numbers mean something else."""
+    """PyTorch treats them as CUDA devices, but their numbers have another meaning."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("it was asked"))
     assert card_of.__wrapped__(torch.device("cuda", 0)) is None

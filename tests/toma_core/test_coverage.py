@@ -13,7 +13,7 @@ from toma_core.reasons import Reason
 
 
 def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
-    """No order gives a plain merge; several signatures have separate caches."""
+    """Without a refresh no order of steps gives a plain merge; several signatures have separate caches."""
     assert modes(run_of(), *((n, f"{n}") for n in range(4))) == "rrrr", "another at every step"
     assert modes(run_of(), (0, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (4, "ab")) == "rrmmrrm"
     assert modes(run_of(), (0, "a"), (2, "a"), (4, "a"), (5, "a")) == "rmrm", "the scheduled one was skipped"
@@ -43,7 +43,7 @@ def test_an_increasing_sigma_is_not_covered() -> None:
 
 @loop("refreshed", [10.0, 7.0, 2.0])
 def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> None:
-    """Whichever step it was in: another node may change the noise level that the model is given."""
+    """The step does not matter, because another node may change the noise level that the model gets."""
     run = run_of()
     assert decide(run, Facts(7.0, 3, refreshed, conditions={"c": None})).mode is StepMode.REFRESH
     run.coverage.store((("block", "c"),), features(0))
@@ -68,7 +68,7 @@ def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> Non
 
 
 def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that alternate have separate caches within the limit."""
+    """Alternating sizes have separate caches within the limit."""
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     run = run_of()
     assert modes(run, (0, "a"), (1, "b"), (2, "a"), (2, "b"), (2, "c"), (2, "b"), (2, "a")) == "rrmmrmr"
@@ -111,7 +111,7 @@ def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluation_refreshes() -> None:
-    """With a step cache inside the model, the mode is decided but no block is called."""
+    """If a step cache inside the model skips the refresh, its mode is decided but no block is called."""
     run, x = run_of(), features(0)
     passed(x, at(run, 0, "cond"))
     for step in (3, 4):

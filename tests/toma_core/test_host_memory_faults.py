@@ -1,4 +1,5 @@
-"""Keys and values in main memory where something fails: pins, waits, a card without room for another condition."""
+"""Keys and values in main memory when something fails: pinning, waiting, or a card without room for another
+condition."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from toma_core.parked import Parked
 
 @loop("failing", ["unpin", "synchronize"])
 def test_every_buffer_is_released_where_one_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an error of CUDA, which every later call of it repeats."""
+    """After an error of CUDA, every later call repeats the error."""
     copies, cache = Copies(), Cache()
     host = cache.host = host_of(copies)
     filled(cache)
@@ -67,7 +68,7 @@ def test_the_host_waits_for_nothing_where_main_memory_is_full(monkeypatch: pytes
 
 
 def test_the_last_of_main_memory_is_not_taken() -> None:
-    """ComfyUI pins weights while the first step runs: less is left than when the run was planned."""
+    """ComfyUI pins weights while the first step runs, so less memory is left than when the run was planned."""
     copies = Copies()
     cache = Cache(host=host_of(copies))
     assert cache.host is not None
@@ -91,7 +92,7 @@ def test_memory_that_cannot_be_pinned_serves_too_and_is_tried_once(order: Any) -
 
 
 def test_no_two_buffers_share_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA pins pages, and refuses one that is pinned."""
+    """CUDA pins pages, and refuses a page that is already pinned."""
     pages, usual = set[int](), Copies.pin
 
     def pin(self: Copies, memory: torch.Tensor) -> bool:
@@ -118,7 +119,7 @@ def test_main_memory_is_meant_where_another_pack_sets_a_device() -> None:
 
 
 def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch has 32 and gives them out in turn: every 16th run would copy on those of ComfyUI's weights."""
+    """PyTorch gives out 32 streams in turn, so every 16th run would copy on the streams of ComfyUI's weights."""
     made = list[object]()
 
     class Stream:
@@ -136,7 +137,7 @@ def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.Mon
 @loop("order", orders(5))
 @loop("quantized", [False, True])
 def test_another_condition_beside_one_of_two_lies_in_main_memory_too(order: Any, quantized: bool) -> None:
-    """As where the positive prompt changes during a run: the negative one keeps its part of a shared buffer."""
+    """This occurs if the positive prompt changes during a run: the negative one keeps its part of a shared buffer."""
     copies, seen = Copies(order), list[list[torch.Tensor]]()
     for host in (host_of(copies), None):
         cache = Cache(host=host)

@@ -1,4 +1,5 @@
-"""New noise in a latent: none for what linear solvers make of earlier evaluations, its share for what is drawn."""
+"""New noise in a latent: its share is 0 for combinations that linear solvers make of earlier evaluations, and exact for
+noise that is drawn."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_a_mask_does_not_hide_it() -> None:
 
 
 def test_predictions_that_hardly_differ_do_not_hide_it() -> None:
-    """Neighbours late in a run are nearly equal; the directions left of them are rounding."""
+    """Late in a run, neighbouring predictions are nearly equal, and the remaining directions are rounding."""
     found, picture = History(), drawn(1)
     for n in range(3):
         found.note(picture + 1e-7 * n, picture)

@@ -103,8 +103,8 @@ def test_the_plan_says_what_it_keeps(height: int, width: int, ratio: float) -> N
 @loop("dtype", [torch.bfloat16, torch.float16], ids=str)
 @loop("sharpness", [300.0, 10_000.0])
 def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -> None:
-    """They equal the fp32 weights of the same features, rounded once: near cos = 1 a step of the dtype is a full
-    logit."""
+    """The weights equal the fp32 weights of the same features, rounded once, because near cos = 1 a step of the dtype
+    is a full logit."""
     x = (1 + 0.05 * features(2, 2, 117, 16)).to(dtype)
     low, high = plan_of(x, 13, 9, sharpness=sharpness), plan_of(x.float(), 13, 9, sharpness=sharpness)
     assert torch.equal(low.dest_slots, high.dest_slots)
@@ -129,7 +129,7 @@ SIDE_BY_SIDE = [(8, 8, 4), (12, 12, 6), (8, 16, 4), (6, 24, 6), (4, 16, 8)]
 def test_rows_of_windows_at_once_are_windows_one_by_one(
     height: int, width: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For few equal windows side by side, one product with zeros between them computes a row."""
+    """If there are few equal windows side by side, one product with zeros between them computes a row of windows."""
     x = features(13, 2, height * width, 6).to(dtype)
     plan = plan_of(x, height, width, size=size, ratio=0.25)
     out = features(14, 2, plan.num_destinations, 6).to(dtype)
@@ -140,7 +140,7 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
 
     def results(plan: MergePlan) -> tuple[torch.Tensor, ...]:
         reduced = merge(x, plan)
-        # Tokens between others, as Flux has them.
+        # The tokens lie between others, as in Flux.
         between = torch.cat([x, x, x], 1)[:, len(x[0]) : 2 * len(x[0])]
         return reduced, merge(between, plan), unmerge(out, plan), unmerge_residual(out, reduced, between, plan)
 
@@ -167,7 +167,7 @@ def test_a_broken_token_stays_in_its_row_of_windows() -> None:
 
 
 def test_one_plan_for_a_larger_batch() -> None:
-    """Weights of one image serve all of them, as matrix products broadcast."""
+    """Weights of one image are used for all images, as matrix products broadcast."""
     x = features(15, 3, 64, 6)
     plan = plan_of(x[:1], 8, 8)
     one = merge(x[1:2], plan)

@@ -29,8 +29,8 @@ def obstacle(evaluation: Evaluation, x: torch.Tensor) -> Message | None:
 
 
 def toy() -> tuple[torch.Tensor, MergePlan]:
-    """Return a 1 x 4 grid in one window at ratio 0.5, with sharp weights: tokens (1, 0) and (3, 0) have one direction,
-    (0, 2) and (0, 6) the other. The means of the two clusters are (2, 0) and (0, 4)."""
+    """Return a grid of 1 x 4 tokens in one window, at ratio 0.5, with sharp weights: tokens (1, 0) and (3, 0) have one
+    direction, (0, 2) and (0, 6) the other. The means of the two clusters are (2, 0) and (0, 4)."""
     x = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 6.0]]])
     plan = plan_for(x, (1, 4), "toy", evaluation_of(min_tokens=4, sharpness=10_000.0, window_size=4))
     assert plan is not None
@@ -52,7 +52,7 @@ def test_a_block_that_doubles_its_input() -> None:
 
 
 def test_a_block_that_does_nothing_changes_nothing() -> None:
-    """Its update is zero on every merged token: x comes back bit for bit, however much was merged."""
+    """The update is zero on every merged token, so x is returned bit for bit, however many tokens were merged."""
     x = torch.randn(2, 117, 8)
     plan = plan_for(x, (13, 9), "toy", evaluation_of(ratio=0.9, min_tokens=4))
     reduced = reduce(x, plan)
@@ -102,7 +102,8 @@ def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool, settings: dict[s
 
 
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """576 tokens of 64 channels cost an H100 too little; those of a large batch suffice. A number overrides Auto."""
+    """576 tokens of 64 channels take an H100 too little time; those of a large batch take enough. A number overrides
+    Auto."""
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
     few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None
@@ -154,7 +155,7 @@ def test_the_names_of_the_front_door() -> None:
 
 
 def test_usable_without_comfyui() -> None:
-    """In a fresh interpreter in which every module of ComfyUI refuses to be imported."""
+    """This runs in a fresh interpreter, in which every import of a module of ComfyUI fails."""
     script = f"""
 import sys
 names = ("comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "nodes", "execution", "server")

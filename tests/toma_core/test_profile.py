@@ -52,7 +52,7 @@ def test_blocks_by_sigma() -> None:
 
 
 def test_the_largest_there_is_stays_small() -> None:
-    """It has twelve sites at three sigma ranges, of a model with long names."""
+    """The profile has twelve sites in three sigma ranges, for a model with long names."""
     homes = [f"output.{n}" for n in range(12)]
     kinds = ", ".join(f"{home} 10" for home in homes)
     model = f"unet with blocks {kinds} of width 320, 640, 1280, noise V_PREDICTION up to 15"

@@ -17,13 +17,13 @@ from toma_core.reasons import Reason
 
 
 def merged(x: Tensor, plan: MergePlan) -> Tensor:
-    """Compute plain merging, of means, without a cache."""
+    """Compute plain merging, by means, without a cache."""
     reduced = merge(x, plan)
     return x + unmerge(block(reduced) - reduced, plan)
 
 
 def still(fresh: Tensor, old: Tensor) -> Tensor:
-    """Compute the least-squares factor of `old` for `fresh`, by image."""
+    """Compute the least-squares factor from `old` to `fresh`, for each image."""
     found = [torch.linalg.lstsq(o.reshape(-1, 1), f.reshape(-1, 1)).solution for f, o in zip(fresh, old, strict=True)]
     return torch.stack(found).clamp(0, 1)
 
@@ -91,7 +91,8 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
     ],
 )
 def test_without_a_cache_that_fits_a_step_is_merged_plainly(name: str, cond_keys: Any, later: Tensor) -> None:
-    """Of another block, condition, batch size or dtype. A condition without a cache leaves its batch without one."""
+    """The cached entry is for another block, condition, batch size or dtype. If one condition has no cache, its batch
+    uses none."""
     run = run_of()
     passed(features(0), at(run, 0, "cond"))
     out, plan = passed(later, merging(run, 1, *cond_keys), name)

@@ -74,7 +74,7 @@ def test_channels_in_no_groups_are_copied() -> None:
 
 @loop("dtype", DTYPES)
 def test_numbers_far_from_zero_beside_their_spread(dtype: torch.dtype) -> None:
-    """A value that rounds up beyond the last code does not change its neighbour's code."""
+    """A value that rounds up beyond the last code does not change the code of its neighbour."""
     for far in (50, 300):
         x = (far + torch.randn(1, 500, 128, generator=torch.Generator().manual_seed(0))).to(dtype)
         packed = quantize(x)

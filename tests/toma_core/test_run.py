@@ -92,7 +92,7 @@ def test_keys_that_separate_plans() -> None:
 
 
 def test_unused_plans_are_dropped() -> None:
-    """Windows over a batch move; the plan of an unused grid remains, for its drawing."""
+    """The windows over a batch move. The plan of an unused grid stays, because it will be drawn."""
     run, x = run_of(), features(0)
     run.plan(x, (9, 7), "a", at(), (None,))
     for selection in range(4):
@@ -108,7 +108,7 @@ def test_unused_plans_are_dropped() -> None:
 
 @loop("images", [1, 2, 3])
 def test_cond_and_uncond_share_one_plan(images: int) -> None:
-    """In one batch or in two calls, in either order: both use the plan of the first chunk."""
+    """Both use the plan of the first chunk, in one batch or in two calls, in either order."""
     cond, uncond = features(1, images), features(2, images)
     together, apart = run_of(), run_of()
     both = together.plan(torch.cat([cond, uncond]), GRID, "a", at(), (None, None))
@@ -116,7 +116,7 @@ def test_cond_and_uncond_share_one_plan(images: int) -> None:
     assert second is first
     assert same(both, stacked([first] * 2))
     assert together.stats.selections == apart.stats.selections == 1
-    # And from one batch into a later call of one chunk, and of three.
+    # The plan is also used from one batch in a later call of one chunk, and of three chunks.
     assert same(together.plan(uncond, GRID, "a", at(), (None,)), first)
     assert same(together.plan(torch.cat([uncond] * 3), GRID, "a", at(), (None,) * 3), stacked([first] * 3))
     assert together.stats.selections == 1
@@ -164,14 +164,14 @@ def test_windows_shift_at_every_other_selection() -> None:
 @loop("similarity_from", ["tokens", "prediction"])
 @loop("keys", [("left", "right"), ("right", "left"), ("left",)], ids=str)
 def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, ...], similarity_from: str) -> None:
-    """Each part of a latent by itself, in any order: of the same tokens others are selected, until a refresh computes
-    all, and in steps that propagate nothing the same."""
+    """For each part of a latent separately, and in any order: if the tokens do not change, other tokens are selected
+    until a refresh computes all of them. Steps that propagate nothing select the same tokens."""
     run = run_of(kv_cache=True, full_step_interval=4, similarity_from=similarity_from)
     pictures = (torch.randn(1, 4, 14, 18, generator=torch.Generator().manual_seed(3)),)
     given = pictures if similarity_from == "prediction" else ()
 
     def kept(selection: int, mode: StepMode = StepMode.MERGED_CACHED) -> set[int]:
-        step = StepPlan(0, mode, 0.5, selection)  # windows of even generations are the same
+        step = StepPlan(0, mode, 0.5, selection)  # windows of even generations are equal
         plans = [run.plan(features(0), GRID, "a", step, (key,), pictures=given) for key in keys]
         assert all(same(plan, plans[0]) for plan in plans)
         return set(plans[0].destinations[0].tolist())
@@ -205,8 +205,8 @@ def test_closing_drops_every_tensor() -> None:
 
 
 def test_draw_shows_the_plan_made_last() -> None:
-    """Of scopes a and b on one grid, a is selected again, and its new destinations are drawn instead of b's old
-    ones."""
+    """If scopes a and b share one grid and a is selected again, its new destinations are drawn, not the old ones of
+    b."""
     run = run_of()
     for scope, seed, selection in (("a", 0, 0), ("b", 1, 0), ("a", 2, 1)):
         plan = run.plan(features(seed), GRID, scope, at(selection=selection), (None,))

@@ -29,9 +29,9 @@ def between(a: float, b: float) -> float:
     ("calls", "steps"),
     [
         pytest.param(SIGMAS, [0, 1, 2, 3], id="euler"),
-        # A step and its look-ahead at the next sigma; the last step goes to 0 without one.
+        # Each step has a second evaluation at the next sigma; the last step goes to 0 without one.
         pytest.param((14.6, 5.0, 5.0, 2.0, 2.0, 0.5, 0.5), [0, 1, 1, 2, 2, 3, 3], id="heun"),
-        # A step and a midpoint below it.
+        # Each step has a second evaluation at a midpoint below it.
         pytest.param(
             (14.6, between(14.6, 5.0), 5.0, between(5.0, 2.0), 2.0, between(2.0, 0.5), 0.5),
             [0, 0, 1, 1, 2, 2, 3],
@@ -115,7 +115,7 @@ def ten_steps(config: ToMAConfig, **range_of: Any) -> list[StepPlan]:
 def test_full_steps_in_between() -> None:
     merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(full_step_interval=3))]
     assert merged == [False, True, True, False, True, True, False, True, True, False]
-    # Counted from the first step of the range.
+    # Full steps are counted from the first step of the range.
     merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(full_step_interval=2), sigma_start=9.0)]
     assert merged == [False, False, True, False, True, False, True, False, True, False]
 
@@ -139,7 +139,7 @@ LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 
 @loop(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
 def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[int]) -> None:
-    """Their number is unchanged; caches last until then."""
+    """Their number is unchanged; caches hold until then."""
     config = ToMAConfig(full_step_interval=every)
 
     def full_steps(sigmas: tuple[float, ...], **given: Any) -> list[int]:
@@ -159,7 +159,7 @@ def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[
 
 
 def test_full_steps_refresh_the_residual_cache() -> None:
-    """The same steps are full, with the ratio of their plans."""
+    """Refreshes occur at the same steps, with the ratio of their plans."""
     settings: dict[str, Any] = {"ratio": 0.75, "full_step_interval": 3}
     plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
     reused = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
@@ -236,8 +236,8 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
 
 
 def test_blocks_keep_their_ratio_between_full_steps() -> None:
-    """Steps 0, 3, 6, 9 are full. The sigma range changes between 9 and 8, within the first interval, whose cache has
-    the ratio of its first merged step."""
+    """Steps 0, 3, 6, 9 are full. The sigma range changes between 9 and 8. This is within the first interval, whose
+    cache has the ratio of its first merged step."""
     config = ToMAConfig(full_step_interval=3)
     decisions = profiled(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
@@ -302,8 +302,8 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
 def test_the_last_of_two_steps_that_continue_another_run_is_merged(
     sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
 ) -> None:
-    """Otherwise half of a run of four steps would have no merged step; with `quality`, where every second step is full,
-    it is full, and so it is for blocks without a KV cache."""
+    """If it were full, half of a run of four steps would have no merged step. It is full with `quality`, where every
+    second step is full, and for blocks without a KV cache."""
     config = ToMAConfig(full_step_interval=every, kv_cache=looks)
     schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

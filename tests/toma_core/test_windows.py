@@ -150,7 +150,7 @@ def check_budget(counts: tuple[int, ...], ratio: float) -> Budget:
     if not any(floored):
         assert budget.total == wanted
     elif budget.total > wanted:
-        # The excess: the minimum of one per window exceeds the total after all others are rounded down.
+        # D is larger here because the minimum of one per window exceeds the total after all others are rounded down.
         assert all(num_dest == max(1, int(share)) for num_dest, share in zip(budget.counts, shares, strict=True))
     return budget
 
@@ -189,11 +189,11 @@ def test_any_budget_is_exact(counts: tuple[int, ...], ratio: float) -> None:
 
 
 def test_budget_by_hand() -> None:
-    """10 tokens in windows of 6, 3 and 1, half of them kept: shares 3, 1.5 and 0.5. The last is lifted to 1, which
-    leaves 1 for the second: 3 + 1 + 1 = 5 as asked."""
+    """10 tokens in windows of 6, 3 and 1, half of them destinations: the shares are 3, 1.5 and 0.5. The last share is
+    raised to 1, which leaves 1 for the second: 3 + 1 + 1 = 5, as required."""
     budget = make_budget((6, 3, 1), 0.5)
     assert budget.counts == (3, 1, 1)
-    # 8 windows of one token, 4 wanted: each keeps its one, an excess of 4.
+    # Of 8 windows with one token each, 4 destinations are wanted; each window keeps one, which is 4 too many.
     assert make_budget((1,) * 8, 0.5).total == 8
 
 
@@ -203,7 +203,7 @@ def test_impossible_ratios_are_refused(ratio: float) -> None:
         make_budget((4, 4), ratio)
 
 
-# Padding. (5, 7) at size 4 gives windows of 2 or 3 rows and 3 or 4 columns: both kinds of padding in one layout.
+# Padding. The grid (5, 7) at size 4 has windows of 2 or 3 rows and 3 or 4 columns: both kinds of padding in one layout.
 
 
 def plan_of(x: torch.Tensor, windows: Windows, budget: Budget) -> MergePlan:

@@ -1,4 +1,4 @@
-"""The bench of what a call costs the host."""
+"""The benchmark of the time that a call costs the host."""
 
 from __future__ import annotations
 

@@ -55,14 +55,14 @@ def test_every_variant_of_an_evaluation(unet: Any) -> None:
 
 @pytest.mark.parametrize("model", ["sdxl", "flux", "wan", "ltx_av", "h3"])
 def test_a_timed_step_runs_the_network_once_on_merged_tokens(model: str) -> None:
-    """This holds outside of inference mode too: with a KV cache the full step runs once, before the first turn."""
+    """This also holds outside of inference mode: with a KV cache the full step runs once, before the first turn."""
     shape = Shape(model, 256, 256, 1, tiny=True, frames=7 if model == "h3" else 3)
     patcher, inputs = fullsize.patcher(model, torch.float32, CPU, tiny=True), shape.inputs(CPU)
     runs = list[int]()
     handle = patcher.model.diffusion_model.register_forward_hook(lambda *_: runs.append(1))
 
     def flops(runner: forward.Runner) -> int:
-        """Return those of the network, without merging, which costs a small network much."""
+        """Return the FLOPs of the network without merging, which takes a large share of a small network's FLOPs."""
         runs.clear()
         with FlopCounterMode(display=False) as counter:
             runner(inputs)
@@ -82,7 +82,7 @@ def test_a_timed_step_runs_the_network_once_on_merged_tokens(model: str) -> None
 
 
 def test_gates_see_what_is_wrong(unet: Any) -> None:
-    """Gates catch too few tokens to merge, a rival that must not change the output but does, and a large error."""
+    """Gates catch too few tokens to merge, a rival that changes the output although it must not, and a large error."""
     shape = Shape("sdxl", 64, 64, 1, tiny=True)
 
     def broken(model: Any) -> Any:
@@ -161,7 +161,7 @@ _MERGES = ("merge", "unmerge", "reuse")
 
 
 def test_operands_are_more_than_a_cache_holds_and_alike() -> None:
-    """Copies have separate memory and share the plan of the first."""
+    """Copies have separate memory but share the plan of the first copy."""
     copies, windows, budget = micro.operands(micro.Grid(8, 8, 16), 0.5, 1, torch.float32, CPU)
     assert len({copy.x.data_ptr() for copy in copies}) == len(copies) > 2
     for copy in copies:
@@ -175,7 +175,7 @@ def test_operands_are_more_than_a_cache_holds_and_alike() -> None:
 
 
 def test_picks_that_are_worse_are_seen() -> None:
-    """Any destinations give weights whose rows sum to 1: only the objective shows that they are worse."""
+    """Weights of any destinations have rows that sum to 1, so only the objective shows that destinations are worse."""
     copies, windows, budget = micro.operands(micro.Grid(16, 16, 16), 0.5, 2, torch.float32, CPU)
     picks = copies[0].plan.dest_slots
     worst = torch.arange(picks.shape[-1]).expand(picks.shape)
@@ -205,8 +205,8 @@ def measured(speedup: float | None, **more: Any) -> Row:
 
 
 def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
-    """The dry run on a CPU leaves a table and a few small files in one folder. A visit is tested in a separate
-    rehearsal."""
+    """The dry run on a CPU leaves a table and a few small files in one folder. A visit is tested in
+    test_rehearsal.py."""
     options = ["--gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path), "--only", "break-even"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.suite", *options],
@@ -225,7 +225,7 @@ def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
 
 
 def test_a_section_that_fails_is_named(tmp_path: Path) -> None:
-    """Its earlier results are stored, also for later processes."""
+    """The earlier results of the section are stored, also for later processes."""
 
     def fails(made: sections.Suite) -> None:
         made.results.add(measured(1.5))
@@ -240,7 +240,7 @@ def test_a_section_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def test_a_section_is_stopped_at_its_limit_and_others_have_their_turn(tmp_path: Path) -> None:
-    """The limit holds during start and warm-up too."""
+    """The limit also holds during start and warm-up."""
     chosen = [sections.Section("sdxl-1024-cfg", sections.sdxl_rivals, 0, limit=0.1), sections.GPU[3]]
     assert chosen[1].name == "micro"
     before = results.Results(tmp_path, {"device": "a"})
@@ -258,7 +258,7 @@ def test_sections_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
 
 
 def test_extra_sections_take_no_time_from_what_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without later sections they use all remaining time."""
+    """Without later sections they use all of the remaining time."""
     monkeypatch.setattr(suite, "_run", lambda *_: "")
     chosen = [
         sections.Section("flux", sections.right, 20, 70),

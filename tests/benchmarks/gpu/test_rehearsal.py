@@ -1,5 +1,5 @@
-"""A visit to a GPU machine, rehearsed without a card: the kit is built, and the visit's script runs as it would there,
-from a tree without .git, with an empty HOME and no network."""
+"""A visit to a GPU machine, rehearsed without a card. The kit is built, and the visit's script runs as on such a
+machine, from a tree without .git, with an empty HOME and no network."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from scripts import gpu_kit
 from scripts.comfyui import ROOT
 
 ISOLATED = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
-# What a visit may leave behind: number of files, bytes of each.
+# Maxima for the output of a visit: number of files, and bytes of each.
 MOST_FILES, MOST_BYTES = 8, 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
 def isolation() -> None:
-    """Fail in CI, and skip elsewhere, where no process can be cut off from the network."""
+    """Fail in CI, and skip elsewhere, if processes cannot be cut off from the network."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("the kit is for x86-64 Linux")
     try:
@@ -54,7 +54,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
             copy = tree / file.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
-    # For the Python of this test; a machine has the Python that the kit is made for.
+    # The kit is for the Python of this test; a machine has the Python for which its kit is made.
     gpu_kit.pack(tree / ".gpu", 90, "{}.{}".format(*sys.version_info))
     for name in ("home", "tmp"):
         (folder / name).mkdir()
@@ -90,7 +90,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 
 def ended(process: subprocess.Popen[str], out: Path) -> set[str]:
-    """Wait, and return the sections with results."""
+    """Wait for the end, and return the sections with results."""
     output, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, output[-6000:]
     files = [path for path in out.rglob("*") if path.is_file()]
@@ -109,7 +109,7 @@ def test_the_kit_is_small(machine: Path) -> None:
 
 
 def test_all_sections_when_a_visit_was_killed_before(machine: Path, tmp_path: Path) -> None:
-    """The killed visit's results until then are stored, and another has all of its results."""
+    """The results of the killed visit are stored, and the next visit has all of its own results."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     killed, results = visit(machine, first), first / "results.json"

@@ -1,4 +1,4 @@
-"""Calibrations evaluated on other scenes: a small run with the trained UNet, and nothing measured twice."""
+"""Calibrations evaluated on other scenes: a small run with the trained UNet, in which nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from demo.sampling import FOLDER, defaults
 from demo.scenes import scene_from_seed
 from scripts.comfy_pack import pack_module
 
-SIDE = 64  # pixels: half of what the UNet was trained on, a fourth of the work
+SIDE = 64  # in pixels: half of the training size, and a fourth of the work
 
 
 def test_a_run_and_a_repeated_run(

@@ -61,7 +61,7 @@ def graph() -> dict[str, Any]:
     found = sampling_graph(UNET, 64, 3, 0, merged=True)
     found["toma"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.1, "preset": "quality"}}
     found["scene"]["inputs"]["seed"] = "%prompt%"
-    # A seed that comes from another node stays: this one is of the model's random weights.
+    # A seed that another node provides stays unchanged; this seed belongs to the model's random weights.
     found["fixed"] = {"class_type": "PrimitiveInt", "inputs": {"value": 0}}
     found["loader"]["inputs"]["seed"] = ["fixed", 0]
     return found
@@ -173,7 +173,7 @@ def test_what_is_not_asked_for_stays_as_in_the_graph(
     out, err = capsys.readouterr()
     assert "quality 0.1" in out
     assert "2 pictures wanted" in err
-    # One run of each is its warm-up.
+    # One run of each setting is its warm-up.
     assert "give more seeds" in out
 
 
@@ -186,7 +186,7 @@ def test_what_the_server_refuses_is_said(work: Work, graph: dict[str, Any], caps
 
 
 def test_the_built_in_graph_fits_the_nodes_of_the_server(comfy: ComfyServer) -> None:
-    """Check inputs and types of links; no checkpoint can be loaded here."""
+    """Check inputs and types of links, because no checkpoint can be loaded here."""
     server = Server(comfy.url)
     graph = Template(checkpoint_graph("none", 512, 512, 2, 7.0)).fill("a cat", "", 1, Setting(0.5, "balanced"))
     for node in graph.values():
@@ -238,7 +238,7 @@ def test_interrupted_and_lost_runs_are_said(
 
 def test_ctrl_c_takes_only_its_own_prompt_away(comfy: ComfyServer, work: Work, hurdle: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "benchmarks.real", *work.arguments(hurdle, "fine\nwait\n", "--seeds", "1")]
-    # A shell that runs tests in the background has Ctrl-C ignored by all that they start.
+    # A shell that runs tests in the background makes all their child processes ignore Ctrl-C.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         try:

@@ -41,7 +41,7 @@ def cases() -> Iterator[Any]:
     for row in ROWS:
         name = re.sub(r"\W+", "-", row.feature.partition("(")[0]).strip("-")
         for family in row.expected:
-            # The others are tried on older releases by tests/nodes/adapters/families.
+            # The other families are tried on older releases by tests/nodes/adapters/families.
             marks = [pytest.mark.compat] if row.quick and family in FAMILIES else []
             yield pytest.param(row, family, id=f"{name}-{family}", marks=marks)
 
@@ -69,7 +69,7 @@ def test_row(row: Row, family: str, kits: dict[str, Kit], results: dict[str, Any
 
 @pytest.mark.skipif(WRITE, reason="the page is written at the end of this run")
 def test_page_has_every_row_and_no_other() -> None:
-    """Rows that were added, renamed or removed must be run and recorded; this runs none of them."""
+    """Rows that were added, renamed or removed must be run and recorded. This test runs no rows."""
     recorded = page.recorded()["rows"]
     assert list(recorded) == [row.feature for row in ROWS if row.feature in recorded]
     for row in ROWS:

@@ -124,7 +124,7 @@ def test_slow_and_noisy_results_are_called_so() -> None:
 
 def test_sheets_hold_the_pictures() -> None:
     sheet = side_by_side([case([1.0], [1.0])])
-    # The middle of each panel: unmerged, and below merged (grey 20).
+    # The middle of each panel: the unmerged one, and below it the merged one (grey 20).
     middle = [sheet.getpixel((16 + 128, top + 30 + 128)) for top in (16, 16 + 30 + 256 + 16 + 18)]
     assert middle == [(0, 0, 0), (20, 20, 20)]
     assert merge_maps([case([1.0], [1.0])] * 2).height == 2 * (256 + 30) + 3 * 30
@@ -202,7 +202,7 @@ def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_served_page_lists_the_demo_and_stops() -> None:
     command = [sys.executable, "-m", "demo", "--serve", "--listen", "--port", str(port := free_port())]
-    # A shell that runs tests in the background has Ctrl-C ignored by all that they start.
+    # A shell that runs tests in the background makes all their child processes ignore Ctrl-C.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ, preexec_fn=heard

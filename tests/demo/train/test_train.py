@@ -1,4 +1,4 @@
-"""Training runs, resumes exactly, and is determined by its seed."""
+"""Training runs, it resumes exactly, and its seed determines the result."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
 
 
 def test_a_dit_wide_for_its_tokens(tmp_path: Path) -> None:
-    """Tokens of 2 x 2 pixels have the same scenes at half the size, on the same grid."""
+    """Tokens of 2 x 2 pixels show the same scenes at half the size, on the same grid."""
     given = ["dit", "--width", "64", "--blocks", "1", "2", "--token", "2", "--shares", "0.5", "0.5", "--steps", "3"]
     plan = plan_of(arguments(given))
     assert plan.early_shares == plan.late_shares == (0.5, 0.5)
@@ -201,7 +201,7 @@ def test_impossible_plans_are_refused(
 
 
 def _even() -> Plan:
-    """Half of every batch learns one number of steps, half the other."""
+    """Half of every batch learns one number of steps, the other half another number."""
     return dataclasses.replace(_plan("dit"), crop_batch=4, full_batch=4)
 
 
@@ -211,7 +211,7 @@ def _straight(x: torch.Tensor, sigma: torch.Tensor, **given: Any) -> torch.Tenso
 
 
 def test_a_straight_flow_has_no_loss_for_few_steps() -> None:
-    """Without guidance, two steps and one step give the same result there."""
+    """Without guidance, two steps give the same result as one step in such a flow."""
     batch = Batches(_even())[0]
     assert float(FewStepsObjective(_straight, cfg=1.0).loss(_straight, batch)) < 1e-8
     assert float(FewStepsObjective(_straight, cfg=3.0).loss(_straight, batch)) > 1e-4

@@ -1,4 +1,4 @@
-"""A stand-in for a card: the CPU computes, and `recorded_copies` lie between it and main memory."""
+"""A stand-in for a card: the CPU computes, and `recorded_copies` are made between it and main memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VIDEOS = ("wan", "ltx", "h3", "cosmos")
 
 
 class Card:
-    """What the stand-in for a card did in a run: its copies, and what was cached where when it was most."""
+    """Records of a run on the stand-in for a card: its copies, and how much was cached in which place at the peak."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies, self.peak, self.sizes, self.hosts = copies, (0, 0), set[int](), list[Any]()
 
     def ended(self) -> None:
-        """Check that the run has left nothing behind."""
+        """Check that the run has left no copy or buffer."""
         copies = self.copies
         copies.check()
         assert (copies.pinned, copies.unfinished(), copies.staged) == (set(), 0, 0)
@@ -36,7 +36,7 @@ class Card:
 
 @contextmanager
 def a_card(share: float, quantized: bool, order: Any = "late", main: float = 1e12, **options: Any) -> Iterator[Card]:
-    """Have the CPU be a card with room for this share of keys and values, 1 for all of them. main: bytes of main
+    """Let the CPU act as a card that has room for this share of keys and values, 1 for all of them. main: bytes of main
     memory."""
     memory = pack_module("nodes.adapters.kv_memory")
     card, plan, make = Card(Copies(order, **options)), memory._four_bits, memory.HostMemory
@@ -73,7 +73,7 @@ def sampled(kind: str, model: Any, **options: Any) -> list[Tensor]:
 
 
 def compared(kind: str, merged: Any, quantized: bool, order: Any = "late", share: float = 0.0, **options: Any) -> Card:
-    """Sample with everything on the card, and with this share of it; return what the second one did."""
+    """Sample once with everything on the card, and once with this share of it; return the record of the second run."""
     with a_card(1.0, quantized):
         wanted = sampled(kind, merged, **options)
     with a_card(share, quantized, order) as card:

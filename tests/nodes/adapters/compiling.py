@@ -17,7 +17,7 @@ class Counting:
 
 
 def compiled(model: Any, backend: Any, inside: bool = False, keys: list[str] | None = None) -> Any:
-    """Compile as TorchCompileModel does, with another backend; inside: make ToMA treat it as Inductor."""
+    """Compile as TorchCompileModel does, with another backend. inside: make ToMA treat the backend as Inductor."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 

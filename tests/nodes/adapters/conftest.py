@@ -22,8 +22,8 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def on_two_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], Any]:
-    """on_two_devices(model, other): return a model whose conditions are shared with another copy of its network, as by
-    ComfyUI's MultiGPU CFG Split: by threads of two devices, here both the CPU."""
+    """on_two_devices(model, other): return a model that shares its conditions with another copy of its network, as in
+    ComfyUI's MultiGPU CFG Split: by threads of two devices, both of which are the CPU here."""
     multigpu = pytest.importorskip("comfy.multigpu")
     if not hasattr(multigpu, "MultiGPUThreadPool"):
         pytest.skip("this ComfyUI shares no run")

@@ -20,7 +20,7 @@ KEYS: dict[str, Any] = {
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseException) -> list[int]:
-    """Have a block raise once, in its Nth call of these. Return a list that grows with each call."""
+    """Make a block raise an error in its Nth call, once. Return a list that grows with each call."""
     calls, forward = list[int](), type(block).forward
 
     def failed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,8 @@ def standing(x: Tensor, step: int) -> Tensor:
 def evaluated(
     model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
 ) -> list[Tensor]:
-    """Return a model's predictions in N evaluations of one latent at one sigma; several streams as one pack."""
+    """Return a model's predictions in N evaluations of one latent at one sigma; several streams are returned as one
+    pack."""
     import comfy.sample
     from comfy.samplers import KSAMPLER
 
@@ -98,7 +99,7 @@ def preset(name: str, **settings: Any) -> Any:
 
 
 def several_calls(model: Any) -> Any:
-    """Apply ComfyUI's skip layer guidance: an additional call in every evaluation, after that of the conditions."""
+    """Apply ComfyUI's skip layer guidance, which adds a call to every evaluation, after the call of the conditions."""
     from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
 
     return SkipLayerGuidanceDiT.execute(model, 3.0, 0.0, 1.0, double_layers="2").args[0]

@@ -1,9 +1,9 @@
-"""A stand-in for the recording that ComfyUI makes of a model's allocations on NVIDIA cards, in releases after 0.33.
+"""A stand-in for the recording of a model's allocations that ComfyUI makes on NVIDIA cards, in releases after 0.33.
 
-ComfyUI records what each block of an evaluation allocates, and gives it the same addresses in the next one. So each
-recorded evaluation has to allocate alike, and what a block allocates must be free when the block after it ends. A
-recording that an error leaves open must be ended before the next begins. This stand-in notes where that does not hold.
-It begins and ends where ComfyUI does; a block ends where the model calls the next one.
+ComfyUI records the allocations of each block in an evaluation, and repeats their addresses in the next evaluation. So
+every recorded evaluation must make the same allocations, and the allocations of a block must be free when the next
+block ends. If an error leaves a recording open, it must be ended before the next one begins. This stand-in counts
+violations of these rules. It begins and ends where ComfyUI does; a block ends when the model calls the next one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# By kind of model, its class, and the method that ComfyUI records: of MiniMax H3 `forward`, which also calls wrappers
-# of DIFFUSION_MODEL, of the others what calls the blocks.
+# For each kind of model, its class and the method that ComfyUI records: for MiniMax H3 `forward`, which also calls
+# wrappers of DIFFUSION_MODEL, for all others the method that calls the blocks.
 RECORDED = {
     "h3": ("comfy.ldm.minimax.model", "MiniMaxH3Model", "forward"),
     "ltx_av": ("comfy.ldm.lightricks.av_model", "LTXAVModel", "_process_transformer_blocks"),
@@ -33,7 +33,7 @@ RECORDED = {
 
 @dataclass(eq=False)
 class Evaluation:
-    """What one recorded evaluation allocated."""
+    """The allocations of one recorded evaluation."""
 
     blocks: list[list[int]] = field(default_factory=lambda: [[]])  # bytes of each allocation, by block
     survivors: int = 0  # allocations of a block that were not free when the block after it had ended
@@ -45,7 +45,7 @@ class Evaluation:
         self._alive[-1].append(StorageWeakRef(storage))
 
     def next_block(self) -> None:
-        # Before the first block the model makes what all blocks read.
+        # Before the first block the model makes the inputs of all blocks.
         for each in self._alive[1:-1]:
             self.survivors += sum(not storage.expired() for storage in each)
             each.clear()
@@ -58,8 +58,8 @@ class Recording(TorchDispatchMode):
     """The recordings of this thread."""
 
     evaluations: list[Evaluation] = field(default_factory=list)
-    left_open: int = 0  # evaluations that began while the recording of one before was open
-    enabled: list[bool] = field(default_factory=list)  # by evaluation of the model, whether ComfyUI's compiler was on
+    left_open: int = 0  # evaluations that began while the previous recording was still open
+    enabled: list[bool] = field(default_factory=list)  # whether ComfyUI's compiler was on, by evaluation of the model
     active: Evaluation | None = None
 
     def __post_init__(self) -> None:
@@ -96,12 +96,12 @@ class Recording(TorchDispatchMode):
 
     @property
     def survivors(self) -> int:
-        """Allocations of all recorded evaluations that outlived their block."""
+        """Number of allocations in all recorded evaluations that outlived their block."""
         return sum(evaluation.survivors for evaluation in self.evaluations)
 
     @property
     def otherwise(self) -> int:
-        """Recorded evaluations that allocated otherwise than the one before."""
+        """Number of recorded evaluations whose allocations differ from those of the previous one."""
         ended = [evaluation.blocks for evaluation in self.evaluations if evaluation.ended]
         return sum(a != b for a, b in pairwise(ended))
 
@@ -112,7 +112,7 @@ def blocks_of(network: Any) -> Any:
 
 @contextmanager
 def recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
-    """Record the evaluations of models of a kind, where ComfyUI's compiler is not off."""
+    """Record the evaluations of models of a kind, if ComfyUI's compiler is not off."""
     from comfy.cli_args import args
 
     prefetch, (module, name, method) = pytest.importorskip("comfy.model_prefetch"), RECORDED[kind]

@@ -84,7 +84,7 @@ OWN_CODE = {
 
 
 def fail_from(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
-    """Have a function of the pack raise a TypeError from this call on, the first being 0."""
+    """Make a function of the pack raise a TypeError from this call on; the first call is 0."""
     original, calls = getattr(OWN_CODE[name], name), list[int]()
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def test_own_errors_are_raised_in_tests(name: str, monkeypatch: pytest.MonkeyPat
 def test_own_errors_do_not_end_a_run(
     name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
-    """The user is told once, and what an error leaves undecided is full."""
+    """The user gets one warning, and evaluations that an error leaves undecided are full."""
     monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, plain = attach(flux), sample(flux)
     fail_from(monkeypatch, name, 0)
@@ -125,7 +125,7 @@ def test_own_errors_do_not_end_a_run(
 def test_steps_after_an_own_error_are_full(
     name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
-    """They are not merged by the plan of the step before."""
+    """These steps are not merged by the plan of the step before the error."""
     monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, modes, call = attach(flux), list[Any](), run.merged_call
 

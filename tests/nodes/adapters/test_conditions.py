@@ -15,8 +15,8 @@ from tests.loop import loop
 report_text = pack_module("nodes.adapters.report_text")
 
 SIDE = 24
-# Batches of another size round differently, and sharp weights amplify it for tokens with two nearly equal destinations.
-# With fixed destinations and soft weights results can be compared.
+# Batches of another size round differently, and sharp weights amplify this for tokens with two nearly equal
+# destinations. With fixed destinations and soft weights results can be compared.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
 NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values reach 500
 every_kind = loop("kind", ["unet", "flux", "qwen"])
@@ -48,8 +48,8 @@ SEVERAL_DEVICES = pack_module("toma_core.reasons").Reason.SEVERAL_DEVICES()
 
 
 def sampling_on_two_devices(sigmas: list[float], **settings: Any) -> tuple[Any, Any]:
-    """Return a run, and step(sigma, *conditions, width=...): make an evaluation of latents, of that width as the model
-    sees them, store caches if it refreshes them, and return its mode."""
+    """Return a run and a function step(sigma, *conditions, width=...). The function makes an evaluation of latents of
+    this width, stores caches if it is a refresh, and returns its mode."""
     config = pack_module("toma_core.config").ToMAConfig(**settings)
     sampling = pack_module("nodes.adapters.sampling_run").SamplingRun.start(config, None, sigmas)
     latent, options = torch.zeros(1, 4, 8, 8), {"multigpu_clones": {0: None, 1: None}}
@@ -69,7 +69,7 @@ def sampling_on_two_devices(sigmas: list[float], **settings: Any) -> tuple[Any, 
 
 
 def test_several_devices_that_share_no_picture_are_full_where_several_conditions_take_part(pack: Any) -> None:
-    """A single condition is merged as on one device."""
+    """If there is only one condition, it is merged as on one device."""
     cond, uncond = {"uuid": "cond"}, {"uuid": "uncond", "timestep_end": 1.5}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0])
     assert step(3.0, cond) == "merged"
@@ -81,7 +81,7 @@ def test_several_devices_that_share_no_picture_are_full_where_several_conditions
 
 
 def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -> None:
-    """A cache serves to the end of its interval; without one the next step of a condition alone refreshes."""
+    """A cache holds to the end of its interval; without a cache, the next step of a single condition is a refresh."""
     cond, sigmas = {"uuid": "cond"}, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 0.0]
     for start, end, modes in (
         (6.5, 5.5, ["refresh", "merged cached", "full", "merged cached", "refresh", "merged cached", "full"]),
@@ -94,7 +94,7 @@ def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -
 
 
 def test_tiles_on_several_devices_are_full(pack: Any) -> None:
-    """The prediction is of the latent, tiles show pieces of it."""
+    """The prediction shows the latent, but tiles show pieces of it."""
     conds = {"uuid": "cond"}, {"uuid": "uncond"}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0], similarity_from="prediction")
     assert [step(3.0, *conds), step(2.0, *conds)] == ["full", "merged"]
@@ -197,7 +197,7 @@ def test_negative_model_of_another_class_is_not_merged(
 
 
 def test_an_area_outside_of_a_latent_is_no_error() -> None:
-    """A node may evaluate a smaller latent without the areas of the conditions: it shows something else then."""
+    """A node may evaluate a smaller latent without the areas of the conditions; it then shows another picture."""
     area_size = pack_module("nodes.adapters.conditions").area_size
     assert area_size(None, (8, 6)) == (8, 6)
     assert area_size((8, 8, 4, 0), (8, 6)) == (4, 6)
@@ -208,7 +208,7 @@ def test_an_area_outside_of_a_latent_is_no_error() -> None:
 
 @pytest.fixture
 def apart(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """apart(): simulate short memory, so that every condition is a separate call."""
+    """apart(): simulate short memory, so that every condition has a separate call."""
 
     def start() -> None:
         monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)

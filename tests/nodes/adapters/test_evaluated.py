@@ -1,4 +1,5 @@
-"""The KV cache is as large as what takes part in the run: found before the run, and equal to what is then held."""
+"""The KV cache is as large as its entries: its size is predicted before the run, and equals the bytes that the run then
+holds."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_perpendicular_negative_guidance(flux: Any) -> None:
 
 
 def test_guidance_of_video_and_audio(flux: Any) -> None:
-    """`LTXVDualCFGGuider` of newer ComfyUIs, or what it does: at equal scales it is ComfyUI's own guider."""
+    """This is `LTXVDualCFGGuider` of newer ComfyUIs, or a stand-in for it: at equal scales it acts as ComfyUI's own
+    guider."""
     from comfy.samplers import CFGGuider
 
     theirs = getattr(import_module("comfy_extras.nodes_lt"), "Guider_LTXAVDualCFG", None)
@@ -86,7 +88,7 @@ def test_guidance_of_video_and_audio(flux: Any) -> None:
 
     for kind in (Own, *([theirs] if theirs else [])):
         guider = kind(flux)
-        guider._v_numel = 100  # as `sample` finds it
+        guider._v_numel = 100  # the value that `sample` finds
         guider.conds = conds_of(flux, "positive", "negative")
         for cfg, wanted in (((1.0, 1.0), 1), ((3.0, 3.0), 2), ((1.0, 3.0), 2)):
             guider.set_cfg(*cfg)
@@ -96,7 +98,8 @@ def test_guidance_of_video_and_audio(flux: Any) -> None:
 
 
 def test_a_guider_that_counts_is_not_changed_by_being_asked(flux: Any) -> None:
-    """It evaluates the negative prompt every other time, a perturbed model at high noise, and draws random numbers."""
+    """The guider evaluates the negative prompt every other time and a perturbed model at high noise, and it draws
+    random numbers."""
     import comfy.samplers
 
     class Counting(comfy.samplers.CFGGuider):  # type: ignore[misc]
@@ -150,7 +153,7 @@ def test_of_other_guiders_all_conditions_count(how: str, flux: Any) -> None:
 
 
 def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
-    """Its functions are not called before the run: they may hold state."""
+    """The functions of such guidance are not called before the run, because they may hold state."""
     import comfy.samplers
 
     def perturbed(args: Any) -> Any:
@@ -168,14 +171,14 @@ def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the bytes that runs reserve."""
+    """Record the bytes that runs request."""
     reserve, found = pack_module("nodes.adapters.kv_memory").reserved, list[int]()
     monkeypatch.setattr(run, "reserved", lambda model, more: found.append(more) or reserve(model, more))
     return found
 
 
 def turns(model: Any, entries: int, prompts: int = 2) -> list[Any]:
-    """Return entries of a prompt schedule: prompts that take turns, each in its share of the run."""
+    """Return the entries of a prompt schedule: prompts that take turns, each in its share of the run."""
     conds = []
     for n in range(entries):
         ((tensor, options),) = models.conditioning(model, seed=10 + n % prompts)
@@ -188,7 +191,7 @@ def turns(model: Any, entries: int, prompts: int = 2) -> list[Any]:
 def test_prompts_that_take_turns(
     entries: int, prompts: int, cfg: float, model_of: Any, stats_of: Any, asked: list[int]
 ) -> None:
-    """Ten entries of two prompts need the memory of two prompts; prompts of long ago are dropped."""
+    """Ten entries of two prompts need the memory of two prompts; caches of prompts used long ago are dropped."""
     model = model_of("flux")
     merged = run.apply_toma(model, preset("balanced"))
     models.sample(merged, HEIGHT, WIDTH, steps=20, cfg=cfg, positive=turns(model, entries, prompts))
@@ -216,7 +219,7 @@ def in_areas(model: Any, *areas: Any) -> list[Any]:
 def test_areas_count_by_their_size(
     areas: Any, cfg: float, model_of: Any, attach: Any, stats_of: Any, asked: list[int]
 ) -> None:
-    """Each is evaluated for the negative prompt too."""
+    """Each area is also evaluated for the negative prompt."""
     model = model_of("flux")
     merged = attach(model, **KEYS)
     models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=cfg, positive=in_areas(model, *areas))
@@ -228,7 +231,7 @@ def test_areas_count_by_their_size(
 def test_prompts_that_take_turns_fit_where_two_prompts_fit(
     model_of: Any, stats_of: Any, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are merged as often as with room for everything, at full precision."""
+    """Such prompts are merged as often as with room for all caches, at full precision."""
     memory, model = pack_module("nodes.adapters.kv_memory"), model_of("flux")
     merged, conds = run.apply_toma(model, preset("balanced")), turns(model, 10)
     models.sample(merged, HEIGHT, WIDTH, steps=20, positive=conds)

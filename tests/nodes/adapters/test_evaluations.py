@@ -23,9 +23,9 @@ from tests.loop import loop
 
 report_text = pack_module("nodes.adapters.report_text")
 
-# Steps, side in pixels, guidance scale, and guidance as a FluxGuidance node sets it.
+# Steps, side in pixels, guidance scale, and guidance as set by a FluxGuidance node.
 KINDS: dict[str, tuple[int, int, float, float | None]] = {"few": (8, 32, 1.0, 8.0), "dit": (12, 64, 2.0, None)}
-# Sequences of evaluations that are tried with each model.
+# Number of sequences of evaluations that are tried with each model.
 EXAMPLES = int(os.environ.get("TOMA_SEQUENCES", "3"))
 
 
@@ -66,7 +66,7 @@ class Trained:
         )
 
     def error(self, function: Callable[..., Tensor] | None = None, positive: Any = None, **options: Any) -> float:
-        """Return the error of the merged picture, whose run is the last."""
+        """Return the error of the merged picture, whose run comes last."""
         plain = self.drawn(self.model, function, positive, **options)
         return float((self.drawn(self.merged, function, positive, **options) - plain).norm() / plain.norm())
 
@@ -92,7 +92,7 @@ def plain(plain_run: tuple[float, dict[int, float]]) -> float:
 
 @pytest.fixture(scope="module")
 def usual(plain_run: tuple[float, dict[int, float]]) -> dict[int, float]:
-    """Return the merged steps of the plain sequence."""
+    """Euler's method. It calls `between(model, x, level, step)` after each evaluation, and reports its steps."""
     return plain_run[1]
 
 
@@ -114,7 +114,7 @@ def euler(between: Callable[..., None] = lambda *_: None) -> Callable[..., Tenso
 
 @loop("shape", ["half", "always"])
 def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: Any, shape: str) -> None:
-    """Dy and SMEA samplers do so; the additional evaluation does not change the picture and adds no error."""
+    """Dy and SMEA samplers add such evaluations; they change neither the picture nor its error."""
 
     def between(model: Any, x: Tensor, level: Tensor, step: int) -> None:
         if shape == "always" or step % 2:
@@ -127,7 +127,7 @@ def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: 
 
 
 def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float], stats_of: Any) -> None:
-    """A sampler may evaluate tiles, or pictures of a batch, one by one: the first of each step has the caches."""
+    """A sampler may evaluate tiles, or pictures of a batch, one by one. The first one in each step uses the caches."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         latents = [x, torch.randn(x.shape, generator=torch.Generator().manual_seed(7)) * sigmas[0]]
@@ -143,7 +143,7 @@ def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float
 
 
 def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> None:
-    """Guidance around the network adds a call for another prompt: in any order, each call has its own caches."""
+    """Guidance around the network adds a call for another prompt. Each call has its own caches, in any order."""
     from comfy.patcher_extension import WrappersMP
 
     other, outs = trained.prompt(9)[0][0], []
@@ -166,7 +166,8 @@ def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> Non
 def test_a_prompt_for_every_step(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, equal: bool
 ) -> None:
-    """Prompts of one text share a cache, also as different objects; with other prompts nearly every step is full."""
+    """Prompts with the same text share a cache even if they are different objects. With different texts nearly every
+    step is full."""
     steps = trained.steps
     times = [(n / steps, (n + 1) / steps) for n in range(steps)]
     prompts = [trained.prompt(3 + (not equal) * n, start_percent=a, end_percent=b) for n, (a, b) in enumerate(times)]
@@ -184,7 +185,7 @@ def test_a_prompt_for_every_step(
 
 
 def test_an_area_with_too_few_tokens(trained: Trained, plain: float, usual: dict[int, float], stats_of: Any) -> None:
-    """It is never merged and cached, and the other conditions are merged as without it."""
+    """The small area is never merged or cached, and the other conditions are merged as without this area."""
     error = trained.error(positive=[*trained.prompt(3), *trained.prompt(5, area=(2, 2, 4, 4))])
     stats = stats_of(trained.merged)
     assert stats.merged_steps == usual
@@ -233,7 +234,8 @@ def test_a_sigma_that_is_changed_on_purpose(
 
 @loop("kind", ["by turns", "refreshes", "unreported"])
 def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: float, kind: str) -> None:
-    """Distant by the levels that the model is given, or by how many it was given since; whatever step is counted."""
+    """The noise level may be distant by the levels that the model gets, or by their number since then; the counted step
+    does not matter."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         for step in range(trained.steps):
@@ -282,7 +284,7 @@ class Watched:
         self.tokens.clear()
         out = model(y, *args, **kwargs)
         self.evaluations += 1
-        # Without ToMA, the text has the remaining tokens.
+        # In a run without ToMA, the text has all tokens that do not belong to the image.
         image = -(-y.shape[-2] // self.patch) * -(-y.shape[-1] // self.patch)
         self.text = self.text or self.tokens[0] - image
         assert len(set(self.tokens)) == 1, "all conditions alike"
@@ -300,7 +302,7 @@ ACTIONS = ("small", "wide", "odd", "repeat", "other", "back", "sigma", "skip", "
 
 @pytest.fixture(scope="module")
 def two(trained: Trained) -> SimpleNamespace:
-    """Return a prompt that another one follows, and the error of the plain sequence with them."""
+    """Return a prompt and another one that follows it, and the error of the plain sequence with both."""
     positive = [*trained.prompt(3, end_percent=0.55), *trained.prompt(5, start_percent=0.55)]
     return SimpleNamespace(positive=positive, error=trained.error(positive=positive))
 
@@ -313,9 +315,9 @@ def two(trained: Trained) -> SimpleNamespace:
 def test_any_sequence_of_evaluations(
     trained: Trained, two: Any, stats_of: Any, watched: Watched, actions: list[list[str]], reports: bool
 ) -> None:
-    """Other sizes, repeats, told noise levels, new noise, prompts that come back and positions that change, in any
-    order: the error is at most twice that of the plain sequence. The stats count each evaluation by its mode, and no
-    block of a merged one lacks its cache."""
+    """The actions are other sizes, repeats, changed noise levels, new noise, prompts that come back and positions that
+    change, in any order. The error is at most twice that of the plain sequence. The stats count each evaluation by its
+    mode, and no block of a merged evaluation lacks its cache."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         guider = model.inner_model
@@ -339,7 +341,7 @@ def test_any_sequence_of_evaluations(
         for step in range(trained.steps):
             wanted = actions[step]
             level = sigmas[step] * (0.8 if "sigma" in wanted and step else 1.0)
-            # Not the last step, which is full because no later step can correct it.
+            # The last step is excluded: it is full, because no later step can correct it.
             if "skip" not in wanted or not 0 < step < trained.steps - 1:
                 denoised = at(x, level, tuple(wanted))
             if callback is not None and reports:

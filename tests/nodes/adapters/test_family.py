@@ -1,4 +1,4 @@
-"""Common to every family: Auto's input for a chain, and how much less a run computed."""
+"""Tests for every family: Auto's input for a chain, and how much less work a run did."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_of(model: Any, steps: int = 4, **settings: Any) -> Any:
 
 
 def test_more_is_saved_at_a_higher_ratio_and_never_more_than_the_blocks_are(unet: Any) -> None:
-    """Convolutions are not merged: at 0.75 a UNet cannot save three quarters."""
+    """Convolutions are not merged, so a UNet cannot save three quarters of its work at a ratio of 0.75."""
     quarter, half, most = (run_of(unet, ratio=ratio).times_less_work for ratio in (0.25, 0.5, 0.75))
     assert 1 < quarter < half < most < 4
 

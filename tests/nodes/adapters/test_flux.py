@@ -16,7 +16,7 @@ from tests.loop import loop
 Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
 
-HEIGHT, WIDTH = 20, 28  # a grid of 10 x 14: windows of 5 x 7
+HEIGHT, WIDTH = 20, 28  # a grid of 10 x 14, in windows of 5 x 7
 TOKENS, TEXT = 140, 7
 FIRST_TWO = {"double.0", "double.1", "single.0", "single.1"}
 
@@ -32,7 +32,7 @@ FIRST_TWO = {"double.0", "double.1", "single.0", "single.1"}
     ],
 )  # fmt: skip
 def test_skipped_blocks(settings: Any, unmerged: Any, merged: Any, flux: Any, attach: Any, stats_of: Any) -> None:
-    """The first of each kind, the last of the last kind."""
+    """The first blocks of each kind are skipped, and the last blocks of the last kind."""
     model = attach(flux, **settings)
     models.sample(model, HEIGHT, WIDTH, steps=1)
     assert stats_of(model).unmerged_names() == unmerged
@@ -49,7 +49,7 @@ def test_blocks_with_dropped_tokens_are_not_merged(flux: Any, attach: Any, stats
     foreign = flux.clone()
     foreign.set_model_post_input_patch(drop)
     model = attach(foreign)
-    with pytest.raises(Exception, match=r"140|100"):  # the model itself cannot put such an image together
+    with pytest.raises(Exception, match=r"140|100"):  # the model itself cannot process such an image
         models.sample(model, HEIGHT, WIDTH, steps=1)
     stats = stats_of(model)
     assert (stats.merged_blocks, len(stats.blocks)) == (set(), 6)

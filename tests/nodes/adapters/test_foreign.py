@@ -22,7 +22,7 @@ every_list = loop("family", list(LISTS))
 
 
 class Own(nn.Module):
-    """A pack's block that replaces ComfyUI's, with the same weights. seen: its numbers of tokens."""
+    """A pack's block that replaces one of ComfyUI's, with the same weights. seen: the numbers of tokens that it got."""
 
     def __init__(self, block: nn.Module, seen: list[int]) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ def blocks_of(model: Any, family: str) -> Any:
 @every_list
 @loop("place", [0, 1, -1])
 def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, stats_of: Any) -> None:
-    """The chain ends before it and another begins behind it; ComfyUI's own block is merged again once it is
-    restored."""
+    """The chain ends before the replaced block and another begins behind it. ComfyUI's own block is merged again after
+    it is restored."""
     model = models.TRANSFORMERS[family]()
     blocks = blocks_of(model, family)
     place %= len(blocks)
@@ -163,7 +163,8 @@ def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -
 
 
 def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
-    """For models with fewer double blocks, such as Ovis, LongCat and pruned ones, it is a share."""
+    """For models with fewer double blocks, such as Ovis, LongCat and pruned models, the number is a share of the
+    blocks."""
     from scripts.comfy_pack import pack_module
 
     find, core = pack_module("nodes.adapters.registry").find, pack_module("toma_core")

@@ -35,8 +35,8 @@ def preset(pack: Any) -> Callable[..., Any]:
 
 @contextmanager
 def short_of_memory(model: Any) -> Iterator[None]:
-    """Simulate short memory: every condition is a separate call. The model's own estimate, which decides the KV cache,
-    is unchanged."""
+    """Simulate short memory, so that every condition has a separate call. The model's own estimate of memory, which
+    decides on the KV cache, is unchanged."""
     with pytest.MonkeyPatch.context() as patch:
         own, together = model.model.apply_model, set()
 
@@ -55,7 +55,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def late(model: Any, start: float = 0.45) -> list[Any]:
-    """Return a prompt from the beginning, and one that begins later."""
+    """Return a prompt that takes part from the beginning, and one that begins later."""
     return [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3, start_percent=start)]
 
 
@@ -75,7 +75,7 @@ RUNS = [("balanced", "two"), ("quality", "late"), ("paper", "two")]
 def test_joined_and_split_calls_give_one_picture(
     model: Any, kind: str, preset: Any, unmerged: Any, name: str, prompts: str
 ) -> None:
-    """They are equal up to rounding, as without ToMA."""
+    """Both pictures are equal up to rounding, as they are without ToMA."""
     options: dict[str, Any] = {"steps": 6} if prompts == "two" else {"steps": 6, "positive": late(model)}
     patched = preset(model, name)
     joined = models.sample(patched, SIDE, SIDE, **options)
@@ -123,8 +123,8 @@ def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_late_prompt_makes_one_step_full(flux: Any, preset: Any, settled: Any, stats_of: Any) -> None:
-    """It begins between two full steps. All conditions are then full and refresh their caches; the next step is merged
-    again."""
+    """The late prompt begins between two full steps. All conditions are full when it begins, and refresh their caches;
+    the next step is merged again."""
     models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9)
     assert modes(settled) == "rmmmrmmmf"
     settled.clear()
@@ -141,7 +141,8 @@ def test_a_late_prompt_makes_one_step_full(flux: Any, preset: Any, settled: Any,
 def test_a_controlnet_that_begins_late_makes_one_step_full(
     flux: Any, preset: Any, settled: Any, plan_calls: Any, apart: bool
 ) -> None:
-    """It splits chains differently, so that nothing of them is cached; on one condition only it is a separate call."""
+    """The ControlNet splits chains differently, so that none of them is cached. If it belongs to one condition only,
+    that condition has a separate call."""
     import comfy.controlnet
 
     class Late(comfy.controlnet.ControlBase):

@@ -5,14 +5,14 @@ listed in the changelog ("may change seeds"):
 
 TOMA_WRITE_GOLDEN=1 make test ARGS=tests/nodes/adapters/test_golden.py
 
-The values are those of ComfyUI's default release. Where the arithmetic of a later one is another, even without ToMA, an
-entry "CASE from RELEASE" holds them; the same command with that release's COMFYUI_PATH writes those that differ.
+The values are those of ComfyUI's default release. If a later release computes other values even without ToMA, an entry
+"CASE from RELEASE" holds them. The same command with that release's COMFYUI_PATH writes the entries that differ.
 
-Tolerances are shares of a latent's rms. What rounding does to the values at most, on an AVX-512 CPU that computed all
-of them to the bit again: oneDNN switched off 5.8e-5, instructions no newer than AVX2 2.4e-5 or SSE 2.1e-5, conditions
-in separate calls 1.8e-5, two threads 1.4e-5; to mean and rms 1.6e-7. Another choice of one destination, the last and
-least of one window at one selection: 2.5e-3 in the median of 177 trials; 17 were not seen, 14 of them in the last
-selection of the last stack. Any setting of a preset moved by one is seen.
+Tolerances are shares of a latent's rms. The largest effects of rounding, on an AVX-512 CPU that reproduced all values
+bit for bit: oneDNN switched off 5.8e-5, no instructions newer than AVX2 2.4e-5 or SSE 2.1e-5, conditions in separate
+calls 1.8e-5, two threads 1.4e-5. On mean and rms the effect is 1.6e-7. If one destination differs, the last and least
+important of one window at one selection, the effect is 2.5e-3 in the median of 177 trials. 17 trials showed no effect,
+14 of them in the last selection of the last stack. If any setting of a preset changes by one step, these tests fail.
 """
 
 from __future__ import annotations
@@ -52,22 +52,23 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "ltx": lambda: models.ltx_av(),
     "h3": lambda: models.h3(),
 }
-# Latent and guidance; odd sides make grids of 19 x 15 and less, windows of several sizes and budgets.
+# Size of the latent, and guidance scale. Odd sides make grids of 19 x 15 and less, and windows of several sizes and
+# budgets.
 RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "odd": ((38, 29), 1.0)}
-HALVED = {"sd15", "ltx"}  # a token for each pixel: latents of half the side have as many
-# The UNets' coarser grids are below Auto's threshold.
+HALVED = {"sd15", "ltx"}  # these have a token for each pixel, so latents of half the side have as many tokens
+# The coarser grids of UNets are below Auto's threshold.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
-# Flux skips its first five blocks of either kind.
+# Flux skips the first five blocks of either kind.
 FIRST = {"flux": {"skip_first_blocks": 5}}
 WHOLE_STEPS = {"full_step_interval": 3, "selection_interval": 3, "weight_interval": 3}
 PLAIN: dict[str, dict[str, Any]] = {
     **{kind: {"granularity": kind} for kind in ("module", "block", "stack")},
-    # No preset has a residual cache on a UNet.
+    # No preset uses a residual cache on a UNet.
     "detail": {"granularity": "block", **WHOLE_STEPS},
 }
 SETTINGS = (*core.PRESETS, *PLAIN)
 CASES = [f"{family} {setting} {run}" for family in FAMILIES for setting in SETTINGS for run in RUNS]
-# The cases that `make test` has: presets on two UNets, Flux and a video model. thorough/test_other_golden.py has the
+# The cases that `make test` runs: presets on two UNets, Flux and a video model. thorough/test_other_golden.py has the
 # others.
 QUICK_FAMILIES = ("sdxl", "sd15", "flux", "ltx")
 QUICK_RUN = {"sdxl": "odd", "sd15": "square", "flux": "odd", "ltx": "square"}
@@ -91,8 +92,8 @@ def golden() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model_of(pack: Any) -> Callable[[str], Any]:
-    """The tiny model of a family. Biases of 1, as they are made with, leave tokens so alike (a mean cosine of 0.998 in
-    Flux) that destinations are picked by rounding: here they are centred."""
+    """The tiny model of a family. Its biases are centred here: with biases of 1, as models are made, tokens are so
+    similar (a mean cosine of 0.998 in Flux) that rounding would select destinations."""
     made: dict[str, Any] = {}
 
     def model(family: str) -> Any:
@@ -126,12 +127,13 @@ def config_of(family: str, setting: str) -> Any:
 
 
 def kind_of(family: str) -> Any:
-    """Return the kind of model that presets know."""
+    """Return the kind of model for which presets have settings."""
     return core.ModelKind.UNET if family.startswith("sd") else core.ModelKind.TRANSFORMER
 
 
 def steps_for(family: str, setting: str) -> int:
-    """Return a number of steps with full steps and with a second selection that is used before the last, full step."""
+    """Return a number of steps that includes full steps, and a second selection that is used before the last step,
+    which is full."""
     return 9 if config_of(family, setting).selection_interval < 9 else 11
 
 
@@ -170,7 +172,7 @@ def stored(golden: dict[str, Any], case: str) -> dict[str, Any]:
 
 
 def store(golden: dict[str, Any], case: str, found: dict[str, Any]) -> None:
-    """Store the entry of a case; of another ComfyUI than the default one only where it differs."""
+    """Store the entry of a case. On a ComfyUI other than the default one, store it only if it differs."""
     if RELEASE == DEFAULT_RELEASE:
         golden[case] = found
         return
@@ -183,7 +185,7 @@ def store(golden: dict[str, Any], case: str, found: dict[str, Any]) -> None:
 
 @loop(("family", "run"), runs_of(CASES if WRITE else QUICK))
 def test_without_toma(family: str, run: str, model_of: Any, golden: Any) -> None:
-    """If this fails, another ComfyUI, PyTorch or CPU computes these models differently, and the other tests have no
+    """If this fails, this ComfyUI, PyTorch or CPU computes these models differently, and the other tests have no
     meaning."""
     found = facts(sampled(model_of(family), family, run, 9, seed=0))
     if WRITE:
@@ -230,8 +232,9 @@ def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
 
 @pytest.fixture
 def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
-    """sureness(): the narrowest pick since the last call. By how much it beat the next best slot, over what rounding
-    may do to gains at most: above 1 no other CPU picks otherwise. Only where the file is written."""
+    """sureness(): return the narrowest choice of a destination since the last call. The lead over the next best slot is
+    divided by the largest effect of rounding on gains; above 1, no other CPU chooses differently. It is checked only
+    when the file is written."""
     module = pack_module("toma_core.selection")
     search, narrowest = module.greedy_facility_location, [math.inf]
 
@@ -246,7 +249,7 @@ def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
             gain = (S - represented[:, :, None]).relu().sum(1)
             gain = gain if priority is None else gain * priority
             best = (gain - by_place).masked_fill(~open_, -torch.inf).topk(2, 1).values
-            # A window with one open slot has no choice, one with none repeats a pick.
+            # A window with one open slot has no choice, and a window with none repeats a slot.
             sure = ((best[:, 0] - best[:, 1]) / (4e-6 + 1e-6 * best[:, 0])).nan_to_num(math.inf)
             narrowest[0] = min(narrowest[0], float(sure.min()))
             open_ = open_.scatter(1, pick[:, None], False)

@@ -1,6 +1,6 @@
-"""Keys and values in main memory change no bit of a picture, and nothing of them is left when a run ends.
+"""Keys and values in main memory change no bit of a picture, and none of them are left after a run.
 
-`cards` has the stand-in for a card.
+`cards` contains the stand-in for a card.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ KINDS = tuple(kind for kind in LAYOUTS if kind != "ernie")
 
 @loop(("kind", "n"), [(kind, n) for n, kind in enumerate(KINDS)])
 def test_the_picture_is_the_same_wherever_they_lie(kind: str, n: int, model_of: Any, stats_of: Any) -> None:
-    """All in main memory or half of them, in full precision or in four bits; copies end late, or at random."""
+    """All or half of the keys and values lie in main memory, in full precision or in four bits; copies end late, or at
+    random."""
     merged, share, quantized = balanced(model_of(kind)), 0.5 * (n % 3 == 0), n % 2 == 0
     card = compared(kind, merged, quantized, n if n % 4 else "late", share)
     stats, (on_card, in_main) = stats_of(merged), card.peak
@@ -56,8 +57,9 @@ def test_with_references_that_are_merged(quantized: bool, model_of: Any) -> None
 
 @loop("split", [False, True])
 def test_with_several_conditions(split: bool, model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an area and of all, in one call or in several, and with a further call for skip layer guidance. Where calls
-    are split after the refresh, each reads its part of a buffer."""
+    """One condition has an area, the other covers everything. They are evaluated in one call or in several, with an
+    additional call for skip layer guidance. If calls are split after the refresh, each one reads its part of a
+    buffer."""
     model, evaluations = several_calls(model_of("wan")), list[int]()
     both = [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3)]
     merged = balanced(model)
@@ -76,7 +78,7 @@ def test_with_several_conditions(split: bool, model_of: Any, monkeypatch: pytest
 
 @loop("order", ["late", 3])
 def test_a_run_within_a_run(order: Any, model_of: Any) -> None:
-    """Of another model, at each step: each run has its own buffers."""
+    """Another model runs inside each step, and each run has its own buffers."""
     outer, inner, found = balanced(model_of("z_image")), balanced(models.z_image(seed=1)), list[Any]()
     with a_card(1.0, False):
         wanted = [sampled("z_image", each) for each in (outer, inner)]
@@ -91,7 +93,8 @@ def test_a_run_within_a_run(order: Any, model_of: Any) -> None:
 
 @loop("at", [1, 2, 3])
 def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of: Any) -> None:
-    """In the refresh and in merged steps: the picture is that of a run in which memory runs out on the card."""
+    """Memory runs out in the refresh and in merged steps. The picture equals that of a run in which memory runs out on
+    the card."""
     model = model_of("z_image")
     merged, block, found = balanced(model), model.model.diffusion_model.layers[1], []
     for share in (1.0, 0.0):
@@ -116,7 +119,7 @@ def test_a_run_that_ends_early_leaves_nothing(at: int, error: str, model_of: Any
         with pytest.raises(type(raised)):
             sampled("z_image", merged)
         assert card.copies.count
-        # What the error itself holds on to is no longer read or written.
+        # Tensors that the error itself references are no longer read or written.
         raised.__traceback__ = None
     card.ended()
 
@@ -127,6 +130,6 @@ def test_the_card_holds_two_blocks_at_most(quantized: bool) -> None:
     with a_card(0.0, quantized) as card:
         sampled("z_image", balanced(model), cfg=1.0)
     one = card.peak[1] / card.copies.made
-    # Two tensors that are read ahead, two that are being written, and those in use.
+    # The copies are two tensors that are read ahead, two that are being written, and those in use.
     assert 2 * one <= card.copies.peak <= 6 * one
     assert card.copies.made == 12

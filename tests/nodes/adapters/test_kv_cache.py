@@ -1,4 +1,4 @@
-"""The KV cache in every family: if nothing changes between steps, a merged step equals the model's own."""
+"""The KV cache in every family: if nothing changes between steps, a merged step equals the model's own step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
 
 SHOWN = [name for name in LAYOUTS if name != "ernie"]
-# A family for each layout of blocks; thorough/test_other_kv_cache.py has the others.
+# One family for each layout of blocks; thorough/test_other_kv_cache.py has the others.
 FEW = ("flux", "z_image", "qwen_image", "sd3", "wan", "h3")
 
 
@@ -43,15 +43,17 @@ def hint(message: str) -> str:
 def test_keys_are_propagated_as_their_destinations_change(
     kind: str, model_of: Any, attach: Any, plan_calls: list[Any], dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries are of destinations, keys and values of all tokens: the cached ones plus the change at their
-    destinations. Every merged step updates the cache. Regression on the latent, which has its own tests, is off."""
+    """Queries belong to destinations, and keys and values to all tokens: the cached ones plus the change at their
+    destinations. Every merged step updates the cache. Regression on the latent is off here, because it has its own
+    tests."""
     monkeypatch.setattr(pack_module("toma_core.coverage").Coverage, "latent_of", lambda *_: None)
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)
     lasting = {"similarity_from": "tokens", "selection_interval": 100, "weight_interval": 100, "sharpness": 10_000.0}
     evaluated(watch.on(attach(model, **{**KEYS, **lasting})), drifting)
     full, *merged = watch.evaluations()
-    # Some models refine text or image before: that is not merged, and attends to its own tokens.
+    # Some models have refiner blocks before, on text or image alone; these are not merged and attend to their own
+    # tokens.
     block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
     before = layout.before + layout.above
     cached, plan = full[block][1:], plan_calls[0].plan
@@ -73,7 +75,7 @@ def test_keys_are_propagated_as_their_destinations_change(
 
 @loop("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
 def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, attach: Any) -> None:
-    """Wan attends to its text in the same block, with as many keys as queries."""
+    """In the same block Wan attends to its text, with as many keys as queries."""
     model = model_of("wan")
     own, *found = evaluated(model, text=text)[:1] + evaluated(attach(model, **KEYS), text=text)
     for picture in found:
@@ -149,7 +151,7 @@ def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, wi
     merged, without = (run.apply_toma(model, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
     assert str(NOT_ASKED) in report_text.summary(stats_of(merged))
-    # The second step is full too: it refreshes the cache for other blocks than the first.
+    # The second step is also full: it refreshes the cache for other blocks than the first step.
     assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
     assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]
     assert (found - own).norm() <= (usual - own).norm()
@@ -159,7 +161,7 @@ def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, wi
 def test_it_is_noticed_where_an_evaluation_begins(
     model_of: Any, stats_of: Any, without_overrides: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either all calls of an evaluation use the cache or none, because guidance takes their difference."""
+    """All calls of an evaluation use the cache, or none of them, because guidance takes their difference."""
     sampling, seen = pack_module("nodes.adapters.sampling_run").SamplingRun, list[tuple[int, bool]]()
     observe = sampling.observe
 
@@ -177,7 +179,7 @@ def test_it_is_noticed_where_an_evaluation_begins(
 def test_a_full_step_that_a_cache_skips_loses_nothing(
     model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next step is full instead."""
+    """If a step cache skips the full step, the next step is full."""
     from comfy.patcher_extension import WrappersMP
 
     model = attach(model_of("flux"), **{**KEYS, "full_step_interval": 3})
@@ -231,7 +233,7 @@ def test_masked_text_is_no_obstacle(kind: str, model_of: Any, attach: Any) -> No
 
 @loop("kind", ["wan", "sd3"])
 def test_the_cache_is_read_only(kind: str, attach: Any) -> None:
-    """Another node's override changes its inputs in place, in models with attention over the image only."""
+    """Another node's override changes its inputs in place, in models that attend only to the image."""
     model = models.wan() if kind == "wan" else models.sd3(x_block_self_attn_layers=[0, 1])
 
     def temper(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

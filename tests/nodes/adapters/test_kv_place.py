@@ -1,4 +1,5 @@
-"""Where keys and values lie: what fits beside the weights on the card, the rest in main memory, within its limits."""
+"""The place of keys and values: as many as fit lie beside the weights on the card, the rest in main memory, within its
+limits."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ report_text = pack_module("nodes.adapters.report_text")
 
 @pytest.fixture
 def computer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """computer(left, main): a card that has `left` bytes beside the model, in a computer with this room."""
+    """computer(left, main): simulate a card with `left` bytes beside the model, in a computer with this much main
+    memory."""
 
     def computer(left: float, main: float) -> None:
         monkeypatch.setattr(memory, "copier_of", lambda device: Copies())
@@ -66,7 +68,7 @@ def test_what_is_stored_does_not_follow_free_memory_and_where_does(model: Any, c
         assert (found.bytes, found.quantized, found.skipped) == (packed.bytes, True, 0.0)
         assert found.staging == pytest.approx(found.keys / 5, abs=2), "keys and values of two of ten blocks"
         assert 0 < found.in_main <= found.keys
-        # No weights are pushed off the card, but for what every run caches.
+        # Only the entries that every run caches may push weights off the card.
         assert found.on_card <= max(left, updates + found.staging)
 
 
@@ -141,7 +143,7 @@ def test_the_report_says_where_they_lie(stats_of: Any) -> None:
 def test_main_memory_has_limits(
     total: float, available: float, room: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What a run stores follows from all of it, not from what is free."""
+    """The amount that a run stores depends on the total of main memory, not on the free part."""
     found = SimpleNamespace(total=total, available=available)
     monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
     monkeypatch.setattr(main_memory, "_CGROUPS", tmp_path)
@@ -180,7 +182,7 @@ def test_in_a_container_its_own_limit_counts(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """psutil tells of the computer that the container runs on."""
+    """psutil reports the memory of the computer on which the container runs."""
     found = SimpleNamespace(total=256e9, available=200e9)
     monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
     monkeypatch.setattr(main_memory, "_CGROUPS", tmp_path)
@@ -207,8 +209,8 @@ def test_only_cards_with_cuda_streams_use_main_memory(device: str, copies: bool)
 def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
     free: float, planned: float, by_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More or less of them than planned, in shares of all, lie on the card. Where ComfyUI loads weights as the model
-    runs, what is free now is not free later: then never more."""
+    """The share of keys and values on the card is then larger or smaller than planned. If ComfyUI loads weights while
+    the model runs, memory that is free now is not free later, so the share never grows."""
     import comfy.model_management as management
 
     model, host = (
@@ -226,7 +228,7 @@ def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
 
 
 def test_a_run_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan has all of it on the card in full precision; other programs take half of that."""
+    """The plan puts all keys and values on the card in full precision; other programs then take half of that memory."""
     merged, run = balanced(models.z_image(layers=10)), pack_module("nodes.adapters.patch_model")
     with a_card(1.0, quantized=False) as card:
         wanted = sampled("z_image", merged, cfg=1.0)
@@ -262,7 +264,7 @@ def test_pinning_that_fails_raises_nothing() -> None:
 
 @loop("integrated", [False, True])
 def test_a_card_that_shares_main_memory_gains_nothing_there(integrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on DGX Spark, Jetson and Strix Halo."""
+    """DGX Spark, Jetson and Strix Halo have such cards."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = SimpleNamespace(is_integrated=int(integrated))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)

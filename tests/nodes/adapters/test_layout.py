@@ -28,7 +28,7 @@ class Told:
 
 @pytest.fixture
 def listening() -> Any:
-    """listening(model): return a clone whose attention another node computes, and the list of its calls."""
+    """listening(model): return a clone whose attention is computed by another node, and the list of its calls."""
 
     def listen(model: Any) -> tuple[Any, list[Told]]:
         calls: list[Told] = []
@@ -62,8 +62,8 @@ def kontext(model: Any) -> dict[str, Any]:
 def test_the_grid_fits_the_tokens_in_a_unet(
     unet: Any, attach: Any, listening: Any, granularity: str, settings: dict[str, Any]
 ) -> None:
-    """The shape is (B, C, 1, D) for D tokens. Unmerged blocks and attentions and full steps have ComfyUI's own
-    values."""
+    """The shape is (B, C, 1, D) for D tokens. Blocks and attentions that are not merged, and full steps, have ComfyUI's
+    own values."""
     plain, before = listening(unet)
     models.sample(plain, SIDE, SIDE, steps=2)
     foreign, calls = listening(unet)
@@ -157,7 +157,7 @@ def test_attention_patches_receive_all_tokens_and_their_layout(
 def test_the_callers_options_stay_as_they_are(
     request: pytest.FixtureRequest, attach: Any, listening: Any, kind: str
 ) -> None:
-    """After each block they are unchanged, and the options of attention differ from them only in the layout."""
+    """The options are unchanged after each block, and the options of attention differ from them only in the layout."""
     shared = request.getfixturevalue(kind)
     foreign, calls = listening(shared)
     foreign.model_options["transformer_options"]["mine"] = {"nested": [1]}

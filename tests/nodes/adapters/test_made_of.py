@@ -1,6 +1,7 @@
-"""Caches serve only what they were made of: other noise, prompts, pictures, positions and weights, on trained models.
+"""A cache is used only for the inputs that it was made from: tests with other noise, prompts, pictures, positions and
+weights, on trained models.
 
-A merged run has at most twice the error of the plain sequence, or the steps that nothing serves are full.
+A merged run has at most twice the error of the plain sequence, or the steps without a valid cache are full.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ def test_prompts_that_take_turns(trained: Trained, plain: float) -> None:
 
 
 def test_two_pictures_of_one_size_that_take_turns(trained: Trained, plain: float, stats_of: Any) -> None:
-    """As FlowEdit does: at each step a picture with new noise, and the edited one with the same, for two prompts.
+    """FlowEdit does this: at each step it evaluates a picture with new noise, and the edited picture with the same
+    noise, for two prompts.
 
-    Neither serves the other, so steps are full, and nearer than merged ones.
+    Neither can use the other's cache, so steps are full and their error is smaller than that of merged steps.
     """
     picture = trained.drawn(trained.model, positive=trained.prompt(4))
 
@@ -85,7 +87,7 @@ def test_two_pictures_of_one_size_that_take_turns(trained: Trained, plain: float
 
 
 class Embedder(torch.nn.Module):
-    """Positions that grow from step to step, as those of a node for larger pictures (DyPE)."""
+    """Positions that grow from step to step, as in a node for larger pictures (DyPE)."""
 
     def __init__(self, own: torch.nn.Module) -> None:
         super().__init__()
@@ -162,7 +164,7 @@ def hooked(trained: Trained, frames: dict[float, float]) -> list[Any]:
 
 @loop("strengths", [(1.0, 0.0), (0.0, 1.0, 0.0)])
 def test_weights_that_change(trained: Trained, plain: float, stats_of: Any, strengths: tuple[float, ...]) -> None:
-    """The strength of a hook LoRA by keyframes: entries of another strength do not serve."""
+    """Keyframes change the strength of a hook LoRA, and entries that were made with another strength are not used."""
     frames = {n / len(strengths): strength for n, strength in enumerate(strengths)}
     own, without = trained.drawn(trained.model, positive=hooked(trained, frames)), trained.drawn(trained.model)
     assert float((own - without).norm() / own.norm()) > 0.02, "the LoRA does something"
@@ -184,7 +186,7 @@ def test_a_step_whose_weights_are_new_is_full(trained: Trained, usual: dict[int,
 
 
 def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stats_of: Any) -> None:
-    """A wrapper between a known sampler and the model that shows it another part of the picture at each step."""
+    """A wrapper between a known sampler and the model passes it another part of the picture at each step."""
     from comfy.patcher_extension import WrappersMP
 
     def rolled(executor: Any, x: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +208,8 @@ def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stat
 def test_new_noise_within_a_step_is_no_tile(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, when: tuple[int, ...]
 ) -> None:
-    """The mean of two draws, in one step or in several: their evaluations are full, the rest of the run goes on."""
+    """The step uses the mean of two evaluations with different noise, in one step or in several. These evaluations are
+    full, and the rest of the run is merged."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         generator = torch.Generator().manual_seed(6)

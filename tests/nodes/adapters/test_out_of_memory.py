@@ -45,7 +45,7 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
     stats_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """plans: number of plans that fit."""
+    """plans: number of plans that fit into memory."""
     made, held, close = without_memory(monkeypatch, plans), list[int](), RunState.close
 
     def closed(run: Any) -> Any:
@@ -56,7 +56,7 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
     merged = attach(model_of(kind), granularity="block", selection_interval=1, weight_interval=1)
     out = models.sample(merged, HEIGHT, WIDTH, steps=3, cfg=3.0, **size)
     stats = stats_of(merged)
-    # A model with one plan per evaluation has merged the first step.
+    # A model with one plan per evaluation has already merged the first step.
     assert set(stats.merged_steps) <= {0}
     if not stats.merged_steps:
         assert torch.equal(out, models.sample(model_of(kind), HEIGHT, WIDTH, steps=3, cfg=3.0, **size))
@@ -71,7 +71,8 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
 def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
     kind: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full evaluation of a picture needs more memory than a merged one; for a video it is tried once."""
+    """A full evaluation of a picture needs more memory than a merged one. For a video a full evaluation is tried
+    once."""
     model, calls = model_of(kind), list[int]()
 
     def short(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +114,7 @@ def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again
 def test_without_memory_for_a_plan_a_picture_ends_its_run(
     model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free memory must not change a picture."""
+    """The run is not repeated, because free memory must not change a picture."""
     without_memory(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError):
         models.sample(attach(model_of("wan")), HEIGHT, WIDTH, steps=2)
@@ -130,7 +131,7 @@ def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
     merged = attach(model)
     options = {"guard_filter_fn": skip_torch_compile_dict}
     set_torch_compile_wrapper(model=merged, backend="eager", options=options, keys=["diffusion_model"])
-    merged.model_options["torch_compile_kwargs"]["backend"] = "inductor"  # only according to what merging sees
+    merged.model_options["torch_compile_kwargs"]["backend"] = "inductor"  # makes merging treat the backend as Inductor
     torch._dynamo.reset()
     with monkeypatch.context() as patch:
         without_memory(patch, 0)

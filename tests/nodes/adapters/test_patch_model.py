@@ -68,7 +68,7 @@ def test_runs_that_never_merge_are_bit_identical(
 
 @every_kind
 def test_merging_does_change_the_image(model: Any, attach: Any) -> None:
-    """Otherwise no comparison in this file would have a meaning."""
+    """If merging did not change the image, no comparison in this file would mean anything."""
     assert not same(models.sample(attach(model), SIDE, SIDE), models.sample(model, SIDE, SIDE))
 
 
@@ -200,7 +200,7 @@ def pickled(options: dict[str, Any]) -> Any:
 
 
 def without_theirs(options: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what of the test itself cannot be pickled."""
+    """Leave out objects of the test itself that cannot be pickled."""
     theirs = "patches", "optimized_attention_override", "sampler_post_cfg_function"
     nested = {key: value for key, value in options.items() if key not in theirs}
     if "transformer_options" in nested:
@@ -227,7 +227,7 @@ def with_preset(model: Any, preset: str, attach: Any) -> Any:
 def test_options_may_be_copied_before_sampling(
     model: Any, copied: Any, preset: str, attach: Any, stats_of: Any
 ) -> None:
-    """Packs that sit after ToMA do that. A copy belongs to the same node and its report."""
+    """Packs whose nodes come after ToMA copy the options. A copy belongs to the same node and its report."""
     patched = with_preset(model, preset, attach)
     expected, clone = models.sample(patched, SIDE, SIDE), patched.clone()
     clone.model_options = copied(patched.model_options)
@@ -313,7 +313,8 @@ def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_st
 def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
     model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of the tiny models cost an H100 too little to merge; on a CPU they are merged from 256 tokens on."""
+    """Blocks of the tiny models take an H100 too little time to be merged; on a CPU they are merged from 256 tokens
+    on."""
     cost_model, side = pack_module("toma_core.cost_model"), 40
     patched = attach(model, min_tokens=0)
     models.sample(patched, side, side, steps=1)
@@ -331,7 +332,7 @@ def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
 @pytest.mark.compat
 @loop("order", ["before", "after"])
 def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order: str) -> None:
-    """A LoRA patches weights so."""
+    """A LoRA patches weights in this way."""
     names = [n for n in model.model_state_dict() if "transformer_blocks.0.ff.net.2.weight" in n or "img_mlp.0.w" in n]
     g = torch.Generator().manual_seed(3)
     weights = model.model_state_dict()

@@ -1,4 +1,4 @@
-"""Plans from the previous step's prediction: the first evaluation is full, every call uses its part."""
+"""Plans from the previous step's prediction: the first evaluation is full, and every call uses its own part."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def test_the_full_steps_prediction_plans_the_next_step(
 def test_a_picture_of_mostly_noise_is_not_trusted(
     flux: Any, attach: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens themselves are compared there, with an equal budget in every window; later steps use the picture."""
+    """Where it is not trusted, the tokens themselves are compared, with an equal budget in every window; later steps
+    use the picture."""
     budgets: list[str] = []
     state = pack_module("toma_core.run")
     own = state.RunState._laid_out
@@ -143,7 +144,7 @@ def test_areas_are_cut_out_of_the_picture(pack: Any) -> None:
     picture = torch.arange(2 * 3 * 6 * 8.0).view(2, 3, 6, 8)
     assert cut(picture, None) is picture
     assert torch.equal(cut(picture, (2, 4, 1, 3)), picture[:, :, 1:3, 3:7])
-    assert torch.equal(cut(picture, (4, 8, 4, 0)), picture[:, :, 4:6])  # as far as the latent goes
+    assert torch.equal(cut(picture, (4, 8, 4, 0)), picture[:, :, 4:6])  # the part inside the latent
     deep = picture[:, :, None]
     assert torch.equal(cut(deep, (2, 4, 1, 3)), deep[..., 1:3, 3:7])
     assert torch.equal(cut(deep, (1, 2, 4, 0, 1, 3)), deep[..., 1:3, 3:7])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.decomposition  # after opcheck in earlier tests it cannot be imported
+import torch._inductor.decomposition  # it cannot be imported after the opcheck of earlier tests
 from comfy.patcher_extension import WrappersMP
 
 from scripts.comfy_pack import pack_module
@@ -52,7 +52,7 @@ def test_the_run_is_the_unmerged_one(model: Any, settings: dict[str, Any], no_st
 
 
 def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
-    """Every evaluation is full then: an error of 0 would choose the highest ratio."""
+    """Every evaluation is full then, so the measured error would be 0 and the highest ratio would be chosen."""
 
     def disable(executor: Any, *args: Any) -> Any:
         args[4]["transformer_options"][SAMPLING].run.disable(Reason.OUT_OF_MEMORY())
@@ -67,9 +67,9 @@ def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
 
 
 def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
-    """With one site merged the first evaluation differs by what was measured. Plans are each block's own here: else a
-    probe uses the one that is there, as the run to come does. It is of the first condition alone, where a run takes the
-    tokens of the negative."""
+    """If one site is merged, the error of the first evaluation equals the measured one. Each block has its own plans
+    here, because a probe otherwise uses an existing plan, as the later run does. The plan is made from the first
+    condition, whereas a run uses the tokens of the negative."""
     pictures: list[torch.Tensor] = []
 
     def record(args: dict[str, Any]) -> torch.Tensor:
@@ -121,7 +121,7 @@ def sigmas(steps: int) -> tuple[float, ...]:
 
 
 def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None) -> None:
-    """A sigma range is measured at its first step in which the condition takes part."""
+    """A sigma range is measured at the first of its steps in which the condition takes part."""
     late = models.conditioning(unet, seed=3, start_percent=0.3, end_percent=1.0)
     probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6))
     patched = probes.on(unet, core.ToMAConfig(min_tokens=4))

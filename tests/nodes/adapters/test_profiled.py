@@ -80,7 +80,7 @@ def test_one_block_alone(model: Any, stats_of: Any) -> None:
 
 
 def test_skipping_a_kind_equals_the_setting(flux: Any) -> None:
-    """The profile skips all double blocks and the first single one, as skip_first_blocks does."""
+    """The other blocks are not merged, for a reason in the report, and the block has its own ratio."""
     ratios = {name: 0.5 for name in names(flux) if not name.endswith(".0")}
     plain = run.apply_toma(flux, ToMAConfig(min_tokens=4, skip_first_blocks=1))
     assert torch.equal(sampled(profiled(flux, (0.0, ratios))), sampled(plain))
@@ -107,7 +107,7 @@ def test_only_blocks_that_use_residuals_cache_them(flux: Any, stats_of: Any) -> 
 
 
 def test_sigmas_not_steps(unet: Any, decisions: list[Any]) -> None:
-    """The same sigmas are merged in 6 steps and in 12."""
+    """The same range of sigmas is merged in runs of 6 and of 12 steps."""
     first = names(unet)[0]
     patched = profiled(unet, (3.0, {first: 0.5}), (0.0, {}))
     for steps in (6, 12):
@@ -146,7 +146,7 @@ def test_fingerprints_of_what_a_model_predicts(unet: Any) -> None:
 
 @loop("settings", [{}, {**CLOSE, "full_step_interval": 3}])
 def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
-    """A constant ratio equals the setting, and a single block has its own."""
+    """A constant ratio equals the setting, and a single block has its own ratio."""
     wan = model_of("wan")
 
     def video(model: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Public reports about token merging and step caches in ComfyUI, each reproduced by a small input.
 
-The table in docs/reliability.md has a row for each. `make test` tries each kind of fault, by its cheapest reports;
-thorough/test_other_reports.py has the others.
+The table in docs/reliability.md has a row for each report. `make test` tries each kind of fault with the reports that
+take least time; thorough/test_other_reports.py has the others.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def a_node_that_was_taken_out(lab: Lab) -> None:
 
 @report("nunchux-ai/nunchaku#597", "chengzeyi/Comfy-WaveSpeed#57", quick=False)
 def a_batch_of_three(lab: Lab) -> None:
-    """Each picture has the error of a single run: batches of one noise have equal pictures."""
+    """Each picture has the error of a single run; pictures of a batch with one noise are equal."""
     import comfy.sample
 
     few, errors = lab.few, []
@@ -174,7 +174,7 @@ def an_error_inside_a_step(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#10344", "Acly/krita-ai-diffusion#2093")
 def another_number_of_conditions_in_the_middle(lab: Lab) -> None:
-    """With a batch of two, regions begin and end."""
+    """With a batch of two, regions begin and end during the run."""
     positive = [
         *models.conditioning(lab.model, seed=1),
         *models.conditioning(lab.model, seed=3, start_percent=0.3, end_percent=0.7, area=(10, 12, 4, 6), strength=1.0),
@@ -227,8 +227,7 @@ def the_image_of_before_in_the_next_one(lab: Lab) -> None:
 
 @report("ClownsharkBatwing/RES4LYF#237", "xmarre/ComfyUI-Spectrum-MiniMax-H3#103")
 def samplers_that_evaluate_several_times_a_step(lab: Lab) -> None:
-    """All evaluations of a step have its mode and are counted with it. Those that draw much new noise are full where
-    they do."""
+    """All evaluations of a step have its mode and are counted with it. Evaluations with much new noise are full."""
     for sampler in ("res_multistep", "dpmpp_2s_ancestral", "seeds_3", "heunpp2"):
         lab.drawn(sampler=sampler, steps=8)
         stats = lab.stats_of(lab.merged)
@@ -260,7 +259,7 @@ def another_number_of_frames(lab: Lab) -> None:
 
 @report("welltop-cn/ComfyUI-TeaCache#159")
 def a_picture_to_edit(lab: Lab) -> None:
-    """The error with a reference is not larger than without one, merged or not."""
+    """The error with a reference, merged or not, is not larger than the error without one."""
     few = lab.few
     picture = few.drawn(few.model)
     plain = float((few.drawn(few.merged) - picture).norm() / picture.norm())
@@ -282,7 +281,7 @@ def a_range_in_which_nothing_happens(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#14389", "FearL0rd/ComfyUI-ParallelAnything#1")
 def a_batch_that_another_node_splits(lab: Lab) -> None:
-    """Each half has as many rows as there are conditions: no row uses another row's cache."""
+    """Each half has as many rows as there are conditions, but no row uses another row's cache."""
     from comfy.patcher_extension import WrappersMP
 
     def halves(executor: Any, x: Tensor, timestep: Tensor, *args: Any, **kwargs: Any) -> Tensor:

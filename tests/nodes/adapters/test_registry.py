@@ -54,7 +54,7 @@ def test_class_of_a_later_comfyui_is_refused_by_name(
 
 @loop("folder", ["/home/me/my.app/custom_nodes/", "C:\\app\\custom_nodes\\"])
 def test_a_model_that_another_pack_runs_is_refused_with_what_to_do(folder: str, attach: Any) -> None:
-    """As Nunchaku's, whose wrapper takes the place of ComfyUI's network."""
+    """Nunchaku has such a model: its wrapper replaces ComfyUI's network."""
     model = models.flux()
     wrapper = type("ComfyFluxWrapper", (torch.nn.Module,), {"__module__": f"{folder}ComfyUI-nunchaku.wrappers.flux"})()
     wrapper.model = model.model.diffusion_model
@@ -102,7 +102,8 @@ def test_hooks_do_not_keep_a_model_alive(pack: Any, attach: Any) -> None:
     assert gone() is None
 
 
-# What blocks of a later class may be given: name -> what its call gets beside or instead, and what the report names.
+# Arguments of the blocks in a later class: name -> the arguments that a call gets in addition or instead, and the text
+# in the report.
 LATER: dict[str, Any] = {
     "an unknown argument": ({"times": lambda given: torch.rand(given["pe"].shape[:3:2])}, "times"),
     "an unknown stream": ({"audio": lambda given: torch.rand(1, 5, 48)}, "audio"),
@@ -115,7 +116,8 @@ LATER: dict[str, Any] = {
 def test_blocks_of_a_later_flux_are_not_merged_by_guess(
     what: str, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FLUX.3 may come as changes of Flux's own class: what is unknown is named, and the picture stays the model's."""
+    """FLUX.3 may come as changes of Flux's own class. Unknown parts are then named, and the picture equals the model's
+    own."""
     model, (changes, named) = models.flux(), LATER[what]
     kinds = {type(block) for blocks in ("double_blocks", "single_blocks") for block in model_blocks(model, blocks)}
     for kind in kinds:

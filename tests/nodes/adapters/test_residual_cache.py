@@ -16,9 +16,10 @@ report_text = pack_module("nodes.adapters.report_text")
 DELTA_WEIGHT = 0.5
 SIDE = 24
 REUSE = {"full_step_interval": 2}
-# Batches of another size round differently, and sharp weights amplify it for tokens with two nearly equal destinations.
+# Batches of another size round differently, and sharp weights amplify this for tokens with two nearly equal
+# destinations.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
-# The first steps of three: the last step of a complete schedule is never merged with these settings.
+# The first steps of three, because these settings never merge the last step of a complete schedule.
 FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
@@ -35,7 +36,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 @pytest.mark.compat
 @loop("granularity", ["block", "stack"])
 def test_a_full_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
-    """It is bit-identical, although hooks are installed and cache residuals."""
+    """The step is bit-identical, although hooks are installed and cache residuals."""
     patched = attach(model, **REUSE, granularity=granularity)
     assert torch.equal(models.sample(patched, SIDE, SIDE, **FIRST[1]), models.sample(model, SIDE, SIDE, **FIRST[1]))
     stats = stats_of(patched)
@@ -66,8 +67,8 @@ def rows_of(plan: Any) -> torch.Tensor:
 def reused(
     x: torch.Tensor, update: torch.Tensor, fresh: torch.Tensor, S: torch.Tensor, U: torch.Tensor
 ) -> torch.Tensor:
-    """Compute x + a u + U t (f - a S u): f is the residual of destinations now, a its projection coefficient on S u, t
-    = 1 - (1 - T) a."""
+    """Compute x + a u + U t (f - a S u), where f is the residual of destinations now, a its projection coefficient on S
+    u, and t = 1 - (1 - T) a."""
     old = S @ update
     left = ((fresh * old).sum((1, 2), True) / (old * old).sum((1, 2), True)).clamp(0, 1)
     return x + left * update + U @ ((1 - (1 - DELTA_WEIGHT) * left) * (fresh - left * old))
@@ -78,7 +79,7 @@ def tokens_of(call: Any, name: str) -> torch.Tensor:
 
 
 def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
-    """The same holds for two consecutive blocks, whose joint residual is cached."""
+    """The same rule holds for two consecutive blocks, whose joint residual is cached."""
     first, last = unet.model.diffusion_model.middle_block[1].transformer_blocks
     starts, ends = record(first), record(last)
     models.sample(attach(unet, **REUSE), SIDE, SIDE, **FIRST[2])
@@ -95,7 +96,7 @@ def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
 def test_flux_blocks(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, kind: str, references: bool
 ) -> None:
-    """Image tokens are as above; text and references are the block's outputs."""
+    """Image tokens follow the rule above; text and references are the outputs of the block."""
     name = "img" if kind == "double" else "x"
     block = getattr(flux.model.diffusion_model, f"{kind}_blocks")[0]
     calls = record(block)
@@ -147,7 +148,7 @@ def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any,
 
 
 def test_blocks_that_another_node_patches_are_full_at_full_steps(unet: Any, attach: Any) -> None:
-    """They are merged by module, which has no residual cache."""
+    """These blocks are merged by module, which uses no residual cache."""
     watched = unet.clone()
     watched.set_model_attn1_output_patch(lambda n, extra_options: n)
     outs = [models.sample(m, SIDE, SIDE, **FIRST[1]) for m in (attach(watched, **REUSE), unet)]
@@ -173,7 +174,7 @@ def test_similar_calls_have_separate_caches() -> None:
 
 
 def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
-    """If the first of two guidances that perturb the model ends, the other one still finds its cache."""
+    """If two guidances perturb the model and the first one ends, the other still finds its cache."""
     sampling, options = sampling_of(), {"uuids": ["cond"]}
 
     def call(layer: int | None) -> Any:
@@ -192,7 +193,7 @@ def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
 def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
     attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full steps cache by the chains of merged steps."""
+    """Full steps cache the same chains as merged steps."""
     cache = pack_module("toma_core.cache").Cache
     kept, asked = set(), []
     keep, get = cache.put, cache.read
@@ -216,7 +217,7 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
 
 
 def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach: Any, stats_of: Any) -> None:
-    """Without the ControlNet the chain is longer and nothing of it is cached: the step is full."""
+    """Without the ControlNet the chain is longer and not cached, so the step is full."""
     import comfy.controlnet
 
     class Once(comfy.controlnet.ControlBase):
@@ -247,7 +248,7 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach
 def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     flux: Any, attach: Any, monkeypatch: Any, patched: bool
 ) -> None:
-    """Its first evaluation refreshes only its own cache; the others continue with theirs."""
+    """The first evaluation of this guidance refreshes only its own cache; the others continue with theirs."""
     import comfy.samplers
     from comfy.model_patcher import set_model_options_patch_replace
 

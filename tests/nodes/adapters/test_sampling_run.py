@@ -11,8 +11,8 @@ import torch
 from testbed import models
 from tests.loop import loop
 
-# Steps of the evaluations in a run of four steps. Heun's second evaluation is at the next step's sigma; second-order
-# singlestep samplers evaluate between two sigmas, in the earlier step.
+# Steps of the evaluations in a run of four steps. The second evaluation of Heun is at the next step's sigma.
+# Second-order singlestep samplers evaluate between two sigmas, in the earlier step.
 ONE_EACH = [0, 1, 2, 3]
 STEPS = {
     "euler": ONE_EACH,
@@ -33,8 +33,8 @@ def steps_of(sampler: str, model: Any) -> list[int]:
     return [0, 1, 1, 2, 2, 3, 3] if sampler == "dpmpp_2s_ancestral" and not flow else STEPS[sampler]
 
 
-# The buckets of SDXL at a quarter of their side (their shapes, so that a grid still has sides like 13 x 19), two of
-# them full size, odd and tiny ones, single rows and columns, and sizes of Flux.
+# The buckets of SDXL at a quarter of their side (with the same shapes, so that a grid still has sides like 13 x 19),
+# two of them at full size, odd and tiny sizes, single rows and columns, and sizes of Flux.
 UNET_SIZES = [
     (32, 32), (36, 28), (26, 38), (38, 26), (24, 42), (42, 24), (20, 48), (52, 76),
     (33, 31), (7, 9), (2, 2), (1, 1), (1, 64), (64, 1), (3, 40), (5, 5),
@@ -91,7 +91,7 @@ def test_samplers_and_their_steps(
 def test_range_counts_noise_and_every_step_is_reported(
     request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, kind: str, scheduler: str
 ) -> None:
-    """The range is the first half of the noise schedule by the sampler's actual sigmas."""
+    """The range is the first half of the noise schedule, measured by the actual sigmas of the sampler."""
     base = request.getfixturevalue(kind)
     sampling = base.get_model_object("model_sampling")
     middle = float(sampling.percent_to_sigma(0.5))

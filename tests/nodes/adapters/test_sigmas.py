@@ -1,4 +1,4 @@
-"""Sigmas without host syncs: sigmas from the schedule equal those that the model receives."""
+"""Sigmas without host syncs: the sigmas from the schedule equal those that the model gets."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def reads_inside(model: Any, **options: Any) -> int:
 
     from comfy.patcher_extension import WrappersMP
 
-    evaluation.__module__ = "comfy.samplers"  # noise is read where another pack's wrapper may change the latent
+    evaluation.__module__ = "comfy.samplers"  # noise is read if another pack's wrapper may change the latent
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", evaluation)
     model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "test", outer)
     models.sample(model, SIDE, SIDE, steps=4, **options)
@@ -81,7 +81,7 @@ def reads_inside(model: Any, **options: Any) -> int:
 
 
 SAMPLERS = [name.removeprefix("sample_") for name in levels.ONCE_A_STEP]
-# Every sampler with one kind of model and one scheduler; thorough/test_other_sigmas.py has all combinations.
+# Each sampler with one kind of model and one scheduler; thorough/test_other_sigmas.py has all combinations.
 KNOWN = [(sampler, ("unet", "flux")[n % 2], ("simple", "karras")[n // 2 % 2]) for n, sampler in enumerate(SAMPLERS)]
 
 
@@ -115,13 +115,13 @@ PRESETS = [("balanced", "euler"), ("quality", "dpmpp_2m"), ("paper", "lcm")]
 def test_nothing_is_read_inside_the_steps(
     model: Any, kind: str, own_reads: dict[tuple[str, str], int], sampler: str, preset: str
 ) -> None:
-    """There are none but the sampler's own. `heun` shows that a read would be counted.
+    """There are no reads except those of the sampler. `heun` shows that a read would be counted.
 
-    New noise is read once a step, where a KV cache depends on it and the sampler waits for the device itself.
+    New noise is read once per step, if there is a KV cache and the sampler itself waits for the device.
     """
     settings = pack_module("toma_core").UserSettings(preset, {"min_tokens": 4})
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
-    models.sample(merged, SIDE, SIDE, steps=4)  # layouts are made once in a process, on the host
+    models.sample(merged, SIDE, SIDE, steps=4)  # layouts are made on the host, once per process
     for name in {sampler, "euler", "heun"}:
         if (kind, name) not in own_reads:
             own_reads[kind, name] = reads_inside(model, sampler=name)
@@ -292,7 +292,7 @@ def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
 def test_evaluations_that_another_wrapper_skips_are_counted(
     model: Any, attach: Any, received: Any, first: bool
 ) -> None:
-    """LazyCache skips them, with its node before or after ToMA's."""
+    """LazyCache skips evaluations, with its node before or after ToMA's."""
     from comfy.patcher_extension import WrappersMP
 
     count = 0
@@ -312,7 +312,7 @@ def test_evaluations_that_another_wrapper_skips_are_counted(
 
 
 def test_a_repeated_sigma_is_two_steps(flux: Any, attach: Any, decisions: Any) -> None:
-    """This occurs with restarts, and with schedules so long or so shifted that neighbours are nearly equal."""
+    """This occurs with restarts, and with schedules so long or so shifted that neighbouring sigmas are nearly equal."""
     import comfy.sample
     from comfy.samplers import ksampler
 
@@ -360,7 +360,7 @@ def reporting(
 
 
 def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
-    """Sigma decides only without reports; steps never decrease."""
+    """The sigma decides only without reports; steps never decrease."""
     assert reporting(4.0, 0, 2.5, 1, 1.6, 2, 0.5, 3) == [0, 1, 2, 3], "reports are ahead of sigma"
     assert reporting(4.0, 0, 3.0, 1, 2.2, 2, 1.3, 3) == [0, 1, 2, 3], "reports are behind sigma"
     assert reporting(4.0, 0, 3.0, 3.0, 1, 2.0, 2.0, 2, 1.0, 1.0, 3) == [0, 1, 1, 2, 2, 3, 3], "Heun's method"
@@ -375,7 +375,7 @@ def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
 
 
 def test_a_sampler_that_reports_more_steps_than_its_schedule_stays_in_the_last(pack: Any) -> None:
-    """At one noise level, so that each evaluation could also repeat the step that was reported."""
+    """All evaluations are at one noise level, so each could also repeat the step that was reported."""
     tracker = levels.SigmaTracker([3.0, 2.0, 0.0])
     steps = []
     for step in range(7):

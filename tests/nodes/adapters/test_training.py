@@ -14,8 +14,8 @@ from tests.loop import loop
 
 report_text = pack_module("nodes.adapters.report_text")
 
-# ComfyUI's Flux overwrites tensors that its backward pass needs: only gradient checkpointing trains it.
-# kind, with checkpointing, preset: 7 seconds each.
+# ComfyUI's Flux overwrites tensors that its backward pass needs, so it can be trained only with gradient checkpointing.
+# Values are kind, checkpointing and preset; each case takes 7 seconds.
 CASES = [("unet", False, "paper"), ("unet", True, "balanced"), ("flux", True, "paper"), ("z_image", False, "balanced")]
 
 

@@ -1,4 +1,4 @@
-"""Steps of a sampler that reports none while another node changes the noise levels that the model is given."""
+"""Steps of a sampler that reports none, while another node changes the noise levels that the model gets."""
 
 from __future__ import annotations
 

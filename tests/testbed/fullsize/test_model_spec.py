@@ -74,10 +74,11 @@ def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
     assert out.isfinite().all()
 
 
-# At 1024, all blocks merged at a ratio of 0.5; of the fewer that Klein has, more launches are those of its two chains.
+# At 1024, all blocks are merged at a ratio of 0.5. Klein has fewer launches, so those of its two chains are a larger
+# share.
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "sdxl"])
 def test_stacks_add_next_to_nothing(name: str) -> None:
-    """Twice as fast by FLOPs, for at most 1.2 % of operations more even in plain PyTorch."""
+    """Stacks run twice as fast in FLOPs, with at most 1.2 % more operations even in plain PyTorch."""
     shape = Shape(name, frames=4 if SPECS[name].audio else 1)  # its text is long compared with one frame
     toma = variants.toma("", ratio=0.5, skip_first_blocks=0)
     base, merged = cost.count(shape), cost.count(shape, toma)

@@ -40,14 +40,14 @@ class Case:
         return f"{name}-B{self.batch}-{dtype}" + ("-adaptive" if self.adaptive else "")
 
     def tokens(self, seed: int = 0) -> Tensor:
-        """Return smooth features with noise, as of a picture: (B, N, C)."""
+        """Return smooth features with noise, similar to a picture: (B, N, C)."""
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(self.batch, self.channels, self.height, self.width, generator=generator)
         x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
         return x.flatten(2).transpose(1, 2).contiguous().to(DEVICE, self.dtype)
 
     def layout(self) -> tuple[Windows, Budget]:
-        """Return windows and budget. adaptive: a budget that follows a picture which is flat on one side."""
+        """Return windows and budget. adaptive: a budget that follows a picture with a flat side."""
         device = torch.device(DEVICE)
         windows = make_windows(self.height, self.width, self.kind, self.size).to(device)
         budget = make_budget(windows.counts, self.ratio).to(device)

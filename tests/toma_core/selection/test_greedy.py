@@ -1,6 +1,6 @@
-"""Greedy facility location against the textbook loops, brute force and apricot-select.
+"""Greedy facility location against the textbook's loops, brute force and apricot-select.
 
-Other libraries break ties differently, so only their values are compared; dest_slots are compared with the loops.
+Other libraries break ties differently, so only their values are compared; slots are compared with those of the loops.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, dest_sl
     assert torch.equal(
         greedy_facility_location(padded, valid, dest_slots), greedy_facility_location(S, None, dest_slots)
     )
-    # A budget above the number of tokens repeats valid dest_slots.
+    # If the budget exceeds the number of tokens, valid slots are repeated.
     every = greedy_facility_location(padded, valid, slots + padding)
     assert every.max() < slots
     assert all(len(set(row[:slots])) == slots for row in every.tolist())
@@ -120,13 +120,14 @@ def test_on_a_flat_image_any_set_is_best_and_all_picks_differ(x: torch.Tensor) -
 def test_ties_go_to_the_lowest_slot() -> None:
     S = torch.eye(6).expand(2, -1, -1)
     assert greedy_facility_location(S, None, 6).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-    # Two pairs of twins: one of each pair first, the lower of the two.
+    # There are two pairs of equal tokens: one token of each pair comes first, the lower of the two.
     twins = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]]))
     assert greedy_facility_location(twins, None, 4).tolist() == [[0, 1, 2, 3]]
 
 
 def test_nearly_equal_gains_are_ties() -> None:
-    """Of two pairs the lower slot wins unless the higher one gains more than the tie step of its slot."""
+    """The lower slot of two wins, unless the gain of the higher one exceeds it by more than the tie step between
+    them."""
     S = torch.eye(4)
     S[0, 2] = S[2, 0] = 0.5
     for more, order in ((0.0, [0, 1]), (1e-6, [0, 1]), (1e-3, [1, 0])):
@@ -148,7 +149,7 @@ def smooth(seed: int, windows: int, side: int, channels: int = 16) -> torch.Tens
 
 
 def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of a search in fp64, and the lead of each, relative where above 1: (G, number)."""
+    """Return the slots of a search in fp64 and the lead of each, which is relative for gains above 1: (G, number)."""
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     S = unit @ unit.transpose(1, 2)
     penalty = (-step * torch.arange(S.shape[1], dtype=torch.float64)).repeat(len(S), 1)
@@ -166,8 +167,9 @@ def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, 
 
 @loop(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
 def test_ties_fall_by_slot_for_any_rounding(side: int, dest_slots: int) -> None:
-    """Late in a search, two tokens that help only each other tie up to rounding in nearly every window. Slots are the
-    same for features with another batch's or kernel's rounding, for a single window, and on any number of threads."""
+    """Late in a search, two tokens that represent only each other tie up to rounding in nearly every window. Slots are
+    the same for features with another batch's or kernel's rounding, for a single window, and on any number of
+    threads."""
     x = smooth(3, 8, side)
     order, won = leads(x, dest_slots, tie_step(side * side))
     assert won.min() > 2e-6, "these features leave a tie that is none of two mutual neighbours: take others"

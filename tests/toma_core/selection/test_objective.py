@@ -1,4 +1,4 @@
-"""The objective: against loops, against apricot-select, and the two properties that the greedy bound rests on."""
+"""The objective: against loops, against apricot-select, and the two properties on which the greedy bound rests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_value_by_hand() -> None:
     S = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]]))
     assert facility_location(S, torch.tensor([[0]])).item() == pytest.approx(3)
     assert facility_location(S, torch.tensor([[0, 1]])).item() == pytest.approx(5)
-    # The last token as padding adds nothing.
+    # If the last token is padding, it adds nothing.
     valid = torch.tensor([[True, True, False]])
     assert facility_location(S, torch.tensor([[0, 1]]), valid).item() == pytest.approx(4)
 
@@ -63,7 +63,8 @@ def test_value_is_that_of_the_loops(seed: int, slots: int, data: st.DataObject) 
 
 @loop("most", [1, 100, 10**9])
 def test_windows_may_come_in_parts(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """7 windows of 2 images are processed in parts of a maximum number of elements, unless one window has more."""
+    """7 windows of 2 images are processed in parts with a maximum number of elements, unless a single window has
+    more."""
     x, dest_slots = torch.randn(2, 7, 9, 5), torch.randint(9, (2, 7, 4))
     seen = []
 

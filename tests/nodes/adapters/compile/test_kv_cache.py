@@ -30,7 +30,8 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     fresh_compiler: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There are two graphs as without a cache, of full and of merged steps, also with a 4-bit cache."""
+    """There are two graphs, one for full and one for merged steps, as without a cache; this also holds for a 4-bit
+    cache."""
     model_of(kind)  # skips models that this ComfyUI lacks
     if packed:
         monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
@@ -47,7 +48,7 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
 
 
 def test_the_same_beside_the_prefix_cache_of_qwen_image_21(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
-    """The model compares prompts, which no graph does, and fills its cache in the first step."""
+    """The model compares prompts, which is not possible in a graph, and fills its cache in the first step."""
     model, run = models.qwen_image21(layers=2, cache="auto"), {"steps": 4, "cfg": 1.0}
     plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), Counting(), inside=True)
     wanted = models.sample(plain, HEIGHT, WIDTH, **run)
@@ -70,7 +71,7 @@ def test_attention_without_overrides_is_noticed_inside_the_graphs(
 
 
 def test_keys_and_values_in_main_memory(fresh_compiler: None) -> None:
-    """The operators copy; graphs hold nothing of it."""
+    """The operators copy keys and values; graphs contain nothing for these copies."""
     model, backend = models.z_image(layers=2), Counting()
     card = compared("z_image", compiled(balanced(model), backend, inside=True), quantized=True, order=3, cfg=1.0)
     assert card.peak[1] > 0

@@ -17,8 +17,8 @@ fresh_compiler = test_compile.fresh_compiler
 @pytest.mark.parametrize("kind", ["unet", "flux"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: str, inside: bool) -> None:
-    """What is told becomes part of the picture: it differs unless the same is told everywhere, and graphs are no more
-    than without."""
+    """The layout in the options becomes part of the picture, which differs unless all code gets the same layout. There
+    are no more graphs than without ToMA."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 

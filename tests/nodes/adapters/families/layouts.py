@@ -1,4 +1,5 @@
-"""Layouts of the blocks of every family, and a block computed by hand on merged tokens, as the reference of tests."""
+"""Layouts of the blocks of every family, and a block computed by hand on merged tokens; both are references for
+tests."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from scripts import comfyui
 
 HEIGHT, WIDTH, TEXT = 20, 28, 7
-CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, where fp32 sums in another order differ by some 1e-5
+CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, at which fp32 sums in another order differ by some 1e-5
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in the blocks of a model, written down once more, by hand, from ComfyUI's source.
+    """The positions of things in the arguments of a model's blocks, written down a second time, by hand, from ComfyUI's
+    source.
 
     blocks: their lists. tokens: the argument; before: what comes before the image in it. rope_arg: the argument with
     the positions, and rope_token_dim: its axis that counts tokens; above, below: what comes before those of `tokens`
@@ -89,7 +91,7 @@ LAYOUTS = {
         ),
     ),
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), above=TEXT, out=1),),
-    # Pictures of one frame; test_wan.py has videos.
+    # Pictures have a single frame; test_wan.py has videos.
     "cosmos": (Layout("blocks", "x_B_T_H_W_D", rope_arg="rope_emb_L_1_1_D", rope_token_dim=1, grid=True),),
     "wan": (Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1),),
     "hunyuan": (replace(DOUBLE, patch=1), replace(SINGLE, patch=1)),
@@ -97,10 +99,10 @@ LAYOUTS = {
     "ltx_av": (
         Layout("transformer_blocks", "x", rope_arg="v_pe", rope_token_dim=1, patch=1, rows=("v_cross_pe",), pairs=True),
     ),
-    # Text, and two channels of five tokens of audio.
+    # The tokens before the video: the text, and two channels of five tokens of audio.
     "h3": (Layout("blocks", "x", rope_arg="rope_freqs", rope_token_dim=1, before=TEXT + 10, flat=True),),
 }
-# Their latents have no batch.
+# Latents of these models have no batch.
 ALONE = ("h3",)
 # Plans from the previous step's prediction, with an adaptive budget.
 PREDICTED: dict[str, Any] = {
@@ -153,7 +155,7 @@ def merged_call(
 
 
 def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor) -> Tensor:
-    """Return all tokens after a block whose merged output is `out`."""
+    """Return all tokens after a block with the merged output `out`."""
     y = layout.taken(out)
     length = merged.shape[1]
     new = image + U @ (y[:, layout.before : layout.before + length] - merged)

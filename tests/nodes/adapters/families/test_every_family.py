@@ -1,5 +1,5 @@
 """Tests of every family on a small model of its real class. A new family is added to `testbed.models` and `LAYOUTS`;
-these tests name what it lacks."""
+these tests name the entries that it still lacks."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ every_family = loop("family", LAYOUTS)
 def test_block_is_computed_on_merged_tokens(
     family: str, layout: Layout, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
-    """The block receives means of tokens, the destinations' positions, and unchanged text and padding; all tokens
-    receive the update."""
+    """The block gets means of tokens, the positions of the destinations, and unchanged text and padding; all tokens get
+    the update."""
     batch = 1 if family in ALONE else batch
     model = model_of(family)
     block = getattr(model.model.diffusion_model, layout.blocks)[1]
@@ -71,7 +71,7 @@ def test_block_is_computed_on_merged_tokens(
 def test_consecutive_blocks_stay_merged(
     family: str, layout: Layout, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
-    """In Flux with references behind the image."""
+    """In Flux the references come behind the image."""
     model = model_of(family)
     references = of_references(model, layout, None) if family == "flux" else {}
     conds = {"positive": models.conditioning(model, seed=1, **references)}
@@ -86,7 +86,7 @@ def test_consecutive_blocks_stay_merged(
     merged_args, image, merged = merged_call(layout, given, [plan], M)
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
-        # Other arguments differ between blocks, such as modulation in Chroma.
+        # All other arguments differ between blocks, such as modulation in Chroma.
         told_as_merged = layout.tokens, layout.rope_arg, *layout.rows, layout.keys
         others = {n: v for n, v in seen.items() if n not in told_as_merged}
         out = run(block, layout, {**merged_args, **others})
@@ -158,7 +158,7 @@ def test_plans_from_the_predicted_picture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All blocks and both conditions share one plan in every step except the first; the result is reproducible."""
-    # With a large shift, three steps are all too noisy for predictions to be used.
+    # With a large shift, all three steps have too much noise for their predictions to be used.
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     model, batch = model_of(family), 1 if family in ALONE else batch
     merged = attach(model, **PREDICTED)
@@ -174,7 +174,7 @@ def test_plans_from_the_predicted_picture(
 def test_conditions_in_calls_of_their_own(
     family: str, settings: Any, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free memory decides whether prompt and negative prompt share a call; the picture must not depend on it."""
+    """Free memory decides whether prompt and negative prompt share a call, and it must not change the picture."""
     model = model_of(family)
     merged = attach(model, **settings)
     joined = models.sample(merged, HEIGHT, WIDTH, steps=2)
@@ -253,11 +253,11 @@ def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any,
 @pytest.mark.compat
 @loop("family", ["z_image", "lumina2", "qwen_image", "lens", "wan"])
 def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of: Any, attach: Any) -> None:
-    """ControlNets that are patches receive the image after every block and replace it."""
+    """ControlNets that work as patches get the image after every block and replace it."""
     model, seen = model_of(family), []
 
     def patch(args: dict[str, Any]) -> dict[str, Any]:
-        """Replace the image, or change it in place, as Uni3C's patch does."""
+        """Replace the image, or change it in place, as the patch of Uni3C does."""
         seen.append(args["img"].shape[1])
         return {**args, "img": args["img"] * 1.01 if len(seen) % 2 else args["img"].mul_(1.01)}
 

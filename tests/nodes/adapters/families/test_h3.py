@@ -67,7 +67,7 @@ BEFORE: dict[str, tuple[dict[str, Any], int]] = {
 def test_a_block(
     what: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Only the video is merged, at the positions of its destinations; ends of segments are adjusted."""
+    """Only the video is merged, at the positions of its destinations, and the ends of segments are adjusted."""
     model, (options, others) = model_of("h3"), BEFORE[what]
     block = model.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -127,7 +127,7 @@ def in_int8(model: Any) -> Any:
 
 
 def test_int8_weights_and_a_lora(stats_of: Any) -> None:
-    """The template has both: a checkpoint in int8 and a LoRA for few steps."""
+    """The template has both, a checkpoint in int8 and a LoRA for few steps."""
     import comfy.sd
 
     plain = models.h3()

@@ -42,7 +42,7 @@ def with_segments(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[C
         call = block.__call__
 
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > 2:  # as the model calls it, not the test
+            if len(args) > 2:  # the model passes these arguments, the test does not
                 if not lists or lists[-1][0] is not args[2]:
                     lists.append((args[2], change(args[2])))
                 args = (*args[:2], lists[-1][1], *args[3:])
@@ -66,13 +66,13 @@ def by_token(segments: list[Any]) -> list[Any]:
 
 
 def by_token_of_both(segments: list[Any]) -> list[Any]:
-    """The audio has rows by token, too."""
+    """The audio also has rows per token."""
     *others, (a, b, row), (start, stop, _) = segments
     return [*others, (a, b, torch.full((b - a,), row)), (start, stop, levels(segments))]
 
 
 def by_frame(segments: list[Any]) -> list[Any]:
-    """Several segments in the video, one of them by token."""
+    """The video has several segments, one of them with rows per token."""
     *others, (start, stop, row) = segments
     middle, rows = start + 2 * FRAME, levels(segments)[: stop - start - 2 * FRAME]
     return [*others, (start, middle, row), (middle, stop, rows)]
@@ -139,7 +139,7 @@ def test_whatever_segments_are_they_are_no_error(segments: Any, pack: Any) -> No
 
 
 def masks(what: str) -> tuple[Tensor, Tensor]:
-    """Return masks of the video and of the audio: 1 is computed."""
+    """Return masks of the video and of the audio; values of 1 are computed."""
     video, audio = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, 2, AUDIO // 2)
     if what == "a rectangle":
         video[..., :, :6, :8] = 0
@@ -156,7 +156,7 @@ def masks(what: str) -> tuple[Tensor, Tensor]:
 @loop("what", ["a rectangle", "an extension", "a soft edge", "all alike", "audio alone"])
 @loop("cfg", [1.0, 3.0])
 def test_a_masked_run(what: str, cfg: float, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a ComfyUI whose model reads masks, from 0.33.0 on; an older one blends by the mask only."""
+    """This needs a ComfyUI whose model reads masks, 0.33.0 or newer; older ones only blend by the mask."""
     from comfy.nested_tensor import NestedTensor
 
     model, (video, audio) = model_of("h3"), masks(what)

@@ -1,5 +1,5 @@
-"""MiniMax H3 with sparse attention, as Fast-H3 has it: for a part of the schedule the node hands blocks an attention of
-their own, from 12,288 tokens on."""
+"""MiniMax H3 with sparse attention, as in Fast-H3: for a part of the schedule, from 12,288 tokens on, the node passes
+blocks an attention function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS, BLOCKS = 8, 4
 @pytest.fixture
 def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int], list[int]]]:
     """sparse(start_percent, dense): return a model with a stand-in for ComfyUI's `BlockSparseAttention`, which came
-    after 0.33 with the argument `attention` of the block, and the tokens of each sparse attention and of each block.
+    after 0.33 with the block's argument `attention`; also return the tokens of each sparse attention and of each block.
 
     dense: blocks that are never sparse.
     """
@@ -75,16 +75,16 @@ def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 @loop(
     ("start_percent", "dense", "merged_calls"),
     [
-        (0.2, set(), BLOCKS),  # as the template has it: the second step alone is dense and no full step
+        (0.2, set(), BLOCKS),  # as in the template: only the second step is dense and not full
         (0.6, set(), 3 * BLOCKS),
-        (0.2, {0, 3}, 5 * 2 + 2),  # blocks that the node leaves dense merge in every merged step
-        (1.0, set(), 5 * BLOCKS),  # never sparse, as below 12,288 tokens
+        (0.2, {0, 3}, 5 * 2 + 2),  # blocks that stay dense merge in every merged step
+        (1.0, set(), 5 * BLOCKS),  # never sparse, as for fewer than 12,288 tokens
     ],
 )
 def test_blocks_merge_before_the_sparse_part_and_around_it(
     start_percent: float, dense: set[int], merged_calls: int, sparse: Any, model_of: Any, stats_of: Any
 ) -> None:
-    """Where a block is sparse it runs on all tokens, in the attention that the user chose, and the report says so."""
+    """A sparse block runs on all tokens, in the attention that the user chose, and the report names it."""
     model, calls, lengths = sparse(start_percent, dense)
     own, merges = sampled(model, steps=STEPS), pack_module("nodes.adapters.patch_model").apply_toma
     all_dense = merges(model_of("h3"), preset("balanced"))
@@ -102,7 +102,7 @@ def test_blocks_merge_before_the_sparse_part_and_around_it(
     pairs = sum(map(len, stats_of(merged).merged_at.values()))
     assert pairs == merged_calls
     times, most = (stats_of(each).times_less_work for each in (merged, all_dense))
-    # Work saved grows with the blocks that are merged, each in each of its steps.
+    # The saved work is proportional to the number of merged blocks, summed over the steps.
     assert (1 - 1 / times) / (1 - 1 / most) == pytest.approx(pairs / (5 * BLOCKS))
     assert 0 < (found[0] - own[0]).norm() < 0.05 * own[0].norm()
     assert all(map(torch.equal, sampled(merged, steps=STEPS), found))

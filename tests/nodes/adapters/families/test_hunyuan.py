@@ -31,7 +31,7 @@ from tests.nodes.adapters.families.layouts import (
 
 Reason = pack_module("toma_core.reasons").Reason
 
-# As in 1.5: a token for each pixel of the latent, no single blocks, no pooled text.
+# As in version 1.5: a token for each pixel of the latent, no single blocks, no pooled text.
 NEW = {
     "base": "HunyuanVideo15",
     "kind": "HunyuanVideo15",
@@ -110,7 +110,8 @@ def test_videos_and_guidance(
 
 
 def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, attach: Any, stats_of: Any) -> None:
-    """For image to video by replacing, ComfyUI passes token offsets that are not between frames in single blocks."""
+    """For image to video by replacing the first frame, ComfyUI passes token offsets that do not fall between frames in
+    single blocks."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), models.sample(hunyuan, HEIGHT, WIDTH, **asked))
@@ -140,7 +141,7 @@ def test_hunyuan_video_1_5(attach: Any, stats_of: Any) -> None:
 
 
 def test_hunyuan_image(attach: Any, stats_of: Any) -> None:
-    """Its latents have four dimensions and its positions two axes."""
+    """Latents of HunyuanImage have four dimensions, and its positions have two axes."""
     model = models.hunyuan(
         base="HunyuanImage21", kind="HunyuanImage21", patch_size=[1, 1], axes_dim=[12, 12], vec_in_dim=None,
         in_channels=64, out_channels=64, guidance_embed=False,

@@ -1,4 +1,4 @@
-"""LTX-Video and LTX-2: frames, modulation by frame and by token, guides, and the audio stream."""
+"""LTX-Video and LTX-2: frames, modulation per frame and per token, guides, and the audio stream."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_block_of_a_video(
 def test_modulation_follows_the_destinations(
     family: str, kind: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Modulation is by frame, as in LTX-2 with a given frame, or by token: merged tokens have that of their
+    """Modulation is per frame, as in LTX-2 with a given frame, or per token: merged tokens have the modulation of their
     destination."""
     model, (layout,) = model_of(family), LAYOUTS[family]
     block = model.model.diffusion_model.transformer_blocks[1]
@@ -110,7 +110,7 @@ def test_modulation_follows_the_destinations(
 
 @loop("family", BOTH)
 def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) -> None:
-    """Masked content is the same with ToMA, also in steps with modulation by token."""
+    """Masked content is the same with ToMA, also in steps with modulation per token."""
     model = model_of(family)
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     for kind in ("frame", "half"):
@@ -125,9 +125,9 @@ def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) 
 
 
 def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise its error would be much larger."""
+    """If it attended to merged tokens, its error would be much larger."""
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
-    monkeypatch.setattr(pack_module("toma_core.run"), "RECENT", 1.0)  # tokens that take turns hide it
+    monkeypatch.setattr(pack_module("toma_core.run"), "RECENT", 1.0)  # tokens that take turns would hide the fault
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     own = sampled(model, steps=8)
     _, error = errors(sampled(merged, steps=8), own)
@@ -168,7 +168,7 @@ def guided(model: Any, strength: float) -> dict[str, Any]:
 
 @loop("family", BOTH)
 def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """With a strength, attention to the guides' tokens is scaled: such runs are not merged and report the reason."""
+    """With a strength, attention to the tokens of guides is scaled. Such runs are not merged and report the reason."""
     model = model_of(family)
     merged, strong, weak = attach(model), guided(model, 1.0), guided(model, 0.5)
     (found,), (own,) = sampled(merged, **strong), sampled(model, **strong)
@@ -251,7 +251,7 @@ def test_context_windows(settings: str, model_of: Any, attach: Any, stats_of: An
     assert stats_of(merged).unmerged == {}
 
 
-# The stages of ComfyUI's templates for LTX-2.5, and how many steps of each `balanced` merges.
+# The stages of ComfyUI's templates for LTX-2.5, and the number of steps that `balanced` merges in each.
 STAGES = {
     "first": ((1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0), 3),
     "second": ((0.85, 0.725, 0.4219, 0.0), 0),
@@ -260,8 +260,8 @@ STAGES = {
 
 @loop("stage", list(STAGES))
 def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
-    """Its model is LTX-2.3's with other settings; its guider has a scale for the picture and one for the sound. Its
-    sampler draws new noise, which small steps bear."""
+    """The model of LTX-2.5 is that of LTX-2.3 with other settings; its guider has one scale for the picture and one for
+    the sound. The sampler draws new noise, and its steps are small enough to be merged nevertheless."""
     import comfy.sample
     import comfy.samplers
     from comfy.ldm.lightricks.av_model import LTXAVModel

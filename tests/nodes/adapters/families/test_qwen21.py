@@ -1,4 +1,4 @@
-"""Qwen-Image 2.1: in each way that its blocks are called, with references, and with nodes that change its blocks."""
+"""Qwen-Image 2.1: each way in which its blocks are called, references, and nodes that change its blocks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, TEXT, WIDTH, errors, noise
 from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated
 
-REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # fewer tokens than the image, more, as many
+REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # fewer tokens than the image, more, and as many
 CACHES = ("off", "auto", "cpu")
 PLACES = (*CACHES, "gpu")
-# Whether blocks add into their input and are called twice where the cache is filled, as in later releases.
+# Whether blocks add into their input and are called twice while the cache is filled, as in later releases.
 FORMS = (False, True)
 IMAGE = HEIGHT * WIDTH
 
 
 @pytest.fixture(scope="module")
 def made(pack: Any) -> Any:
-    """made(in_place): return a small model of a form. ComfyUI's own class has one form."""
+    """made(in_place): return a small model of one form. ComfyUI's own class has one form."""
     found: dict[bool, Any] = {}
 
     def of(in_place: bool) -> Any:
@@ -52,7 +52,7 @@ def sampled(model: Any, **options: Any) -> Tensor:
 
 
 def at(model: Any, cache: str, dtype: str = "default") -> Any:
-    """Return the model with ComfyUI's cache in another place and dtype."""
+    """Return the model with ComfyUI's prefix cache in another place and dtype."""
     model = model.clone()
     model.model_options["transformer_options"]["qwen_image21_cache"] = {"device": cache, "dtype": dtype}
     return model
@@ -100,7 +100,8 @@ def test_without_changes_a_merged_step_equals_the_models_own(
 def test_comfyuis_cache_in_fewer_bits(
     in_place: bool, dtype: str, most: float, made: Any, attach: Any, stats_of: Any
 ) -> None:
-    """It moves merged pictures about as far as those of the model alone, on the card and in main memory."""
+    """Fewer bits change merged pictures about as much as the pictures of the model alone, on the card and in main
+    memory."""
     model, given = made(in_place), conds(made(in_place), REFERENCES[:2])
     merged = attach(model, **KEYS)
     alone = errors([sampled(at(model, "auto", dtype), **given)], [sampled(at(model, "auto"), **given)])[0]
@@ -115,7 +116,8 @@ def test_comfyuis_cache_in_fewer_bits(
 @loop("in_place", FORMS)
 @loop("cache", CACHES)
 def test_queries_of_destinations_see_keys_of_all(in_place: bool, cache: str, made: Any, attach: Any) -> None:
-    """Text attends to what comes before the image, as in the model; the image to all keys at their own positions."""
+    """As in the model, text attends to the tokens before the image, and the image attends to all keys at their own
+    positions."""
     model = at(made(in_place), cache)
     watch = Watch(1)
     evaluated(watch.on(attach(model, ratio=0.5, **KEYS)))
@@ -162,7 +164,7 @@ def patched(model: Any, seen: list[int]) -> Any:
 
 
 def controlled(model: Any, seen: list[int]) -> Any:
-    """Add what a branch of blocks of its own makes of all tokens, after every second block, as Fun ControlNet does."""
+    """After every second block, add the output of a separate branch of blocks on all tokens, as Fun ControlNet does."""
     blocks = copy.deepcopy(model.model.diffusion_model.transformer_blocks[:2])
     state: dict[str, Tensor] = {}
 
@@ -180,9 +182,10 @@ def controlled(model: Any, seen: list[int]) -> Any:
     return model
 
 
-# The manual sigmas of ComfyUI's template for the turbo LoRA.
+# These are the manual sigmas of ComfyUI's template for the turbo LoRA.
 def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a card it takes keys and values of text and references in every block, for each condition of a step."""
+    """On the card, ComfyUI's cache holds keys and values of text and references in every block, for each condition of a
+    step."""
     from comfy.sampler_helpers import convert_cond
     from comfy.samplers import CFGGuider, sampler_object
 
@@ -190,7 +193,7 @@ def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: p
     prefix = (TEXT + 24 * 30) * 2 * 4 * 48 * 4  # tokens, keys and values, blocks, width, bytes
 
     def planned(cache: str, dtype: str, cfg: float, room: float) -> bool:
-        """Whether full precision fits."""
+        """Return whether full precision fits."""
         placed = at(model, cache, dtype)
         guider = CFGGuider(placed)
         guider.set_cfg(cfg)

@@ -1,4 +1,4 @@
-"""Videos: windows within a frame, and equally many destinations in every frame."""
+"""Videos: windows lie within a frame, and all frames have the same number of destinations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Reason = pack_module("toma_core.reasons").Reason
 
 (LAYOUT,) = LAYOUTS["wan"]
 FRAME = HEIGHT // 2 * (WIDTH // 2)
-# Wan 2.2 5B: a sigma for each frame.
+# Wan 2.2 5B, which has a sigma for each frame.
 WAN22 = {"base": "WAN22", "kind": "WAN22_T2V", "in_dim": 48, "out_dim": 48}
 
 
@@ -66,7 +66,7 @@ def test_a_block_of_a_video(
 
 
 def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any) -> None:
-    """Wan 2.2 5B has a sigma for each frame: merged tokens have that of their frame."""
+    """Wan 2.2 5B has a sigma for each frame, and merged tokens have the sigma of their frame."""
     model, frames = models.wan(**WAN22), 4
     block = model.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -93,7 +93,7 @@ def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, 
     out = held_first(merged, 3, steps=1, cfg=1.0, **conds)
     assert list(stats_of(merged).unmerged) == [Reason.OWN_MODULATION()]
     assert torch.equal(out, held_first(model, 3, steps=1, cfg=1.0, **conds))
-    # If all frames have the same sigma, no assignment can shift.
+    # If all frames have the same sigma, a shift of the assignment has no effect.
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
     assert stats_of(merged).unmerged == {}
 
@@ -187,9 +187,10 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
 
 @loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
-    """Plans belong to the frames of a call, for both conditions."""
+    """Plans belong to the frames of a call, and both conditions share them."""
     nodes = importlib.import_module("comfy_extras.nodes_context_windows")
-    # 7 latent frames in windows of 5 that overlap by 3; ComfyUI may put a frame before those that begin later.
+    # There are 7 latent frames in windows of 5 that overlap by 3; ComfyUI may add a frame before windows that begin
+    # later.
     window_options = ("standard_static", 1, False, "pyramid", False)
     windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *window_options).result[0]
     merged = attach(windowed, **settings)
@@ -220,7 +221,7 @@ def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: An
 
 @loop("place", ["attn1_patch", "attn2_patch"])
 def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any, stats_of: Any) -> None:
-    """MultiTalk's patches do so."""
+    """MultiTalk has such patches."""
     seen: list[tuple[int, Any]] = []
 
     def patch(args: dict[str, Any]) -> Tensor:
@@ -251,7 +252,7 @@ def test_attention_receives_the_number_of_tokens_per_frame(wan: Any, attach: Any
 
 
 def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stats_of: Any) -> None:
-    """Models of pictures whose latents have five dimensions are not merged with several frames."""
+    """Models for pictures whose latents have five dimensions are not merged with several frames."""
     model = model_of("qwen_image")
     merged = attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)

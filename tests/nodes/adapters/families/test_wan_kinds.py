@@ -1,4 +1,4 @@
-"""Tokens beside the video of the kinds of Wan: references, context, poses, music; and unsupported kinds."""
+"""The tokens beside the video in the kinds of Wan: references, context, poses and music; and unsupported kinds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Seen:
 
 
 def test_blocks_are_not_merged_with_reference_and_context(attach: Any, stats_of: Any) -> None:
-    """The model does not pass how many of these tokens are before the video."""
+    """The model does not pass how many of these tokens precede the video."""
     if not current():
         pytest.skip("this ComfyUI may have no context latents")
     model = models.wan(in_dim_ref_conv=16)
@@ -70,7 +70,7 @@ def test_blocks_are_not_merged_with_reference_and_context(attach: Any, stats_of:
 
 
 def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
-    """The first frame and its mask are channels, and its CLIP vision output is text."""
+    """The first frame and its mask are channels, and the CLIP vision output of this frame is treated as text."""
     model = models.wan(kind="WAN21_I2V", model_type="i2v", in_dim=36)
     model.model.image_to_video = True
     first = noise(1, 16, 5, HEIGHT, WIDTH)
@@ -114,7 +114,7 @@ def test_kinds_that_read_all_tokens_between_blocks(
     model = models.wan(**{"model_type": kind, **KINDS[kind]})
     blocks, height = model.model.diffusion_model.blocks, HEIGHT
     options: dict[str, Any] = {"camera_conditions": noise(1, 24, 3, 8 * HEIGHT, 8 * WIDTH)} if kind == "camera" else {}
-    if kind == "wandancer":  # music takes an eighth of a frame each
+    if kind == "wandancer":  # each piece of music has an eighth of a frame's tokens
         height, options = 16, {"audio_embed": noise(1, 20, 35), "clip_vision_output": Seen()}
     conds = {"positive": models.conditioning(model, seed=1, **options)}
     asked = {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
@@ -136,7 +136,7 @@ def test_kinds_that_read_all_tokens_between_blocks(
 def test_references_are_frames_and_poses_follow(
     kind: str, references: int, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """SCAIL's poses may have half of the size; both are not merged."""
+    """The poses of SCAIL may have half of the size; neither references nor poses are merged."""
     import comfy.model_base
 
     name = kind.upper()

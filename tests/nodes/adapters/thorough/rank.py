@@ -1,4 +1,4 @@
-"""One of two processes that make pictures together, over torch.distributed's gloo on the loopback.
+"""One of two processes that sample pictures together, over torch.distributed's gloo on the loopback device.
 
 `python rank.py RANK FOLDER` writes {case: result} into FOLDER/RANK.json; both processes meet in FOLDER/store.
 """
@@ -23,12 +23,13 @@ from testbed import models
 
 SIZE = 2
 EVERYTHING = {"min_tokens": 4}
-# 144 tokens of a picture and 6 of text. With two references of that size a process holds 219 of 438: more than both.
+# A picture has 144 tokens, its text 6. With two references of the same size a process has 219 of 438 tokens, which is
+# more than image and text together.
 SIDE, TEXT = 24, 6
 
 
 def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE, steps: int = 2) -> Tensor:
-    """Sample a latent from prompts with a number of references of its size."""
+    """Sample a latent from prompts with this number of references of the latent's size."""
     g = torch.Generator().manual_seed(9)
     latents = [torch.randn(1, 16, SIDE, width, generator=g) for _ in range(references)]
     options: dict[str, Any] = {"reference_latents": latents} if latents else {}
@@ -36,7 +37,7 @@ def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE
     return models.sample(model, SIDE, width, steps=steps, **prompts)
 
 
-# The pictures without ToMA so far, with their models, by model and options: several cases have the same.
+# The pictures without ToMA so far, with their models, by model and options, because several cases share them.
 unmerged: dict[tuple[Any, ...], tuple[Any, Tensor]] = {}
 
 
@@ -90,7 +91,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         shared = partial(tried, Shares(group, rejoin).on(flux), flux)
         for n in (0, 1, 2):
             found[f"tokens-{way}-{n}-references"] = partial(shared, {}, references=n)
-        # 132 tokens of a picture and 7 of text: two processes cannot share them evenly.
+        # With 132 tokens of a picture and 7 of text, two processes cannot get equal shares.
         found[f"tokens-{way}-odd"] = partial(shared, {}, text=7, width=22)
         found[f"tokens-{way}-module"] = partial(shared, {"granularity": "module"}, references=2)
         cached = {"full_step_interval": 2}
@@ -108,9 +109,9 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     use_comfyui(cpu=True)
     torch.set_num_threads(1)
-    # Not by the machine's name, which may not resolve.
+    # The name of the machine is not used, because it may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # A file instead of a port, which another process might take. Waiting longer than this cannot succeed.
+    # The processes meet in a file, because another process might take a port. Waiting longer than this cannot succeed.
     store, limit = f"file://{folder / 'store'}", timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
     (folder / f"{rank}.json").write_text(json.dumps({name: case() for name, case in cases().items()}))

@@ -1,4 +1,5 @@
-"""Samplers that draw new noise, and prompts by turns, on a trained model: merged where that holds, else full."""
+"""Samplers that draw new noise, and prompts that take turns, on a trained model: steps are merged where the caches
+hold, otherwise full."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ NOISY = ("er_sde", "euler_ancestral", "lcm", "dpmpp_2m_sde", "lms")
 
 @pytest.fixture(scope="module")
 def trained(pack: Any) -> Trained:
-    """Return the few-step model: of the other one euler's own error is 0.14 in pictures of this size."""
+    """Return the few-step model; with the other model Euler's own error is 0.14 in pictures of this size."""
     return Trained("few")
 
 
@@ -59,11 +60,11 @@ def errors(trained: Trained, sampler: str) -> Tensor:
 @torch.no_grad()
 @loop("name", NOISY)
 def test_samplers_that_draw_new_noise(trained: Trained, usual: dict[int, float], stats_of: Any, name: str) -> None:
-    """Merged steps have what the latent explains of it; where that does not hold, steps are full and say why. Without
-    regression the error of these is 0.2 to 0.5."""
+    """Merged steps get the part of the new noise that the latent explains. Where the caches do not hold, steps are full
+    and give the reason. Without regression the error of these samplers is 0.2 to 0.5."""
     error, stats = errors(trained, name), stats_of(trained.merged)
     assert "new_noise" in why_full(stats)
-    if name == "er_sde":  # its noise falls from step to step
+    if name == "er_sde":  # its noise decreases from step to step
         assert set(stats.merged_steps) < set(usual)
         assert stats.merged_steps
         assert error.mean() < 0.1
@@ -74,7 +75,8 @@ def test_samplers_that_draw_new_noise(trained: Trained, usual: dict[int, float],
 
 
 def test_prompts_that_take_turns_in_a_larger_picture(pack: Any) -> None:
-    """Plans are made from the picture that was predicted for the same prompt. From the other's the error was 0.10."""
+    """Plans are made from the picture that was predicted for the same prompt. With the other prompt's picture, the
+    error was 0.10."""
     larger = Trained("few")
     larger.size = 64
     assert larger.error(positive=by_turns(larger)) < 0.09

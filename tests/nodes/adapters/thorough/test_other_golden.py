@@ -1,4 +1,4 @@
-"""Latents that must not change, of the cases of test_golden.py that it leaves out of `make test`."""
+"""Latents that must not change, for the cases of test_golden.py that `make test` leaves out."""
 
 from __future__ import annotations
 

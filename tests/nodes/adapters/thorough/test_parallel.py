@@ -1,4 +1,4 @@
-"""Two real processes sample a picture together: ToMA merges correctly or not at all, the same in both.
+"""Two real processes sample a picture together: ToMA merges correctly or not at all, and does the same in both.
 
 compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions. The matrix runs the
 shares in turn.
@@ -56,24 +56,24 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 @loop("way", WAYS)
 @loop("kind", KINDS)
 def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
-    """Each process has a part of the sequence. With references it is longer than the image, and would be merged by the
-    image's grid, also in the process of the references."""
+    """Each process has a part of the sequence. With references this part is longer than the image and would be merged
+    by the image's grid, also in the process that holds the references."""
     for process in found:
         case = process[f"tokens-{way}-{kind}"]
         assert case["as without ToMA"]
         assert case["the same on all"]
-        # One of them replaces the forward of some blocks.
+        # In one case the forward of some blocks is replaced.
         assert case["merged"] == 0
         assert set(case["unmerged"]) <= {TOKENS_CHANGED, "block_replaced"}
         assert sum(case["unmerged"].values()) == BLOCKS["flux"]
-        # Padding for equal lengths takes part in attention.
+        # Padding that makes lengths equal takes part in attention.
         assert 0 < case["off from one process"] < (0.05 if kind == "odd" else 1e-5), "not the model that it should be"
 
 
 @loop("model", ["flux", "unet"])
 @loop("granularity", ["stack", "module"])
 def test_shared_conditions_are_not_merged(found: Any, model: str, granularity: str) -> None:
-    """Each process has one of two conditions and does not know which."""
+    """Each process has one of two conditions and cannot tell which."""
     for process in found:
         case = process[f"conditions-{model}-{granularity}"]
         assert case["as without ToMA"]

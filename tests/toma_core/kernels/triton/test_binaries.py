@@ -1,4 +1,4 @@
-"""The binaries of a run, none of which is compiled after its first plan.
+"""The binaries of a run, all of which are compiled at its first plan.
 
 Triton compiles for a simulated GPU in a separate process, because this one runs kernels in the interpreter.
 """
@@ -72,11 +72,11 @@ print(json.dumps(counts))
 
 
 def test_no_kernel_is_made_after_the_first_plan(tmp_path: Path) -> None:
-    """Shifted windows first occur at the second selection, the residual cache at merged steps."""
+    """Shifted windows first occur at the second selection, and the residual cache first at merged steps."""
     counts = json.loads(printed(PROGRAM, tmp_path))
     for name, steps in counts.items():
         assert len(set(steps)) == 1, (name, steps)
-    # Search, merge and restore, each for full windows and for ragged ones, at every size; with a KV cache, the change
-    # and what is propagated, each with rotations and without.
+    # The binaries are search, merge and restore, each for full windows and for ragged ones, at every size. With a KV
+    # cache there are also change and propagate, each with rotations and without.
     assert counts["sdxl"][0] == counts["sdxl 832x1216"][0] == 6
     assert counts["flux"][0] == counts["flux 832x1216"][0]

@@ -1,4 +1,5 @@
-"""Every kernel compiles for every generation of GPU, without one: the interpreter checks no types and no limits."""
+"""Every kernel compiles for every generation of GPU, without a GPU. Triton's interpreter would check neither types nor
+limits."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.toma_core.kernels.cases import printed
 
-# Shared memory of a block on RTX 30 and 40 cards; the others have more.
+# Shared memory of a block on RTX 30 and 40 cards; other cards have more.
 SHARED = 99 * 1024
 
 PROGRAM = """
@@ -110,8 +111,8 @@ print(json.dumps(found))
 
 
 def test_weights_are_read_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """This holds for windows of 56 tokens with 28 destinations; dense rows are read two bytes at a time, also for a
-    batch."""
+    """This holds for windows of 56 tokens with 28 destinations, also for a batch; dense rows would be read two bytes at
+    a time."""
     close, apart = json.loads(printed(WEIGHTS, tmp_path))
     assert min(close) > 0
     assert apart == [0, 0]

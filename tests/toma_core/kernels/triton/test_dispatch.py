@@ -1,4 +1,4 @@
-"""The kernels that a run uses and why, and that its results equal those without kernels."""
+"""The kernels that a run uses and why; its results equal those without kernels."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan_of(x: torch.Tensor, where: Evaluation, scope: str = "a") -> MergePlan:
 
 
 def test_unasked(kernels: Any) -> None:
-    """The default is real kernels on a GPU and PyTorch on a CPU, even if Triton's interpreter is available."""
+    """By default a run uses kernels on a GPU and PyTorch on a CPU, even if Triton's interpreter is available."""
     where = evaluation()
     plan = plan_of(CASE.tokens(), where)
     assert (plan.kernels is None) == (DEVICE == "cpu")
@@ -82,7 +82,7 @@ def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks are in order of precedence; without a GPU, tokens without values stand for it."""
+    """Checks come in order of precedence; without a GPU, tokens without values stand in for it."""
     assert Dispatch().choose(on_a_gpu(torch.float64), *CASE.layout()).reason == NoTriton.DTYPE(dtype="float64")
     if DEVICE == "cpu":
         assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.FAILED(error="TRITON_INTERPRET=1")
@@ -138,7 +138,7 @@ class TestFirstUse:
 
     @pytest.mark.parametrize("fails", [True, False, None])
     def test_packing_falls_back(self, fails: bool | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """PyTorch packs if the kernel fails or is off, otherwise the kernel does."""
+        """PyTorch quantises if the kernel fails or is off, otherwise the kernel does."""
         x, used = torch.randn(1, 70, 64).to(DEVICE), []
         own = type(kernels).quantize
 
@@ -166,8 +166,8 @@ class TestFirstUse:
     def test_all_that_a_run_will_need_is_tried_at_its_first_plan(
         self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """This includes shifted windows, other ratios, weights only and the residual cache, once per process, and is
-        logged once before."""
+        """The trials include shifted windows, other ratios, weights without a selection, and the residual cache. They
+        run once per process, and a log line announces them."""
         made = []
         for name in ("select_weigh", "weigh", "merge", "unmerge_residual"):
             method = getattr(type(kernels), name)

@@ -25,7 +25,7 @@ CASES = (
     Case(13, 19, 8, 0.9, 64, FULL),
     Case(16, 24, 8, 0.25, 640, HALF),
     Case(9, 11, 4, 0.5, 40, HALF, kind=WindowShape.STRIPE),
-    # More than 64 of both tokens and destinations in a window: several steps of the sum.
+    # A window has more than 64 tokens and more than 64 destinations, so sums take several steps.
     Case(13, 19, 16, 0.25, 40, BRAIN),
     Case(20, 17, 32, 0.5, 77, FULL, batch=3),
     Case(1, 3, 2, 0.5, 1, FULL),
@@ -133,7 +133,7 @@ def test_any_strides(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
-    """Weights of one image serve all of them, as matrix products broadcast."""
+    """Weights of one image are used for all images, as matrix products broadcast."""
     plan, x = random_plan(case), case.tokens()
     M, back = plan.merge_weights[:1], plan.unmerge_weights[:1]
     merged = kernels.merge(x, M, plan.windows, plan.budget)
@@ -144,7 +144,7 @@ def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 40, FULL, adaptive=True))
 def test_one_adaptive_plan_for_a_batch(case: Case, kernels: Any) -> None:
-    """The budget of one image serves all of them too; nothing is read past its end."""
+    """The budget of one image is also used for all images; nothing is read past its end."""
     plan, x = random_plan(case), case.tokens().expand(3, -1, -1)
     merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
     assert torch.equal(merged, merged[:1].expand(3, -1, -1))
@@ -191,7 +191,8 @@ def test_full_size(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 24, HALF), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True), Case(16, 16, 8, 0.5, 40, FULL))
 def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
-    """As for cond and uncond, kernels read one plan for every copy, and the result equals that of copied plans."""
+    """Kernels read one plan for every copy of the image, as for cond and uncond, and the result equals that of copied
+    plans."""
     plan = replace(random_plan(case), kernels=kernels)
     many, copied = stacked([plan] * 3), stacked([replace(plan) for _ in range(3)])
     x, out = normal(replace(case, batch=3), plan.tokens, 0), normal(replace(case, batch=3), plan.num_destinations, 1)
@@ -213,10 +214,10 @@ def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 8, FULL, batch=2, adaptive=True))
 def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
-    """Each plan has another budget; the number of prepared launches must not grow with them."""
+    """Each plan has another budget; the number of prepared launches must not grow with their number."""
     first, second = random_plan(case), random_plan(case)
     x = case.tokens()
-    # The same windows with other numbers of destinations.
+    # The windows are the same, with other numbers of destinations.
     budget = second.budget
     assert budget.adaptive
     other = Budget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))

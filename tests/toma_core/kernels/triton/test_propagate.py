@@ -17,7 +17,8 @@ from toma_core.kernels.triton.launch import Launch
 from toma_core.latent_regression import Regression, Rotation, regress
 from toma_core.merge import stacked
 
-# (case, features, pairs of a head, images of the rotations): 0 pairs are values and updates, which are not rotated.
+# (case, features, pairs of a head, images of the rotations). With 0 pairs, the tensors are values and updates, which
+# are not rotated.
 CASES = (
     (Case(5, 7, 4, 0.5, 40, FULL), 5, 0, 0),
     (Case(5, 7, 4, 0.5, 40, FULL, batch=2), 33, 10, 1),
@@ -83,7 +84,7 @@ def test_propagate(case: Case, features: int, pairs: int, images: int, kernels: 
     assert ours.is_contiguous()
     assert off(ours, reference(regression, cached, fresh, rotation)) < TOLERANCE[case.dtype]
     assert all(torch.equal(a, b) for a, b in zip((cached, fresh), copies, strict=True)), "inputs are left alone"
-    # A prepared launch, and rotations in the dtype of keys.
+    # This is a prepared launch, with rotations in the dtype of keys.
     assert torch.equal(regression.propagate(cached, fresh, rotation), ours)
     if rotation is not None:
         rounded = replace(rotation, **dict(zip(("tokens", "destinations"), rotation._in_dtype, strict=True)))
@@ -120,7 +121,7 @@ def test_any_strides(case: Case, pairs: int, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 24, FULL), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True))
 def test_one_image_several_times(case: Case, kernels: Any) -> None:
-    """Cond and uncond share a plan, whose destinations serve every copy."""
+    """Cond and uncond share a plan, whose destinations are used for every copy."""
     one = regression_of(case, 33, kernels)
     plan = stacked([replace(one.plan, kernels=kernels)] * 3)
     both = Regression(plan, one.fit.expand(3, -1, -1), one.spread.expand(3, -1, -1))
@@ -141,7 +142,7 @@ def test_what_has_not_changed_stays_bit_for_bit(case: Case, kernels: Any) -> Non
 
 @pytest.mark.parametrize("pairs", [0, 20])
 def test_three_launches(pairs: int, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a regression there are two: destinations are gathered, and the change is unmerged."""
+    """Without a regression there are two launches: destinations are gathered, and the change is unmerged."""
     case, launched = Case(13, 19, 8, 0.5, 40, BRAIN), []
     regression = regression_of(case, 33, kernels)
     cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)

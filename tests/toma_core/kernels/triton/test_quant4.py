@@ -1,4 +1,5 @@
-"""Kernels for four bits per number: the error is PyTorch's, for any strides, and each unpacks the other's result."""
+"""Kernels for four bits per number: the error equals PyTorch's, for any strides, and each dequantises the other's
+result."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_there_and_back(dtype: torch.dtype, channels: int, size: float, kernels:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_heads_side_by_side(dtype: torch.dtype, kernels: Any) -> None:
-    """Tokens have other strides, or are the image's part of longer rows."""
+    """Tokens have other strides, or are the part of longer rows that belongs to the image."""
     x = tokens(128, dtype)
     expected = torch.cat([x[:, :9], x], 1)
     for strided in (x.transpose(1, 2).contiguous().transpose(1, 2), expected[:, 9:]):

@@ -39,8 +39,8 @@ CASES = (
 
 
 def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[list[int], float]:
-    """Greedy search in one window in fp64, and by how much its closest decision was won: as a share of
-    gains above 1."""
+    """Return a greedy search in one window in fp64, and the lead of its closest decision: as a share of gains above
+    1."""
     step = tie_step(len(valid))
     similarity = similarity.double()[valid][:, valid]
     represented = torch.full((len(similarity),), -1.0, dtype=torch.float64, device=similarity.device)
@@ -60,7 +60,8 @@ def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[li
 
 
 def check_slots(dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Check every window: its budget of slots, ascending, distinct, no padding, then the first one repeated."""
+    """Check every window: its slots number its budget, ascend, are distinct and contain no padding; after them the
+    first one is repeated."""
     for image, kept_here in zip(dest_slots.tolist(), destinations_of(budget, len(dest_slots)), strict=True):
         for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))
@@ -74,7 +75,8 @@ def oracle_plan(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget)
 
 def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
     expected = oracle_plan(x, dest_slots, windows, budget)
-    # At sharpness 300 an error of 1e-7 in a cosine is one of 3e-5 in a weight; then the rounding to the stored dtype.
+    # At sharpness 300 an error of 1e-7 in a cosine becomes 3e-5 in a weight, and the stored dtype rounds it in
+    # addition.
     tolerance = {FULL: 1e-4, HALF: 1e-3, BRAIN: 8e-3}[x.dtype]
     assert M.dtype == back.dtype == x.dtype
     torch.testing.assert_close(M.float(), expected.merge_weights, rtol=0, atol=tolerance)
@@ -89,7 +91,7 @@ def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, window
 
 
 def check_objective(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Where gains are closer than rounding dest_slots may differ, but not how well they represent each window."""
+    """Where gains are closer than rounding, destinations may differ, but not how well they represent each window."""
     similarity = cosine_similarity(windows.split(x.float()))
     expected = select(similarity, windows, budget)
     valid = None if windows.valid is None else windows.valid.repeat(x.shape[0], 1)
@@ -120,8 +122,8 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(11, 11, 11, 0.7, 24, FULL))
 def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
-    """The first of mutual neighbours wins, as in plain PyTorch and in the textbook's loops, for any rounding of
-    features: in registers and, in a window of 156 tokens, in tiles."""
+    """The first of mutual neighbours wins for any rounding of features, as in plain PyTorch and in the textbook's
+    loops. Windows fit into registers or, with 156 tokens, are processed in tiles."""
     x, (windows, budget) = case.tokens(1), case.layout()
     similarity = cosine_similarity(windows.split(x))
     expected = select(similarity, windows, budget)
@@ -141,7 +143,7 @@ def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
 
 @each(CASES[0], CASES[2], Case(13, 10, 4, 0.5, 40, FULL, batch=3, adaptive=True))
 def test_priority(case: Case, kernels: Any) -> None:
-    """Tokens that were computed before give way, as in plain PyTorch; equal factors change nothing."""
+    """Tokens that were computed before have a lower priority, as in plain PyTorch; equal factors change nothing."""
     x, (windows, budget) = case.tokens(1), case.layout()
     before, M, back = kernels.select_weigh(x, windows, budget, SCALE)
     places = windows.source.expand(len(x), -1, -1).gather(2, before).flatten(1)
