@@ -1,4 +1,4 @@
-"""Shared parts of all benchmarks: conditions, interleaved timing, gates, and tables and JSON of the rows."""
+"""Parts that all benchmarks share: conditions, interleaved timing, gates, and tables and JSON of the rows."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Timing:
     seconds: list[float] = field(default_factory=list)
     output: Tensor | None = None
     peak: int = 0  # bytes of device memory, 0 if unknown
-    handed: list[float] = field(default_factory=list)  # seconds until the host has launched everything
+    handed: list[float] = field(default_factory=list)  # seconds until the host has launched all operations
 
     def quantile(self, share: float) -> float:
         """Return the quantile of the turns' times, interpolated."""
@@ -108,8 +108,8 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time cases in turns, so that a machine that slows down slows all of them equally. Warm-up turns do not count.
 
-    limit: seconds for all turns, warm-up included. A turn only begins if it would end in time at the previous turn's
-    duration; at least one turn counts.
+    limit: seconds for all turns, warm-up included. A turn begins only if it would end in time, judged by the previous
+    turn's duration; at least one turn counts.
     """
     timings = {name: Timing() for name in cases}
     begin = last = time.monotonic()
@@ -158,10 +158,10 @@ class Row:
     speedup_high: float | None = None
     ceiling: float | None = None  # unpatched FLOPs / FLOPs
     error: float | None = None  # relative error of the output
-    host: float | None = None  # seconds until everything is launched
+    host: float | None = None  # seconds until the host has launched all operations
     gpu: float | None = None  # seconds of the kernels, if profiled
     peak_mb: float | None = None
-    shares: dict[str, float] = field(default_factory=dict)  # of a step's time, by part
+    shares: dict[str, float] = field(default_factory=dict)  # shares of a step's time, by part
     gate: str = ""  # why no speed-up may be reported, empty if it may
     note: str = ""
     profile: str = ""  # the slowest operations, as text

@@ -1,10 +1,10 @@
-"""Measure from how many tokens on merging pays on this device: `python -m benchmarks.suite --only break-even`.
+"""Measure the number of tokens from which merging pays on this device: `python -m benchmarks.suite --only break-even`.
 
-It times chains of transformer blocks of both resolutions of SDXL, unmerged and merged, over token grids of growing
-side; a third of a plan (one plan in three steps, as in the balanced preset) is added to the merged time. Every grid is
-merged, however small; each row also has Auto's decision (`min_tokens` = 0). Auto is right if it merges exactly the
-grids with a speed-up above 1. On a CPU the clock is the process's own,
-so that other programs on the machine matter less.
+It times chains of transformer blocks at both resolutions of SDXL, unmerged and merged, on token grids of growing side.
+A third of a plan (one plan in three steps, as in the balanced preset) is added to the merged time. Every grid is
+merged, however small, and each row also has Auto's decision (`min_tokens` = 0). Auto is right if it merges exactly the
+grids with a speed-up above 1. On a CPU the time is that of the process, so that other programs on the machine matter
+less.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ def measure(
     device: torch.device,
     batch: int = 2,
 ) -> list[Row]:
-    """Measure one row for each side: a chain of blocks that is merged once, and its speed-up over the unmerged
-    chain."""
+    """Measure one row for each side: the speed-up of a chain of blocks that is merged once, over the unmerged chain."""
     core = pack_module("toma_core")
     plans_per_step = 1 / core.UserSettings("balanced").resolved().selection_interval
     blocks = stack(width, depth, dtype, device)

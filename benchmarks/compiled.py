@@ -1,12 +1,12 @@
-"""Measure torch.compile's further gain over merging where the host limits the speed.
+"""Measure the additional gain of torch.compile over merging where the host limits the speed.
 
     python -m benchmarks.compiled [--model sdxl flux] [--repeats 15] [--backend inductor] [--out FOLDER]
 
-SDXL and Flux have their full depth, but are narrow and run on small pictures: an evaluation takes as long as the host
-needs to launch it, which is the time that compiling saves where a GPU waits for its host. The suite's section `compile`
-has models of full width; on a CPU, where Inductor's products in bf16 are slower than PyTorch's own, they show nothing.
-PyTorch's attention (ComfyUI's own for CPUs breaks graphs), fp32, wall clock. The first run of a compiled variant takes
-a minute.
+SDXL and Flux have their full depth, but are narrow and run on small pictures. An evaluation then takes as long as the
+host needs to launch it, and compiling saves just this time where a GPU waits for its host. The suite's section
+`compile` has models of full width. On a CPU these show nothing, because Inductor's products in bf16 are slower there
+than PyTorch's own. Measured with PyTorch's attention (ComfyUI's own for CPUs breaks graphs), in fp32, by the wall
+clock. The first run of a compiled variant takes a minute.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ def on_meta(name: str, blocks: tuple[int, ...] | None = None) -> Any:
     return fullsize.patcher(name, torch.bfloat16, META, blocks=blocks)
 
 
-# Before the interpreter exits: a model that is freed later finds parts of ComfyUI missing.
+# Clear it before the interpreter exits, because a model that is freed later finds parts of ComfyUI missing.
 atexit.register(on_meta.cache_clear)
 
 
 class Fused:
-    """Stands in for `TritonKernels`, which need a GPU: the shapes of its results, and every launch counted as one
-    operation that reads its operands and writes its result. Its products are not counted."""
+    """Stands in for `TritonKernels`, which need a GPU. It returns the shapes of their results, and counts every launch
+    as one operation that reads its operands and writes its result. Products inside its launches are not counted."""
 
     name = "triton"
 
@@ -95,7 +95,7 @@ class Fused:
 
     def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
         made = fresh.new_empty(fresh.shape)
-        # Of what is cached, the destinations.
+        # Of the cached tensor, only the destinations are read.
         self._launched("change", (made,), fresh, made, destinations, R)
         return made
 
@@ -125,17 +125,16 @@ def count(
     blocks: tuple[int, ...] | None = None,
     modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Cost:
-    """Count the cost of one evaluation of a full-width model. blocks: number of each kind, all if None.
+    """Count the cost of one evaluation of a full-width model. blocks: number of blocks of each kind, all if None.
 
-    kernels: count ToMA's fused Triton kernels, see `Fused`, instead of plain PyTorch.
-    plan: whether the evaluation also makes its plans; otherwise they exist. step: its index in a run of `STEPS`.
-    regression: whether changes are regressed on the latent.
-    modules: from the name of a kind of module to the part under which its work is counted.
+    kernels: count ToMA's fused Triton kernels, see `Fused`, in place of plain PyTorch. plan: whether the evaluation
+    also makes its plans; otherwise they exist. step: its index in a run of `STEPS`. regression: whether changes are
+    regressed on the latent. modules: for each name of a kind of module, the part under which its work is counted.
     """
     patched = variant.patch(on_meta(shape.model, blocks))
     model, meter = patched.model.diffusion_model, Meter()
     given = shape.inputs(META)
-    # As `apply_model` passes them.
+    # The arguments are those that `apply_model` passes.
     x, t, context = (given.pop(name) for name in ("x", "t", "c_crossattn"))
     x, context = x.to(torch.bfloat16), context.to(torch.bfloat16)
     latents = x
@@ -145,7 +144,7 @@ def count(
         latents = unpack_latents(x, shapes)
         x = latents[0]
     if shape.model == "h3":
-        t = torch.full(t.shape, 0.7)  # it reads its sigma
+        t = torch.full(t.shape, 0.7)  # the model reads its sigma
     references = [latent.to(torch.bfloat16) for latent in given.pop("ref_latents", ())]
     given |= {"y": given["y"].to(torch.bfloat16)} if "y" in given else {}
     given |= {"ref_latents": references} if references else {}
@@ -167,19 +166,19 @@ def count(
         if run is not None:
             decision = run.schedule.decide(run.schedule.sigmas[step])
             change = pack_module("toma_core.latent_regression").LatentChange(x, x) if regression else None
-            # As after a step with a prediction.
+            # The evaluation is the one after a step with a prediction.
             evaluation = pack_module("toma_core").Evaluation(run, decision, pictures=pictures, change=change)
         chosen = () if evaluation is None else find(model).select(x, evaluation, options, None, references)
         with torch.no_grad(), hooks.installed(chosen):
             model(latents, t, context=context, **given, transformer_options=dict(options))
 
-    # The steps before, or what a model computes in its first call alone.
+    # First run the steps before, or the work that a model does only in its first call.
     for before in range(1 if run is None else step if plan else step + 1):
         with meter:
             forward(before)
     meter.cost = Cost()
     with ExitStack() as stack:
-        if shape.model == "ernie":  # its blocks get no options, so no override either
+        if shape.model == "ernie":  # its blocks get no options, so they have no override either
             attention = functools.partial(meter.attention, None)
             stack.enter_context(mock.patch("comfy.ldm.ernie.model.optimized_attention", attention))
         for module in model.modules():

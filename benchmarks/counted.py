@@ -90,7 +90,8 @@ def ceilings() -> str:
     return markdown(["model", "side, px", "TFLOP", *(f"ratio {r:g}" for r in RATIOS)], rows())
 
 
-# Videos with sound, at the sizes of ComfyUI's templates: 121 frames are 16 of LTX's latent, 73 are 22 of H3's.
+# Videos with sound, at the sizes of ComfyUI's templates. 121 frames are 16 frames of LTX's latent, 73 frames are 22 of
+# H3's.
 _SOUND = {
     "ltx_av": {
         "640 x 352 x 121": Shape("ltx_av", 352, 640, frames=16),
@@ -119,7 +120,7 @@ def families() -> str:
             for size, shape in sizes_of(model) if model != "sdxl" else ():
                 base = count(shape)
                 every = [count(shape, by_toma(ratio=ratio, **ALL_BLOCKS), kernels=True) for ratio in (0.5, 0.75)]
-                # Its first step is full.
+                # The first step of this preset is full.
                 balanced = [count(shape, by_preset("balanced", ratio), kernels=True, step=1) for ratio in (0.5, 0.75)]
                 plain = count(shape, by_toma(**ALL_BLOCKS))
                 yield [
@@ -214,7 +215,7 @@ def templates() -> str:
 
 
 def attending(shape: Shape, ratio: float) -> Cost:
-    """Return settings of a merged step of the presets, whose blocks attend to all tokens."""
+    """Return the cost of a merged step of the presets, whose blocks attend to all tokens."""
     return count(shape, variants.preset("balanced", ratio=ratio, min_tokens=4), kernels=True, step=1)
 
 
@@ -224,7 +225,7 @@ def settings_of(model: str, preset: str) -> Any:
 
 
 def merged_steps(model: str, preset: str, steps: int) -> list[int]:
-    """Return the steps, of a number of steps, that a preset merges."""
+    """Return which of this number of steps a preset merges."""
     sigmas = tuple(float(steps - step) for step in range(steps))
     schedule = pack_module("toma_core").Schedule(settings_of(model, preset), sigmas, finishes=True)
     return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]

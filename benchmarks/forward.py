@@ -1,9 +1,9 @@
 """Time one model evaluation of full-width models, unpatched, with ToMA, with its rivals, and with both.
 
-Every variant goes through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
+Every variant runs through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
 median of the turns' ratios. Turns reuse the plans of a warm-up turn. If merged blocks attend to all tokens, an untimed
-full step comes first. Weights are random: the error only shows that the merged model computes nearly the same function.
-A speed-up is refused if the output is broken, nothing was merged, or the unpatched model changed.
+full step comes first. Weights are random, so the error only shows that the merged model computes nearly the same
+function. A speed-up is not reported if the output is broken, nothing was merged, or the unpatched model changed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Runner:
         self.patched = variant.patch(patcher)
         self.sampling = self._start()
 
-    @torch.inference_mode()  # as the sampler does: ToMA merges nothing while gradients are computed
+    @torch.inference_mode()  # as in the sampler, because ToMA merges nothing while gradients are computed
     def _start(self) -> Any | None:
-        """Return ToMA's state of a run, as the sampler's wrapper makes it; None without ToMA."""
+        """Return ToMA's state of a run, made as the sampler's wrapper makes it; None without ToMA."""
         run = pack_module("nodes.adapters.patch_model")
         attachment = run.attachment_of(self.patched)
         if attachment is None:
@@ -59,7 +59,7 @@ class Runner:
         return sampling
 
     def _step(self, sigma: float, inputs: dict[str, Any]) -> Tensor:
-        """Evaluate the model at a sigma, as a step of a sampler without new noise."""
+        """Evaluate the model at a sigma, as in a step of a sampler without new noise."""
         assert self.sampling is not None
         sampling, timestep = self.sampling, torch.full((1,), sigma)
         latent = pack_module("nodes.adapters.streams").first(inputs["x"], inputs.get("latent_shapes"))
@@ -106,7 +106,7 @@ class Runner:
         return ", ".join(f"{math.prod(grid)} -> {saved}" for grid, saved in grids)
 
     def kernels(self) -> str:
-        """Return which kernels computed the plans."""
+        """Return the names of the kernels that computed the plans."""
         return "" if self.stats is None else "kernels: " + ", ".join(sorted(map(str, self.stats.kernels)))
 
 
@@ -144,10 +144,10 @@ def measure(
     farthest: float = FARTHEST,
     profiles: bool = False,
 ) -> list[Row]:
-    """Time all variants at one shape, interleaved with the unpatched model.
+    """Time all variants at one shape, in turn with the unpatched model.
 
-    check_kernels: also compare ToMA's fused kernels with plain PyTorch, where they run. profiles: also measure the
-    host's time to launch everything, and the GPU's time.
+    check_kernels: also compare ToMA's fused kernels with plain PyTorch, if they run here. profiles: also measure the
+    time of the host until everything is launched, and the time of the GPU.
     """
     inputs = shape.inputs(device)
     runners, skipped_by_settings = {}, []
@@ -196,8 +196,8 @@ def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = Non
 
 
 def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:
-    """Compare a variant on kernels with the same variant in plain PyTorch; their difference must be below that of
-    merging."""
+    """Compare a variant on kernels with the same variant in plain PyTorch. The difference must be smaller than the
+    error of merging."""
     plain = Runner(runner.variant, patcher, plain=True)(inputs).float().cpu()
     apart, merged = bench.relative_error(output, plain), bench.relative_error(plain, base)
     return (

@@ -1,11 +1,12 @@
-"""Measure the host time of one call of merging in calls of torch.add: its cost where a GPU waits for its host.
+"""Measure the host time of one call of merging, in units of a call of torch.add. It is the cost of merging where a GPU
+waits for its host.
 
     python -m benchmarks.hosttime [--repeats 40] [--out FOLDER]
 
-It needs no GPU. Triton compiles for one offline and its driver is stubbed: a launch ends before the launcher in C. The
-time of that launcher and of CUDA's driver is excluded, as it is for torch.add. Plain PyTorch runs on CPU tensors of 20
-tokens, whose sums cost little beside the calls. A turn times some hundred calls of torch.add, of an operation, and of
-torch.add again, in time of this thread, and takes the quotient; a row is the median of its turns.
+It needs no GPU. Triton compiles for a GPU offline and its driver is stubbed: a launch ends before the launcher in C.
+The time of that launcher and of CUDA's driver is excluded, for torch.add too. Plain PyTorch runs on CPU tensors of 20
+tokens, whose sums take little time compared with the calls. A turn times some hundred calls of torch.add, of an
+operation, and of torch.add again, in the time of this thread, and divides the times. A row is the median of its turns.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from scripts.comfy_pack import pack_module
 from testbed import offline, stand_ins
 
 RESULTS = "hosttime"
-# Tokens of a picture: full windows, more in a row than plain PyTorch joins to one.
+# Tokens of a picture, in full windows; a row has more windows than plain PyTorch merges as one product.
 _GRID, _WINDOW, _CHANNELS = (2, 10), 2, 16
 _CALLS = 200
 
 
 def in_adds(call: Callable[[], object], repeats: int, calls: int = _CALLS) -> float:
-    """Return the duration of a call in calls of torch.add."""
+    """Return the duration of a call as a number of calls of torch.add."""
     a = b = torch.ones(4)
     call()
 
@@ -54,7 +55,8 @@ def in_adds(call: Callable[[], object], repeats: int, calls: int = _CALLS) -> fl
 
 
 def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
-    """Return the calls for a plan, and for a merged block or stack with a plan. kernels: None for plain PyTorch."""
+    """Return the calls that make a plan, and that merge a block or stack with a plan. kernels: None for plain
+    PyTorch."""
     config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
     layout, state = pack_module("toma_core.windows"), pack_module("toma_core.run")
     propagation, regressing = pack_module("toma_core.propagation"), pack_module("toma_core.latent_regression")
@@ -71,12 +73,12 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     def plan() -> Any:
         return run._selected(x, x, _GRID, decision, even=True)
 
-    # A stubbed kernel leaves no valid slots in memory.
+    # A stubbed kernel writes no valid slots to memory.
     made = replace(first := plan(), dest_slots=torch.zeros_like(first.dest_slots))
     y = torch.randn(1, made.num_destinations, _CHANNELS, generator=torch.Generator().manual_seed(1))
     assert made.strips is None
     _ = made.destinations
-    # Features of any latent, and rotations of heads of two numbers.
+    # The features are those of any latent, and rotations are for heads of two numbers.
     regression = regressing.regress(torch.cat([x[..., :4], torch.ones_like(x[..., :1])], 2), made)
     change = regressing.LatentChange(x, x, {id(made): (made, regression)})
     R = torch.eye(2).expand(1, windows.tokens, 1, 1, 2, 2).contiguous()
@@ -96,7 +98,7 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
 
 
 def measure(repeats: int) -> dict[str, dict[str, float]]:
-    """Return the torch.adds of every operation, by backend."""
+    """Return the duration of every operation as a number of calls of torch.add, by backend."""
     with torch.inference_mode(), offline.stubbed():
         kernels = pack_module("toma_core.kernels.triton").TritonKernels()
         return {

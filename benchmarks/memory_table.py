@@ -1,10 +1,11 @@
-"""Write the tables of docs/settings.md on the KV cache for each model and card: where it lies, and whether it pays.
+"""Write the tables of docs/settings.md on the KV cache for each model and card: where the cache lies, and whether it
+pays.
 
     python -m benchmarks.memory_table
 
 The pack itself decides and ComfyUI itself estimates the memory, for models at their real sizes without weights, as on
-an NVIDIA card with PyTorch's attention. What a step takes is computed, not measured: from operations, and from bytes
-that cross the bus beside them.
+an NVIDIA card with PyTorch's attention. The time of a step is computed, not measured: from its operations, and from the
+bytes that cross the bus at the same time.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from testbed.fullsize import Shape, patcher
 PAGE = ROOT / "docs" / "settings.md"
 TABLE, ADVICE = "memory", "advice"
 CARDS_GIB = (8, 12, 16, 24, 32)
-MAIN_GIB = {8: 32, 12: 32, 16: 32, 24: 64, 32: 64}  # of the computer with such a card
-STEPS = {"z_image": 8, "ltx_av": 8, "h3": 8, "qwen_image21": 25}  # of the usual run; 20 of the others
-# Operations a second of a card in bf16, and bytes a second in each direction of PCIe 4.0 x16.
+MAIN_GIB = {8: 32, 12: 32, 16: 32, 24: 64, 32: 64}  # main memory of a computer with such a card
+STEPS = {"z_image": 8, "ltx_av": 8, "h3": 8, "qwen_image21": 25}  # steps of the usual run; 20 for other models
+# Operations per second of a card in bf16, and bytes per second in each direction of PCIe 4.0 x16.
 RATE, BUS = 100e12, 25e9
 WORTHWHILE = 1.15  # times as fast
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -45,9 +46,9 @@ class Case:
     Attributes:
         title: the model and the run, for the reader.
         shape: the model and the size of its latents.
-        weights: dtype of the weights, that of fp8 for int8 too; all compute in bf16.
-        cfg: scale of guidance; 1 evaluates one condition in a step, more evaluate two.
-        merged: the steps that are merged, where the sampler's noise makes others full; None: those of the schedule.
+        weights: dtype of the weights; that of fp8 also stands for int8. All models compute in bf16.
+        cfg: guidance scale. 1 evaluates one condition in a step, a higher scale two.
+        merged: number of merged steps, if the sampler's noise makes other steps full; None: those of the schedule.
     """
 
     title: str
@@ -71,7 +72,7 @@ CASES = (
     Case("the same with guidance", Shape("wan", 480, 832, frames=21), FP8, 5.0),
     Case("LTX-2.3, fp8, 640 x 352 x 121", Shape("ltx_av", 352, 640, frames=16), FP8),
     Case("LTX-2.3, fp8, 1280 x 704 x 121", Shape("ltx_av", 704, 1280, frames=16), FP8),
-    # As large as 2.3, sampled with `euler_ancestral`.
+    # LTX-2.5 is as large as LTX-2.3 and is sampled with `euler_ancestral`.
     Case("LTX-2.5, fp8, 1280 x 704 x 121", Shape("ltx_av", 704, 1280, frames=16), FP8, merged=3),
     Case("MiniMax H3, int8, 864 x 480 x 73", Shape("h3", 480, 864, frames=22), FP8),
     Case("MiniMax H3, int8, 1344 x 768 x 73", Shape("h3", 768, 1344, frames=22), FP8),
@@ -81,18 +82,18 @@ CASES = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What a run does on one card; bytes.
+    """The result of a run on one card, in bytes.
 
     Attributes:
         kind: form of the KV cache: "full", "4-bit" or "none".
         on_card: keys and values on the card.
         in_main: keys and values in main memory.
-        skipped: share of the first blocks that are not merged, because memory is short.
+        skipped: share of blocks, counted from the first, that are not merged because memory is short.
         left_off: weights that ComfyUI offloads without ToMA.
-        pushed_out: further weights that it offloads because of the cache.
+        pushed_out: additional weights that ComfyUI offloads because of the cache.
         merged_steps: how many of the run's steps are merged.
-        less_work: FLOPs of the unmerged run over those of this one.
-        faster: computed time of the unmerged run over that of this one.
+        less_work: FLOPs of the unmerged run divided by those of this run.
+        faster: computed time of the unmerged run divided by that of this run.
     """
 
     kind: str
@@ -107,14 +108,14 @@ class Choice:
 
     @property
     def advice(self) -> str:
-        """One word: "use"; "smaller", where all blocks have their cache at a smaller size only; "off"."""
+        """One word: "use"; "smaller" if all blocks have their cache only at a smaller size; "off"."""
         if self.faster < WORTHWHILE:
             return "off"
         return "smaller" if self.kind == "none" or self.skipped else "use"
 
 
 def built(case: Case) -> Any:
-    """Return the case's model without weights, on a card that `card` describes."""
+    """Return the model of a case without weights, on a card that `card` describes."""
     model = patcher(case.shape.model, case.weights, torch.device("meta"))
     model.load_device = torch.device("cuda")
     if case.weights != BF16:
@@ -137,7 +138,7 @@ def card(gib: int) -> Iterator[None]:
 
 
 def choose(model: Any, case: Case, gib: int) -> Choice:
-    """Return what a run of `balanced` does on a card with this memory. model: see `built`."""
+    """Return the result of a run of `balanced` on a card with this memory. model: see `built`."""
     from comfy import model_management
     from comfy.sampler_helpers import convert_cond, estimate_memory
     from comfy.samplers import CFGGuider, sampler_object
@@ -147,7 +148,7 @@ def choose(model: Any, case: Case, gib: int) -> Choice:
     guider, noise = CFGGuider(merged), torch.empty(1, *case.shape.latent, device="meta")
     guider.conds = {name: convert_cond(_conditioning(case.shape)) for name in ("positive", "negative")}
     guider.set_cfg(case.cfg)
-    # As ComfyUI packs several streams.
+    # ComfyUI packs several streams into this shape.
     packed = (1, 1, sum(map(prod, case.shape.streams))) if len(case.shape.streams) > 1 else noise.shape
     with card(gib):
         config, plan = run.run_config(run.attachment_of(merged), guider, noise, sampler_object("euler"), packed)
@@ -166,7 +167,7 @@ def choose(model: Any, case: Case, gib: int) -> Choice:
 def _counted(
     model: Any, case: Case, config: Any, cached: bool, in_main: int, left_off: float, left_off_merged: float
 ) -> tuple[int, float, float]:
-    """Return how many steps are merged, and how many times less work and time that is. left_off, left_off_merged:
+    """Return the number of merged steps, and the factors by which work and time are less. left_off, left_off_merged:
     weights off the card without ToMA and with it."""
     registry, core = pack_module("nodes.adapters.registry"), pack_module("toma_core")
     hooks, steps = registry.find(model.model.diffusion_model), STEPS.get(case.shape.model, 20)
@@ -208,7 +209,7 @@ def cell(choice: Choice) -> str:
 
 @functools.cache
 def chosen(cases: tuple[Case, ...] = CASES) -> tuple[tuple[Case, tuple[Choice, ...]], ...]:
-    """Return what runs do on each of `CARDS_GIB`; models are built once for consecutive cases."""
+    """Return the results of runs on each of `CARDS_GIB`; models are built once for consecutive cases."""
     found, key, model = list[tuple[Case, tuple[Choice, ...]]](), None, None
     for case in cases:
         if key != (key := (case.shape.model, case.weights)):
@@ -218,17 +219,17 @@ def chosen(cases: tuple[Case, ...] = CASES) -> tuple[tuple[Case, tuple[Choice, .
 
 
 def table() -> str:
-    """Return where the cache lies, in Markdown."""
+    """Return the table that shows where the cache lies, in Markdown."""
     return _shown(cell)
 
 
 def advice() -> str:
-    """Return whether it pays, in Markdown."""
+    """Return the table that shows whether the cache pays, in Markdown."""
     return _shown(advised)
 
 
 def advised(choice: Choice) -> str:
-    """Return the advice, merged steps, the share of the work that is saved, and how many times as fast that is."""
+    """Return the advice, the merged steps, the share of the work that is saved, and the speed-up."""
     return f"{choice.advice}: {choice.merged_steps}, {100 - 100 / choice.less_work:.0f} %, {choice.faster:.2f}x"
 
 

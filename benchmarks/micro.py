@@ -1,10 +1,11 @@
 """Time the four operations of the method alone: selection, weights, merge, unmerge.
 
-For every shape: plain PyTorch, and the Triton kernels where they run. Calls cycle through more copies of their operands
-than any cache holds. On a GPU they are replayed from a CUDA graph, which measures GPU time only; `host` rows time the
-call as a model makes it. The limit is the least time of the device to read and write the operands once and to multiply,
-at the speeds of a large copy and matrix product measured at the start. A speed-up is refused if results differ from
-fp32 PyTorch, or if selected destinations are worse than those of the search in fp64.
+Every shape is timed in plain PyTorch, and with the Triton kernels if they run here. Calls cycle through more copies of
+their operands than any cache can hold. On a GPU, calls are replayed from a CUDA graph, which measures only GPU time;
+`host` rows time the call as a model makes it. The limit is the least time in which the device can read and write the
+operands once and multiply, at the speeds of a large copy and a large matrix product measured at the start. A speed-up
+is not reported if results differ from fp32 PyTorch, or if the selected destinations are worse than those of the search
+in fp64.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SCALE = 300.0
 _REPLAYED = 60
 # Bytes of tokens that calls cycle through: several times the last-level cache of any card.
 _ROTATED = 300_000_000
-# Destinations: least worth relative to the best, and share of windows that may differ (ties in half precision).
+# For destinations: the least value relative to the best, and the share of windows that may differ (ties in half
+# precision).
 _WORTH, _APART = 0.9999, 0.1
 
 
@@ -48,7 +50,7 @@ class Grid:
         return f"{self.height}x{self.width}x{self.channels}"
 
     def tokens(self, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return smooth features with noise, as of a picture: (B, N, C)."""
+        """Return smooth features with noise, similar to a picture: (B, N, C)."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch, self.channels, self.height, self.width, generator=generator)
         x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
@@ -68,7 +70,7 @@ class Limits:
 
     @classmethod
     def measured(cls, dtype: torch.dtype, device: torch.device) -> Limits:
-        """Measure both, the best of a few tries."""
+        """Measure both limits, each as the best of a few tries."""
         side, copied = (8192, 2**30) if device.type == "cuda" else (1024, 2**26)
         a = torch.randn(side, side, device=device).to(dtype)
         row = torch.empty(copied, dtype=torch.uint8, device=device).fill_(1)
@@ -99,8 +101,8 @@ class Operands:
 
 @dataclass(frozen=True)
 class Job:
-    """One call. flops, moved: what it needs at least. reference: the result in fp32 PyTorch, or what judges it; None if
-    nothing does."""
+    """One call. flops, moved: its least FLOPs and bytes. reference: the result in fp32 PyTorch, or a function that
+    judges the result; None if there is neither."""
 
     part: str
     name: str
@@ -137,7 +139,7 @@ def operands(
     picks = selection.select(similarity, windows, budget)
     copies = []
     for n in range(min(_REPLAYED, max(2, -(-_ROTATED // x.nbytes)))):
-        # Permuted channels: the same similarity, so the same plan.
+        # The channels are permuted, which leaves the similarity and so the plan unchanged.
         mine = x.roll(n, -1)
         plan = core.weigh(windows.split(mine), picks.clone(), windows, budget, SCALE, dtype)
         assert plan.destinations.numel(), "made now, and kept: not while a call is timed"
@@ -197,7 +199,7 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
 
 
 def _in_turn(call: Callable[[Operands], Any], copies: Sequence[Operands]) -> Callable[[], Any]:
-    """Wrap the call to use other operands each time."""
+    """Wrap the call so that it uses other operands each time."""
     turns = itertools.cycle(copies)
     return lambda: call(next(turns))
 

@@ -12,7 +12,7 @@ import torch
 
 from scripts.comfy_pack import pack_module
 
-# Modules that call them.
+# Modules that call these functions.
 ADAPTERS = ("active_chain", "families.unet_layers")
 # Functions that the adapters call -> the part of a step.
 PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerge", "restore": "unmerge"}
@@ -49,9 +49,9 @@ def marked(around: Callable[[str], Any]) -> Iterator[None]:
 class Profile:
     """The profile of one call."""
 
-    shares: dict[str, float]  # of its time by part; on a GPU of its kernels' time
+    shares: dict[str, float]  # shares of its time by part; on a GPU, of the time of its kernels
     seconds: float  # that time
-    launches: int  # kernels on a GPU, operators elsewhere
+    launches: int  # number of kernels on a GPU, of operators elsewhere
     top: str  # the slowest operations, as text
 
 
@@ -65,7 +65,8 @@ def profile(call: Callable[[], Any], rows: int = 25) -> Profile:
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     total_label = f"{_LABEL}total"
-    # Not `record_function`: a kernel that no operator of PyTorch launches, as Triton's, would belong to no label.
+    # `record_function` is not used, because a kernel that no operator of PyTorch launches, such as Triton's, would have
+    # no label.
     label = torch._C._profiler._RecordFunctionFast
     with marked(lambda part: label(_LABEL + part)), torch.profiler.profile(activities=activities) as profiler:
         with label(total_label):

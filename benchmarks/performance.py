@@ -53,7 +53,7 @@ def overhead() -> str:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             base = count(Shape(model))
             for granularity in ("block", "stack") if model == "flux" else ("module", "block", "stack"):
-                # With Triton every merge and every unmerge is one launch.
+                # With Triton, each merge and each unmerge is one launch.
                 fused = count(Shape(model), by_toma(granularity=granularity), kernels=True).parts
                 for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                     merged = count(Shape(model), by_toma(granularity=granularity), kernels=kernels)
@@ -151,7 +151,7 @@ def planning() -> str:
             every = settings_of(model, "balanced").selection_interval
             # A full step makes no plans if plans are made from its prediction.
             step = merged_steps(model, "balanced", cost.STEPS)[0]
-            count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes the windows, once in a process
+            count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes the windows, once per process
             for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                 made = count(Shape(model), by_preset("balanced"), kernels=kernels, plan=True, step=step)
                 plan = made.parts["plan"]
@@ -223,7 +223,7 @@ def auto() -> str:
 
 
 def measured() -> str:
-    """Tabulate measured speed-ups with their ceilings, from every committed result."""
+    """Tabulate measured speed-ups with their ceilings, from all committed results."""
     results = []
     for path in sorted(RESULTS.glob("*/results.json")):
         results.append(json.loads(path.read_text(encoding="utf-8")))

@@ -13,7 +13,7 @@ from scripts.comfyui import ROOT
 README, CHINESE, SETTINGS = ROOT / "README.md", ROOT / "README.zh.md", ROOT / "docs" / "settings.md"
 COUNTS = ROOT / "benchmarks" / "results" / "counts.md"
 _COLUMNS = {"4": 4, "8": 5, "20": 6, "50": 7}  # steps -> column of the table of runs
-# Words of the tables, in this order: longer ones first.
+# Words of the tables, in the order of replacement: longer words come first.
 _IN_CHINESE = {
     "less work (counted)": "计算量减少 (计数)",
     "two models of 2 steps": "两个模型各 2 步",
@@ -84,14 +84,14 @@ GAINS = (
 
 
 def rows_of(page: Path, head: str) -> list[list[str]]:
-    """Return the cells of the first table of a page with this beginning of its head, without the head."""
+    """Return the cells, without the head, of the first table of a page whose head begins like this."""
     lines = page.read_text(encoding="utf-8").split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith(head)) + 2
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]
 
 
 def saved(gain: Gain) -> str:
-    """Return how much less work the preset `balanced` at ratio 0.5 is."""
+    """Return how much less work the preset `balanced` needs at ratio 0.5."""
     if isinstance(gain.run, str):
         return next(row[3] for row in rows_of(COUNTS, "| run | merged steps |") if row[0] == gain.run)
     rows = rows_of(COUNTS, "| model | side, px | setting |")
@@ -110,7 +110,7 @@ def gains() -> list[str]:
 
 
 def cards() -> list[str]:
-    """Return the table of what to expect of a card."""
+    """Return the table of what to expect on each card."""
     fits = {row[0]: row[1:] for row in rows_of(SETTINGS, "|  | 8 GB | 12 GB")}
     lines = [f"| model | less work | {' | '.join(_CARDS)} |", "|---|---|" + "---|" * len(_CARDS)]
     for gain in GAINS:
@@ -123,7 +123,7 @@ def cards() -> list[str]:
 
 
 def _advice(cell: str) -> str:
-    """Return what a cell of the memory table, as "4-bit 0.8 + 0.6, of 70 %", means for the user."""
+    """Return what a cell of the memory table, such as "4-bit 0.8 + 0.6, of 70 %", means for the user."""
     if cell.startswith("none"):
         return "less gain"
     in_main = cell.split(",")[0].split("+ ")[1]

@@ -20,9 +20,9 @@ class Results:
     """The rows of a suite and the files that hold them."""
 
     folder: Path  # of the files
-    conditions: dict[str, Any]  # of the measurement, see `bench.conditions`
+    conditions: dict[str, Any]  # conditions of the measurement, see `bench.conditions`
     rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # sentences beside the rows
+    notes: list[str] = field(default_factory=list)  # sentences that accompany the rows
 
     @classmethod
     def read(cls, folder: Path) -> Results:

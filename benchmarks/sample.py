@@ -1,8 +1,8 @@
 """Time complete sampling runs through ComfyUI's sampler: unpatched, with ToMA, with step caches, and stacked.
 
-A run goes from the noise to the last latent and includes the cost of plans. Weights are random, so the number of steps
-that a step cache skips is not that of a trained model; its time is real. A speed-up is refused if the output is broken
-or nothing was merged.
+A run goes from the noise to the last latent and includes the cost of plans. Weights are random, so a step cache skips
+another number of steps than in a trained model; the measured time is real. A speed-up is not reported if the output is
+broken or nothing was merged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts.comfy_pack import pack_module
 from testbed.fullsize import Shape
 
 
-@torch.inference_mode()  # as ComfyUI runs prompts
+@torch.inference_mode()  # as when ComfyUI runs prompts
 def sample(model: Any, shape: Shape, steps: int, cfg: float, seed: int = 5) -> Tensor:
     """Sample latents of the shape's `latent` from noise with the Euler sampler."""
     import comfy.sample
@@ -42,14 +42,14 @@ def stats_of(model: Any) -> Any | None:
 
 
 def usual_variants(ratio: float, **more: Any) -> list[Variant]:
-    """Return the variants: every step merged, the balanced preset, step caches, and ToMA stacked with each."""
+    """Return the variants: every step merged, the balanced preset, step caches, and ToMA stacked with each of these."""
     every = variants.toma(f"every step, ratio {ratio:g}", ratio=ratio, **more)
     caches = [variants.step_cache("EasyCache"), variants.step_cache("LazyCache")]
     balanced = variants.preset("balanced", ratio=ratio, **more)
     return [every, balanced, *caches, *(variants.stacked(every, cache) for cache in caches)]
 
 
-# Steps of a profiled run: the interval of a plan, so that its share is no smaller than in a longer run.
+# Steps of a profiled run. They are the interval of a plan, so that its share is no smaller than in a longer run.
 PROFILED = 5
 
 
@@ -64,8 +64,8 @@ def measure(
     shares: bool = False,
     limit: float = float("inf"),
 ) -> list[Row]:
-    """Time all variants, interleaved with the unpatched model. shares: profile one more run of the first of them, of
-    at most PROFILED steps. limit: seconds, warm-up included, see `bench.interleave`."""
+    """Time all variants, in turn with the unpatched model. shares: profile one more run of the first of them, of at
+    most PROFILED steps. limit: seconds, warm-up included, see `bench.interleave`."""
     section = f"sample, {steps} steps, cfg {cfg:g}"
     models, rows = {}, []
     for variant in (UNPATCHED, *chosen):

@@ -18,15 +18,15 @@ from testbed.full_model import SPECS
 from testbed.fullsize import Shape
 
 RATIO = 0.5
-DRY = 16  # a dry run divides the sides of pictures by this
+DRY = 16  # a dry run divides the sides of pictures by this number
 _LEAST = 64  # smallest side in a dry run, in pixels
-# Share of a section's remaining seconds for timed turns; profiles and checks come after them.
+# Share of a section's remaining seconds that timed turns may take; profiles and checks come after them.
 _TIMED = 0.7
 
 
 @dataclass
 class Suite:
-    """The context of a section. deadline: value of `time.time` at which it is stopped."""
+    """The context of a section. deadline: the value of `time.time` at which the section is stopped."""
 
     dry: bool
     device: torch.device
@@ -47,8 +47,8 @@ class Suite:
         return self._built[key]
 
     def shape(self, name: str, side: int, batch: int = 1, width: int = 0, frames: int = 1) -> Shape:
-        """Return the shape of a square picture, of one with this width, or of a video with this many latent frames;
-        small ones in a dry run."""
+        """Return the shape of a square picture, of a picture with this width, or of a video with this many latent
+        frames; it is small in a dry run."""
         height, width = (max(side // DRY, _LEAST) if self.dry else side for side in (side, width or side))
         return Shape(name, height, width, batch, self.dry, frames=frames)
 
@@ -110,9 +110,9 @@ class Section:
 
     name: str
     run: Run
-    needs: float  # seconds that must be left, otherwise the section is skipped
-    limit: float = float("inf")  # seconds after which it is stopped, start and warm-up included
-    extra: bool = False  # whether it only begins if later sections that are not extra have all their time left
+    needs: float  # seconds that must be left; if fewer are, the section is skipped
+    limit: float = float("inf")  # seconds after which the section is stopped, start and warm-up included
+    extra: bool = False  # whether it begins only if all later sections that are not extra still have all of their time
 
 
 def right(suite: Suite) -> None:
@@ -122,7 +122,7 @@ def right(suite: Suite) -> None:
 
 
 def operations(suite: Suite) -> None:
-    """Measure selection, weights, merge and unmerge alone."""
+    """Measure selection, weights, merge and unmerge separately."""
     limits = micro.Limits.measured(suite.dtype, suite.device)
     suite.results.conditions |= {"TFLOPs": round(limits.flops / 1e12, 3), "GBps": round(limits.bandwidth / 1e9, 1)}
     here = micro.kernels_here(suite.device)
@@ -139,12 +139,12 @@ def whole_runs(name: str, side: int, steps: int, cfg: float) -> Run:
 
 
 def host(suite: Suite) -> None:
-    """Measure the host's launch time of an evaluation of one image and of two, and the GPU's time. At 256 x 256 the GPU
-    has little work, and an evaluation takes as long as its launches."""
+    """Measure the time in which the host launches an evaluation of one image and of two, and the time of the GPU. At
+    256 x 256 the GPU has little work, and an evaluation takes as long as its launches."""
     every = {"min_tokens": 4, **suite.more}
     chosen = [variants.toma("stack", ratio=RATIO, **every), variants.preset("balanced", ratio=RATIO, **every)]
     shapes = ((1024, 1), (1024, 2), (256, 1), (256, 2))
-    for side, batch in shapes[:2] if suite.dry else shapes:  # both are as small there
+    for side, batch in shapes[:2] if suite.dry else shapes:  # in a dry run both have the same small size
         shape = suite.shape("sdxl", side, batch)
         suite.evaluations(shape, chosen, 8, section="host", limit=suite.left() / 5, profiles=True)
 
@@ -171,14 +171,14 @@ def compiled(suite: Suite) -> None:
     compiler, merged = variants.compiled("eager" if suite.dry else "inductor"), suite.toma("stack")
     shape = suite.shape("sdxl", 1024, 2)
     turns = [[merged, compiler], [variants.stacked(merged, compiler)], [variants.stacked(compiler, merged)]]
-    for chosen in turns[1:2] if suite.dry else turns:  # tracing takes long and gains nothing there
+    for chosen in turns[1:2] if suite.dry else turns:  # tracing takes long, and a dry run gains nothing from it
         suite.evaluations(shape, chosen, 15, section="torch.compile", limit=suite.left() * 0.4)
         torch.compiler.reset()
 
 
 def kv_place(suite: Suite) -> None:
-    """Measure a merged step with keys and values on the card and in main memory, in Flux.1 at 1024 and a block of LTX-2
-    at 1280 x 704 x 121; and what copies reach."""
+    """Measure a merged step with keys and values on the card and in main memory, in Flux.1 at 1024 and in a block of
+    LTX-2 at 1280 x 704 x 121; and the speed of copies."""
     suite.results.note(place.copy_speeds(suite.device, suite.dry))
     chosen = place.chosen(RATIO, **suite.more)
     suite.evaluations(suite.shape("flux", 1024), chosen, 5, section="place", limit=suite.left() * 0.5)
@@ -187,7 +187,7 @@ def kv_place(suite: Suite) -> None:
 
 
 def break_even(suite: Suite) -> None:
-    """Measure from how many tokens on merging pays, with stacks of SDXL's blocks."""
+    """Measure the number of tokens from which merging pays, with stacks of SDXL's blocks."""
     sides = (4,) if suite.dry else (8, 12, 16, 24, 32)
     stacks = ((64, 1),) if suite.dry else breakeven.STACKS
     for width, depth in stacks:
@@ -210,7 +210,7 @@ def cpu_flux(suite: Suite) -> None:
     suite.few(suite.shape("flux", 1024), (1, 2), chosen, limit=suite.left() * 0.2)
 
 
-# At the models' native sizes, the most used first.
+# The models have their native sizes; the most used ones come first.
 FAMILIES = (
     ("z_image", 1024),
     ("qwen_image", 1328),
@@ -222,7 +222,8 @@ FAMILIES = (
 )
 
 
-# A few blocks with random weights and no unmerged blocks around them; an output of zeros has an error of 1.
+# Maximum error for a few blocks with random weights and without unmerged blocks around them; an output of zeros has an
+# error of 1.
 _FAR = 0.8
 
 
@@ -271,7 +272,7 @@ CPU = (
     *(Section(f"blocks-{name}", few_blocks(name, side), 40) for name, side in FAMILIES),
     Section("steps", cpu_runs, 200),
     Section("break-even", break_even, 60),
-    # Minutes each: the default time limit excludes them.
+    # These take minutes each, so the default time limit excludes them.
     Section("video-480p-21-frames", few_blocks("wan", 480, (1,), keys=True, width=832, frames=6), 900),
     Section("video-ltx-121-frames", few_blocks("ltx_av", 352, (1,), keys=True, width=640, frames=16), 900),
     Section("video-h3-22-frames", few_blocks("h3", 480, (1,), keys=True, width=864, frames=7), 900),

@@ -2,12 +2,12 @@
 
     python -m benchmarks.suite [--gpu] [--minutes 12] [--only sdxl micro] [--dry-run] [--out FOLDER]
 
-On a GPU (`make bench-gpu`, 12 minutes), the most important first: every kernel against fp64; runs of SDXL with
-guidance, and its rivals; the operations alone; the host's time; runs of Flux.1, Z-Image, Qwen-Image and SDXL 2048; with
-more --minutes further sizes; torch.compile last. On a CPU (`make bench`, 15 minutes): a subset that fits there. Each
-section is a separate process with a time limit, so that a failing, hanging or device-breaking section does not affect
-the others; files are written after every result. --dry-run runs all sections with tiny models in a minute, on any
-machine, and reports no speed. `benchmarks/gpu/visit.sh` runs the suite on a machine without network.
+On a GPU (`make bench-gpu`, 12 minutes), the most important sections come first: every kernel against fp64; runs of SDXL
+with guidance, and its rivals; single operations; the host's time; runs of Flux.1, Z-Image, Qwen-Image and SDXL 2048;
+with more --minutes, further sizes; torch.compile last. On a CPU (`make bench`, 15 minutes), only the sections that fit
+run. Each section is a separate process with a time limit, so that a failing, hanging or device-breaking section does
+not affect the others; files are written after every result. --dry-run runs all sections with tiny models in a minute,
+on any machine, and reports no speed. `benchmarks/gpu/visit.sh` runs the suite on a machine without network.
 
 Besides PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow and
 the packages of `make gpu-kit`.
@@ -34,7 +34,7 @@ from benchmarks.sections import CPU, GPU, Section, Suite
 from scripts.comfyui import ROOT
 from testbed import stand_ins
 
-# A dry run may be on a slow and busy machine.
+# A dry run may take place on a slow and busy machine.
 _DRY = 4
 
 
@@ -87,14 +87,14 @@ def run_section(section: Section, suite: Suite) -> None:
 
 
 def main() -> None:
-    """Parse, go through the sections, print, write."""
+    """Parse the command line, run the sections, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="the sections for a GPU, whatever the machine has")
     parser.add_argument("--minutes", type=float, help="time limit (12 for a GPU, 15 for a CPU)")
     parser.add_argument("--only", nargs="*", default=[], help="sections whose name starts with one of these")
     parser.add_argument("--dry-run", action="store_true", help="the same way with tiny models, to see that it runs")
     parser.add_argument("--out", type=Path, help="folder for the files (benchmarks/results/DEVICE)")
-    # Options for the child processes: one section, its deadline in seconds since 1970; results are in --out.
+    # Options for the child processes: one section, its deadline in seconds since 1970. Results go to --out.
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -117,7 +117,7 @@ def main() -> None:
     chosen = [s for s in table if not args.only or s.name.startswith(tuple(args.only))]
     if not chosen:
         raise SystemExit(f"no section begins so: there are {', '.join(s.name for s in table)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # also stops the section
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # this also stops the section
     conditions = bench.conditions(dtype=str(dtype).removeprefix("torch."))
     if args.dry_run:
         conditions["models"] = "tiny: a dry run, no speed"

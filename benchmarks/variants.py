@@ -21,17 +21,17 @@ Patch = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a model."""
+    """A variant of running a model."""
 
     name: str
     patch: Patch
-    note: str = ""  # for readers of its row
+    note: str = ""  # text for readers of its row
     unchanged: bool = False  # whether the output must equal that of the unpatched model
-    packs: bool = False  # whether the KV cache has four bits; for single evaluations, where no run decides it
+    packs: bool = False  # whether the KV cache has four bits; used for single evaluations, in which no run decides it
     in_host_memory: bool = False  # whether its keys and values lie in main memory, not on the card
 
 
-# Small models have small grids and few blocks: merge all of them.
+# Small models have small grids and few blocks, and these settings merge all of them.
 TINY: dict[str, Any] = {"min_tokens": 4, "skip_first_blocks": 0}
 
 UNPATCHED = Variant("unpatched", lambda model: model, unchanged=True)
@@ -56,7 +56,7 @@ def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
 
 
 def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
-    """Return ToMA with a preset, some settings replaced. selector: see `toma`."""
+    """Return ToMA with a preset, in which some settings are replaced. selector: see `toma`."""
 
     def patch(model: Any) -> Any:
         return pack_module("nodes.adapters.patch_model").apply_toma(
@@ -67,7 +67,7 @@ def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
 
 
 def chain(*patches: Patch) -> Patch:
-    """Apply several variants to one model, the first next to the loader."""
+    """Apply several variants to one model; the first one is next to the loader."""
 
     def patch(model: Any) -> Any:
         for each in patches:
@@ -78,7 +78,7 @@ def chain(*patches: Patch) -> Patch:
 
 
 def stacked(*variants: Variant) -> Variant:
-    """Apply several variants to one model, the first next to the loader."""
+    """Apply several variants to one model; the first one is next to the loader."""
     notes = "; ".join(v.note for v in variants if v.note)
     return Variant(" + ".join(v.name for v in variants), chain(*(v.patch for v in variants)), notes)
 
@@ -127,7 +127,8 @@ def tome(ratio: float) -> Variant:
 
 
 def todo(rows: int = 2, columns: int = 2) -> Variant:
-    """Apply ToDo (Smith et al. 2024): keys and values of self-attention from every Nth row and column of tokens."""
+    """Apply ToDo (Smith et al. 2024), in which self-attention uses keys and values from every Nth row and column of
+    tokens."""
 
     def patch(model: Any) -> Any:
         from comfy.ldm.flux.model import Flux
@@ -184,15 +185,15 @@ def hypertile() -> Variant:
 
 
 def step_cache(name: str, threshold: float = 0.2) -> Variant:
-    """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range, which skips evaluations while little
+    """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range. It skips evaluations as long as little
     changes."""
     patch = core_node("nodes_easycache", f"{name}Node", threshold, 0.15, 0.95, False)
     return Variant(name, patch, "how many steps it skips depends on the weights")
 
 
 def block_cache(threshold: float) -> Variant:
-    """Apply First Block Cache to Flux: if the residual of the first double block is close to that of the last full
-    evaluation, the following blocks reuse their cached residuals. threshold: relative mean change of that residual."""
+    """Apply First Block Cache to Flux: if the residual of the first double block is close to that in the last full
+    evaluation, the later blocks reuse their cached residuals. threshold: relative mean change of that residual."""
 
     def patch(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP

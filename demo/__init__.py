@@ -1,6 +1,6 @@
 """Tiny trained models on which ToMA's picture quality can be seen and measured, and the nodes that load them.
 
-Not part of the node pack: the demo links this folder into ComfyUI's custom_nodes as a pack of its own.
+It is not part of the node pack: the demo links this folder into ComfyUI's custom_nodes as a separate pack.
 """
 
 from __future__ import annotations

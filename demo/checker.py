@@ -1,6 +1,6 @@
 """A small network that reads the attributes of a scene back from its picture: `python -m demo.checker`.
 
-It judges generated pictures (was the prompt followed?) and lends its features to a Frechet distance.
+It judges whether generated pictures follow their prompt, and its features give a Frechet distance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .scenes import ATTRIBUTES, CANVAS, Scene, render_batch, scene_from_seed, vi
 
 FEATURES = 64
 WEIGHTS = Path(__file__).parent / "weights" / "checker.safetensors"
-# Apart from the seeds of training (1,000,000 and up) and from the low seeds of contact sheets.
+# These seeds differ from those of training (1,000,000 and up) and from the low seeds of contact sheets.
 FIRST_TRAINING_SEED = 2_000_000_000
 FIRST_TEST_SEED = 500_000
 
@@ -33,7 +33,8 @@ class Checker(nn.Module):
         widths = (3, 32, 48, 96, 128)
         stages: list[nn.Module] = []
         for narrow, wide in itertools.pairwise(widths):
-            # Dense convolutions while small objects cover several cells, grouped ones where there is much to multiply.
+            # Convolutions are dense as long as small objects cover several cells, and grouped where there are many
+            # channels.
             groups = 1 if wide < 64 else wide // 8
             stages.append(
                 nn.Sequential(
@@ -47,7 +48,8 @@ class Checker(nn.Module):
             )
         self.stages = nn.ModuleList(stages)
         self.squeeze = nn.Conv2d(widths[-1], 48, 1)
-        # The squeezed last stage keeps positions; the pooled middle stages distinguish kinds of small objects.
+        # The last stage, with fewer channels, keeps positions; the pooled middle stages distinguish kinds of small
+        # objects.
         self.hidden = nn.Linear(48 * 8 * 8 + widths[2] + widths[3], 256)
         self.bottleneck = nn.Linear(256, FEATURES)
         self.heads = nn.ModuleList(nn.Linear(FEATURES, len(values)) for values in ATTRIBUTES.values())
@@ -123,14 +125,14 @@ def frechet_distance(a: torch.Tensor, b: torch.Tensor) -> float:
     cov_a, cov_b = torch.cov(a.T), torch.cov(b.T)
     values, vectors = torch.linalg.eigh(cov_a)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    # tr((A B)^1/2) through the symmetric root(A) B root(A), where everything is real.
+    # tr((A B)^1/2) is computed through the symmetric root(A) B root(A), whose eigenvalues are real.
     cross = torch.linalg.eigvalsh(root @ cov_b @ root).clamp(min=0).sqrt().sum()
     return float((a.mean(0) - b.mean(0)).square().sum() + cov_a.trace() + cov_b.trace() - 2 * cross)
 
 
 def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minutes: float = 60.0) -> int:
-    """Train on fresh scenes, print progress, and return the number of steps done. Deterministic unless time runs
-    out."""
+    """Train on fresh scenes, print progress, and return the number of steps done. The result is deterministic unless
+    time runs out."""
     optimiser = torch.optim.AdamW(checker.parameters(), lr=lr, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, lr, total_steps=steps, pct_start=0.1)
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +142,7 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
         first = FIRST_TRAINING_SEED + step * batch
         scenes = [scene_from_seed(first + index) for index in range(batch)]
         image = render_batch(scenes)
-        # Add a little noise, as in generated pictures; otherwise the checker would judge noise, not content.
+        # Add a little noise, as generated pictures have; without it the checker would judge noise, not content.
         strength = 0.15 * torch.rand(batch, 1, 1, 1, generator=generator)
         image = (image + strength * torch.randn(image.shape, generator=generator)).clamp(-1, 1)
         truth = torch.tensor([scene.values() for scene in scenes])
@@ -154,7 +156,8 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
                 for index, logits in enumerate(answers)
             ]
         )
-        # Heads with a larger loss weigh more: the kind of the small objects is visible in a few pixels only.
+        # Heads with a larger loss get more weight, because the kind of the small objects is visible in only a few
+        # pixels.
         weights = losses.detach() / losses.detach().mean() + 0.2
         loss = (weights * losses).mean()
         loss.backward()

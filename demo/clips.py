@@ -1,4 +1,4 @@
-"""Scenes in motion: the shape and the small objects drift in directions of their own; everything else stands still.
+"""Scenes in motion: the shape and the small objects drift in separate directions, and everything else stands still.
 
 A clip has the prompt of its scene and one token for each of `MOTIONS`. Its middle frame is the scene itself.
 """
@@ -15,7 +15,7 @@ from .scenes import ATTRIBUTES, Scene, Shift, in_phrases, render, scene_from_see
 FRAMES = 5
 _WAYS = ("still", "left", "right", "up", "down")
 _STEPS = ((0, 0), (0, -1), (0, 1), (-1, 0), (1, 0))
-# One entry for each attribute, in token order, as `scenes.ATTRIBUTES`.
+# One entry for each attribute, in token order, as in `scenes.ATTRIBUTES`.
 MOTIONS: dict[str, tuple[str, ...]] = {"shape_way": _WAYS, "objects_way": _WAYS, "speed": ("slow", "fast")}
 # Shift from frame to frame, in units of a 128 x 128 picture.
 _SPEEDS = (3.0, 6.0)
@@ -66,7 +66,8 @@ def step_token(steps: int) -> torch.Tensor:
 
 
 def phrased(tokens: torch.Tensor) -> torch.Tensor:
-    """Mix the tokens of clips as a text encoder would, see `scenes.in_phrases`: Wan has no layers that mix them."""
+    """Mix the tokens of clips as a text encoder would, see `scenes.in_phrases`. Wan itself has no layers that mix
+    tokens."""
     scene = len(ATTRIBUTES)
     return torch.cat([in_phrases(tokens[..., :scene, :]), tokens[..., scene:, :]], -2)
 

@@ -23,14 +23,14 @@ MOST_PER_STEP = 4096
 PIXELS_PER_TOKEN = 4
 # Side of a frame in pixels: 16 x 16 tokens of 2 x 2.
 CLIP_SIZE = 32
-# Loss weight of shape and small objects, relative to the background, for models with a weighted loss. They cover a
-# fifth of a picture and without more weight are learnt last. The optimum is the same at any weight.
+# Loss weight of shape and small objects relative to the background, for models with a weighted loss. Both together
+# cover a fifth of a picture, and without a larger weight they are learnt last. The optimum is the same at any weight.
 THINGS_WEIGH = 5.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides the result of a training run, together with the code."""
+    """All settings that, together with the code, decide the result of a training run."""
 
     kind: str
     steps: int
@@ -41,13 +41,13 @@ class Plan:
     crop_batch: int = 16
     full_batch: int = 6
     crop_tokens: int = 16
-    # The DiT's width, its double and single blocks, and the side of its tokens in pixels. Smaller tokens: smaller
+    # The DiT's width, its double and single blocks, and the side of its tokens in pixels. Smaller tokens make smaller
     # pictures.
     width: int = 128
     blocks: tuple[int, int] = (2, 5)
     token: int = PIXELS_PER_TOKEN
     # Shares of steps with half-size scenes and with full pictures, before and after `late`; the rest are crops. For
-    # Wan: shares of single frames and of clips; it has no crops.
+    # Wan, these are the shares of single frames and of clips; it has no crops.
     early_shares: tuple[float, float] = (0.9, 0.05)
     late_shares: tuple[float, float] = (0.2, 0.6)
     late: float = 0.45
@@ -82,10 +82,10 @@ class View:
 
     # Corner of a crop, (y, x), in tokens of the full 32 x 32 grid.
     offset: tuple[int, int] = (0, 0)
-    # 2 for scenes at half the size, where a token covers 2 x 2 tokens of the full grid; else 1.
+    # 2 for scenes at half the size, in which a token covers 2 x 2 tokens of the full grid; otherwise 1.
     scale: int = 1
     # The flow's sigmas are sigmoid(normal(centre, 1.4)). Neighbouring pixels are redundant, so the scene is visible
-    # until sigma is nearly 1, and the prompt is only learnt there: hence centres far above 0.
+    # until sigma is nearly 1, and the prompt is learnt only above that sigma. Hence centres are far above 0.
     centre: float = 2.0
 
     def rope_options(self, device: torch.device) -> dict[str, torch.Tensor]:
@@ -112,7 +112,7 @@ class Batch:
     view: View
     clean: torch.Tensor  # (B, 16, h, w) or (B, 16, frames, h, w), in model space
     noise: torch.Tensor  # as `clean`
-    weight: torch.Tensor  # (B, 1, h, w): loss weight of each pixel, of mean 1 over a full scene
+    weight: torch.Tensor  # (B, 1, h, w): loss weight of each pixel, with mean 1 over a full scene
     tokens: torch.Tensor  # (B, T, TEXT_DIM)
     quantile: torch.Tensor  # (B,) in 0..1: quantile of each picture's sigma; stratified over the batch
 

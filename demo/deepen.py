@@ -1,10 +1,10 @@
 """Build the UNet with SDXL's depths from the shallow one: `python -m demo.deepen unet.safetensors deep.safetensors`.
 
-The shallow one is not in the repository: train it first, `python -m demo.train unet --export unet.safetensors`.
+The shallow UNet is not in the repository. Train it first: `python -m demo.train unet --export unet.safetensors`.
 
 Each trained block is repeated n times in a row, with its outputs divided by n. The stack then integrates the same
 update in smaller steps (as in Chang et al. 2018, "Multi-level Residual Networks from Dynamical Systems View"), and
-pictures hardly change; `demo.train unet --deep --init deep.safetensors --teacher unet.safetensors` reduces the
+pictures hardly change. `demo.train unet --deep --init deep.safetensors --teacher unet.safetensors` reduces the
 remaining difference.
 """
 
@@ -40,7 +40,7 @@ def depths(names: Iterable[str]) -> dict[str, int]:
 
 
 def deepened(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return weights for a UNet with parameters `names`: the stacks of `weights`, each with as many blocks or more."""
+    """Return weights for a UNet with parameters `names`: the stacks of `weights`, each with at least as many blocks."""
     names = list(names)
     before, after, found = depths(weights), depths(names), {}
     for name in names:

@@ -1,6 +1,6 @@
 """Draw the icon and the banner of the pack for the registry: `python -m demo.emblem`.
 
-Both are the method in one picture: a landscape in tokens, where similar ones have been merged into one.
+Both show the method in one picture: a landscape in tokens, in which similar tokens have been merged into one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from PIL import Image, ImageDraw, ImageFont
 from scripts.comfyui import ROOT
 
 FOLDER = ROOT / "assets"
-ICON = (400, 400)  # the registry wants a square of at most this size
+ICON = (400, 400)  # the registry accepts a square of at most this size
 BANNER = (1260, 540)  # and 21:9
-_FINE = 4  # drawn this much larger, then reduced: smooth edges
+_FINE = 4  # pictures are drawn larger by this factor and then reduced, for smooth edges
 _GAP = 0.06  # gap between tokens, as a share of a token's side
-_SIMILAR = 0.9  # range of a colour over the full height; larger for a larger part of the picture
+_SIMILAR = 0.9  # largest range of a colour in a token of full height; in proportion for smaller ones
 _NIGHT, _INK, _DIM = (24, 28, 42), (245, 245, 245), (176, 186, 204)
 
 Rectangle = tuple[float, float, float, float]

@@ -31,7 +31,7 @@ from .latents import LATENT_CHANNELS, UNSHUFFLE
 from .positions import AddPositions
 from .scenes import TEXT_DIM, in_phrases
 
-# head_dim is 128 in every Flux checkpoint (ComfyUI computes heads = width / 128), hence one head here.
+# head_dim is 128 in every Flux checkpoint (ComfyUI computes heads = width / 128), so there is one head here.
 DIT_CONFIG: dict[str, Any] = {
     "in_channels": LATENT_CHANNELS,
     "out_channels": LATENT_CHANNELS,
@@ -72,7 +72,7 @@ UNET_CONFIG: dict[str, Any] = {
 }
 
 
-# Nearly SDXL's depths: two blocks at the second resolution and seven at the third, where SDXL has two and ten.
+# Nearly SDXL's depths: two blocks at the second resolution and seven at the third, whereas SDXL has two and ten.
 DEEP_UNET_CONFIG: dict[str, Any] = {
     **UNET_CONFIG,
     "transformer_depth": [0, 0, 2, 2, 7, 7],
@@ -103,7 +103,8 @@ WAN_CONFIG: dict[str, Any] = {
 class TrainingOps(comfy.ops.disable_weight_init):
     """ComfyUI's layers for training: the LayerNorms copy their input.
 
-    Flux blocks add residuals to their input in place, which would overwrite what LayerNorm needs for its backward pass.
+    Flux blocks add residuals to their input in place, which would overwrite values that LayerNorm needs for its
+    backward pass.
     """
 
     class LayerNorm(comfy.ops.disable_weight_init.LayerNorm):
@@ -155,8 +156,8 @@ def new_dit(
     the output depends on every block.
     """
     network = comfy.ldm.flux.model.Flux(dtype=torch.float32, operations=operations, **(config or DIT_CONFIG))
-    # adaLN-Zero as in the DiT paper: every block starts as the identity. guidance_in stays exactly zero: the model is
-    # not guidance-distilled, so the value of a FluxGuidance node has no effect.
+    # adaLN-Zero as in the DiT paper: every block starts as the identity. guidance_in stays exactly zero, because the
+    # model is not guidance-distilled; so the value of a FluxGuidance node has no effect.
     zero = (
         "img_mod.lin",
         "txt_mod.lin",
@@ -172,7 +173,8 @@ def new_dit(
 def load_dit(path: str) -> Any:
     """Load the MODEL in a safetensors file of a DiT of any width and token size.
 
-    ComfyUI's own loader assumes tokens of 4 pixels and a head dimension of 128; other models are built here.
+    ComfyUI's own loader assumes tokens of 4 pixels and a head dimension of 128; models with other values are built
+    here.
     """
     weights = load_weights(path)
     width, numbers = weights["img_in.weight"].shape
@@ -190,7 +192,7 @@ def token_pixels(model: Any) -> int:
 
 
 def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, torch.Tensor], *kind: Any) -> Any:
-    """Wrap the model for ComfyUI's own devices, in the dtype that ComfyUI uses there."""
+    """Wrap the model for ComfyUI's own devices, in the dtype that ComfyUI uses on them."""
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
     dtype = comfy.model_management.unet_dtype(device=load_device, supported_dtypes=[torch.bfloat16, torch.float32])
@@ -202,15 +204,15 @@ def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, tor
     model.diffusion_model.load_state_dict(weights, strict=True)
     model.diffusion_model.to(dtype)
     if isinstance(model.diffusion_model, comfy.ldm.wan.model.WanModel):
-        model.diffusion_model.patch_embedding.float()  # as in every Wan: its input is float32
+        model.diffusion_model.patch_embedding.float()  # its input is fp32 in every Wan
     return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
 
 
 def _widen_groups(network: nn.Module) -> nn.Module:
     """Set four groups in every GroupNorm, in place, and return the network.
 
-    ComfyUI's UNet always uses 32 groups, of ten or more channels in SDXL. Here a group would be one channel, which
-    would lose its mean and variance, and with them the colour of a flat background.
+    ComfyUI's UNet always uses 32 groups, of ten or more channels in SDXL. In this UNet each of 32 groups would be one
+    channel. It would lose its mean and variance, and with them the colour of a flat background.
     """
     for module in network.modules():
         if isinstance(module, nn.GroupNorm):
@@ -247,7 +249,7 @@ def new_wan(
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if name.endswith("modulation"):
-                # Shift 0 and scale 0, and gates of 1.
+                # Shift and scale are then 0, and gates are 1.
                 parameter.zero_()
                 if name != "head.modulation":
                     parameter[:, [2, 5]] = 1.0
@@ -255,7 +257,7 @@ def new_wan(
 
 
 class ClipLatents(comfy.latent_formats.Flux):
-    """Latent format of clips: that of pictures, frame by frame."""
+    """Latent format of clips: the same as for pictures, frame by frame."""
 
     latent_dimensions = 3
 

@@ -18,9 +18,9 @@ from .models import CLIP_SHIFT
 from .positions import AddPositions, cell_centres
 from .scenes import CANVAS, in_phrases, pooled_tokens, scene_tokens
 
-# ComfyUI passes SDXL a picture size of 8 x the latent's; the models are trained on 64 x 64 latents.
+# ComfyUI passes SDXL a picture size of 8 times the latent's; the models are trained on 64 x 64 latents.
 NOMINAL_SIZE = 512
-# Flux's guidance for models that do not receive the number of steps, see `FewStepsObjective`.
+# Flux's guidance for models that do not get the number of steps, see `FewStepsObjective`.
 UNGUIDED = 3.5
 # Standard deviation of the flow's sigmas on the logit scale; `View.centre` is their centre.
 SPREAD = 1.4
@@ -29,7 +29,7 @@ UNET_CENTRE = 0.9
 
 
 def _error(prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-    # The padding channels are easy: their clean value is always 0.
+    # The padding channels are easy to predict: their clean value is always 0.
     squared = (prediction.float() - target).pow(2)
     squared = (squared if weight is None else squared * weight).movedim(1, 0).flatten(1).mean(1)
     return squared[:PICTURE_CHANNELS].mean() + 0.1 * squared[PICTURE_CHANNELS:].mean()
@@ -42,7 +42,7 @@ class NetworkInput:
     x: torch.Tensor  # (B, 16, ..., h, w)
     sigma: torch.Tensor  # (B,)
     tokens: torch.Tensor  # (B, T, TEXT_DIM)
-    steps: torch.Tensor | None  # (B,): number of sampling steps, for models that take it
+    steps: torch.Tensor | None  # (B,): number of sampling steps, for models that get it
     view: View
 
 
@@ -65,7 +65,8 @@ class FluxCall:
 
 
 class WanCall(FluxCall):
-    """Call a Wan network. It has no input for the number of steps, which is one more token of the prompt."""
+    """Call a Wan network. Wan has no input for the number of steps, which is passed as an additional token of the
+    prompt."""
 
     @staticmethod
     def model_sampling() -> Any:
@@ -82,10 +83,11 @@ class WanCall(FluxCall):
 
 
 class FlowObjective:
-    """Rectified flow as ComfyUI's CONST: x = sigma * noise + (1 - sigma) * clean, the model predicts noise - clean."""
+    """Rectified flow, ComfyUI's CONST: x = sigma * noise + (1 - sigma) * clean, and the model predicts noise -
+    clean."""
 
     def __init__(self, call: FluxCall | None = None) -> None:
-        """call: how the network is called, by default as Flux."""
+        """call: the function that calls the network, by default as a Flux."""
         self.call = call or FluxCall()
 
     def loss(self, network: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
@@ -106,14 +108,14 @@ class FewStepsObjective:
     """Distil a flow model to 4 or 8 Euler steps without guidance, as in progressive distillation (Salimans and Ho 2022)
     and shortcut models (Frans et al. 2024).
 
-    The target of one step of 8 is two of the teacher's 16 guided steps; the target of one step of 4 is two of the
-    model's own 8. Flux receives the number of steps as its guidance, as a FluxGuidance node sets it.
+    The target of one step of 8 is two of the teacher's 16 guided steps. The target of one step of 4 is two of the
+    model's own 8 steps. Flux gets the number of steps as its guidance, in the same way as from a FluxGuidance node.
     """
 
     STEPS = (4, 8)
 
     def __init__(self, teacher: Callable[..., torch.Tensor], cfg: float, call: FluxCall | None = None) -> None:
-        """teacher, cfg: a network that `FlowObjective` trained, and the guidance that it is sampled with."""
+        """teacher, cfg: a network that `FlowObjective` trained, and the guidance scale with which it is sampled."""
         self.teacher, self.cfg, self.call = teacher, cfg, call or FluxCall()
         sampling = self.call.model_sampling()
         self.sigmas = {n: calculate_sigmas(sampling, "simple", n) for n in (*self.STEPS, 2 * self.STEPS[-1])}
@@ -166,10 +168,10 @@ class VelocityObjective:
     """V-prediction (Salimans and Ho 2022) on SDXL's schedule with zero terminal SNR: ComfyUI's V_PREDICTION and zsnr.
 
     The model sees (clean + sigma * noise) / sqrt(sigma^2 + 1) and predicts (noise - sigma * clean) / sqrt(sigma^2 + 1).
-    With epsilon prediction at sigma 15, an error of a hundredth of the noise is a sixth of the picture. At sigma 15,
-    where SDXL's own schedule ends, the layout of a scene is still visible in the noise: a model trained there reads it
-    from the noise instead of the prompt and cannot start from pure noise (Lin et al. 2023, "Common Diffusion Noise
-    Schedules and Sample Steps are Flawed").
+    With epsilon prediction at sigma 15, an error of a hundredth of the noise would be a sixth of the picture. SDXL's
+    own schedule ends at sigma 15, where the layout of a scene is still visible in the noise. A model trained there
+    reads the layout from the noise and not from the prompt, and cannot start from pure noise (Lin et al. 2023, "Common
+    Diffusion Noise Schedules and Sample Steps are Flawed").
     """
 
     def __init__(self, teacher: Callable[..., torch.Tensor] | None = None) -> None:
@@ -181,10 +183,10 @@ class VelocityObjective:
     def steps(self, batch: Batch) -> torch.Tensor:
         """Map the quantiles to steps of the schedule, int64 (B,).
 
-        Half-size scenes teach the layout; their sigmas are distributed as in `FlowObjective`, where sigma s of the
-        flow has the signal-to-noise ratio of sigma s / (1 - s) here. Crops teach fine structure, which is drawn at low
-        noise; their steps are uniform, as in SDXL's training. Half of the full pictures follow either distribution:
-        without the first, the model forgets the layout again.
+        Half-size scenes teach the layout. Their sigmas are distributed as in `FlowObjective`; sigma s of the flow has
+        the same signal-to-noise ratio as sigma s / (1 - s) here. Crops teach fine structure, which is drawn at low
+        noise. Their steps are uniform, as in SDXL's training. Half of the full pictures follow each distribution,
+        because without the first one the model forgets the layout.
         """
         quantile, as_flow = batch.quantile, torch.tensor(batch.sort == "half")
         if batch.sort == "full":
@@ -197,7 +199,7 @@ class VelocityObjective:
         return torch.where(as_flow.to(flow.device), flow, (quantile * len(log_sigmas)).long())
 
     def loss(self, network: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
-        """See `FlowObjective.loss`. A UNet receives the offset of a crop by `AddPositions` and, as SDXL, in `y`."""
+        """See `FlowObjective.loss`. A UNet gets the offset of a crop by `AddPositions` and, as SDXL does, in `y`."""
         self.sigmas = self.sigmas.to(batch.clean.device)
         step = self.steps(batch)
         sigma = self.sigmas[step][:, None, None, None]

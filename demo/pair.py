@@ -1,4 +1,4 @@
-"""Cut the rows at the top of the README out of the pictures of docs/fidelity.md: `python -m demo.pair`."""
+"""Cut the rows at the top of the README out of the pictures in docs/fidelity.md: `python -m demo.pair`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Position encoding for the tiny UNet: sines over the picture, added to the output of its first convolution.
 
-SDXL infers positions from the zero padding of its convolutions, after more training than the demo has. The encoding is
-added by ComfyUI's own `input_block_patch`.
+SDXL infers positions from the zero padding of its convolutions, which takes more training than the demo has. The
+encoding is added by ComfyUI's own `input_block_patch`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def cell_centres(count: int, first: float = 0.0, side: int | None = None, device: torch.device | None = None) -> Tensor:
-    """Return the centres of `count` cells from the cell `first` on, in 0..1 of a side of `side` cells."""
+    """Return the centres of `count` cells, beginning with cell `first`, in 0..1 of a side of `side` cells."""
     return (torch.arange(count, device=device) + 0.5 + first) / (side or count)
 
 
 def code(y: Tensor, x: Tensor, channels: int) -> Tensor:
-    """Encode positions as sines and cosines of 1, 2, 4 and 8 half turns, in half of the channels; the rest is 0.
+    """Encode positions as sines and cosines of 1, 2, 4 and 8 half turns, in half of the channels; all others are 0.
 
-    32 channels hold each wave once, 64 twice.
+    32 channels hold each wave once, 64 channels hold it twice.
 
     y: (H,) and x: (W,) in 0..1. Returns (1, channels, H, W), float32.
     """

@@ -27,14 +27,14 @@ FOLDER = WEIGHTS.parent
 # Settings that suit both objectives; the model card has others.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dit": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
-    # Distilled to 4 or 8 steps without guidance, on tokens of 2 x 2 pixels.
+    # This model is distilled to 4 or 8 steps without guidance, on tokens of 2 x 2 pixels.
     "few": {"cfg": 1.0, "sampler": "euler", "scheduler": "simple", "size": 64},
     "unet": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},
     "deep": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},
     "wan": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
 }
 PICTURES = tuple(kind for kind in DEFAULTS if kind != "wan")
-# As SDXL, and as deep.
+# The tiny UNet shaped like SDXL, and the one with nearly SDXL's depth.
 UNETS = ("unet", "deep")
 
 
@@ -48,7 +48,7 @@ def load(kind: str, path: Path | str | None = None) -> Any:
 
 
 def defaults(kind: str, steps: int) -> dict[str, Any]:
-    """Return the arguments of `generate` for pictures of `kind`. The few-step model receives the number of steps as its
+    """Return the arguments of `generate` for pictures of `kind`. The few-step model gets the number of steps as its
     guidance (see `demo.objectives.FewStepsObjective`)."""
     return {"size": CANVAS, **DEFAULTS[kind], **({"guidance": float(steps)} if kind == "few" else {})}
 
@@ -67,8 +67,8 @@ def generate(
 ) -> torch.Tensor:
     """Sample one latent per scene: (len(scenes), 16, size / 2, size / 2), float32 on the CPU.
 
-    guidance: see `conditioning`. `seeds` gives each picture its own noise, so the result does not depend on `batch`
-    beyond rounding.
+    guidance: see `conditioning`. `seeds` gives each picture its own noise, so the result depends on `batch` only by
+    rounding.
     """
     results = []
     for start in range(0, len(scenes), batch):

@@ -57,7 +57,7 @@ HIDDEN_BY: dict[str, tuple[str, int]] = {
     "object_colour": ("objects", 0),
 }
 # Attributes of one phrase: name of the phrase -> (its attributes, other attributes that decide its position). Small
-# objects are drawn where shape and word leave room.
+# objects are drawn in the space that shape and word leave free.
 PHRASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "background": (("background", "gradient"), ()),
     "texture": (("texture", "texture_side"), ()),
@@ -342,10 +342,10 @@ def _belongs() -> torch.Tensor:
 def in_phrases(tokens: torch.Tensor) -> torch.Tensor:
     """Mix each token with the others of its phrase, as a text encoder would: (..., n * T, TEXT_DIM) -> the same shape.
 
-    Flux mixes its text tokens itself. A UNet only attends to them: if one token encodes red and another top left, it
-    does not learn to draw red at the top left.
+    Flux mixes its text tokens itself. A UNet only attends to them: if one token encodes red and another one top left,
+    it does not learn to draw red at the top left.
     """
-    prompts = tokens.unflatten(-2, (-1, len(ATTRIBUTES)))  # several where prompts are joined
+    prompts = tokens.unflatten(-2, (-1, len(ATTRIBUTES)))  # several if prompts are joined
     return (_belongs().to(tokens) @ prompts).flatten(-3, -2)
 
 

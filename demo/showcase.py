@@ -27,14 +27,14 @@ from .showcase_results import Case, Outcome, StepClock, explanation, merge_maps,
 
 OUTPUT = ROOT / "demo-output"
 WORKFLOWS = ROOT / "demo" / "workflows"
-# The workflow that the page opens, and its port: the same each time, unless the port is in use.
+# The workflow that the page opens, and its port, which is the same each time unless it is in use.
 _FIRST, _PORT = "Demo-SDXL", 8199
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - all addresses of this machine, only with `--listen`
 _HERE = "127.0.0.1"
-# Pictures at once. The models are narrow: one picture is too little work for merging to pay, above all on a GPU.
+# Pictures at once. The models are narrow, so one picture is too little work for merging to pay, above all on a GPU.
 BATCH = {"cpu": 4, "cuda": 64}
-WARM_UP_STEPS = 3  # the first and the last of a run are full
-TIMING_STEPS = 5  # at most, for runs that are only timed: their share of merged steps is that of longer runs
+WARM_UP_STEPS = 3  # the first and the last step of a run are full
+TIMING_STEPS = 5  # maximum for runs that are only timed, whose share of merged steps is that of longer runs
 
 
 class DemoError(RuntimeError):
@@ -44,13 +44,13 @@ class DemoError(RuntimeError):
 @dataclass(frozen=True)
 class Settings:
     """Settings of the demo: picture sizes in pixels, sampling steps (None: as many as suit the model), pairs per case,
-    pictures at once."""
+    and pictures per batch."""
 
     sizes: tuple[int, ...] = (CANVAS,)
     steps: int | None = None
     repeats: int = 3
     batch: int = BATCH["cuda" if torch.cuda.is_available() else "cpu"]
-    kinds: tuple[Kind, ...] = (UNET,)  # the tiny Flux has too few tokens to gain at the size that it was trained for
+    kinds: tuple[Kind, ...] = (UNET,)  # the tiny Flux has too few tokens to gain at its training size
 
 
 def device_name() -> str:
@@ -62,15 +62,16 @@ def device_name() -> str:
 
 @contextmanager
 def demo_server(base: Path | None = None, port: int | None = None, listen: str | None = None) -> Iterator[ComfyServer]:
-    """Run a server with the pack, the demo nodes and the demo checkpoint, and stop it at the end. listen: further
-    addresses of this machine to listen on besides 127.0.0.1, separated by commas."""
-    # ComfyUI's default attention on the CPU works in slices and is several times slower, which would flatter ToMA.
+    """Run a server with the pack, the demo nodes and the demo checkpoint, and stop it at the end. listen: addresses of
+    this machine to listen on in addition to 127.0.0.1, separated by commas."""
+    # ComfyUI's default attention on the CPU works in slices and is several times slower, which would make ToMA look
+    # better.
     flags = ["--use-pytorch-cross-attention"]
     if listen:
         # ComfyUI does not start if one address is listed twice.
         others = [a for each in listen.split(",") if (a := each.strip()) not in ("", _HERE, "localhost")]
         flags += ["--listen", ",".join(others if EVERYWHERE in others else [_HERE, *others])]
-    # Threads that spin while waiting make steps many times slower, and their times random, if another program is busy.
+    # If another program is busy, threads that spin while they wait make steps many times slower and their times random.
     environ = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     server = ComfyServer(packs=[ROOT / "demo"], base=base, port=port, flags=flags, environ=environ)
     try:
@@ -175,7 +176,7 @@ def place_workflows(user: Path) -> list[str]:
 def serve(base: Path | None = None, port: int | None = None, listen: str | None = None) -> None:
     """Leave ComfyUI's page open with the demo's workflows, until Ctrl-C.
 
-    port: None for 8199, or any free port if that is in use. listen: see `demo_server`. Raises DemoError if the port is
+    port: if None, 8199, or any free port if 8199 is in use. listen: see `demo_server`. Raises DemoError if the port is
     in use.
     """
     if port is not None and free_port(port) != port:

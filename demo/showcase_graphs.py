@@ -28,8 +28,8 @@ Graph = dict[str, dict[str, Any]]
 class Kind:
     """One of the two model architectures: its name, and how to load, sample and merge it.
 
-    `sampling` are the settings that demo.sampling found best for the trained model, `steps` as many as its kind is
-    sampled with.
+    `sampling` are the settings that demo.sampling found best for the trained model, and `steps` is the usual number of
+    steps for this kind.
     """
 
     name: str
@@ -55,8 +55,8 @@ def sampling_graph(
 
     Node ids are the same with and without the merge, so that the server does not load the model again. `merged` puts
     ToMA Advanced between loader and sampler, with these settings on top of the balanced preset. On Flux the preset
-    merges only in runs of three or more steps; `full_step_interval=0` merges every step but the first, and with
-    `similarity_from="tokens"` the first too.
+    merges only in runs of three or more steps. `full_step_interval=0` merges every step except the first, and with
+    `similarity_from="tokens"` also the first.
     """
     model = ["loader", 0]
     graph: Graph = {
@@ -65,7 +65,7 @@ def sampling_graph(
         "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=batch),
     }
     if merged:
-        # Blocks this small cost a GPU too little, and Auto would not merge them there.
+        # A GPU computes blocks this small so fast that Auto would not merge them.
         widgets = widget_values(**{"min_tokens": FEWEST, **settings})
         graph["toma"] = _node("ToMAAdvanced", model=model, **widgets)
         model = ["toma", 0]

@@ -19,10 +19,10 @@ from .showcase_graphs import SAMPLER, Kind
 _TOKENS = re.compile(r"(\d+) -> (\d+) \((\d+) x (\d+)\)")
 _PAPER, _INK = (34, 34, 36), (230, 230, 230)  # the colours of the report's pictures
 _MARGIN, _CAPTION, _PANEL = 16, 30, 256
-_SHOWN = 4  # pictures of a case on the sheet
+_SHOWN = 4  # number of a case's pictures on the sheet
 _LINE = 18  # height of a line under a picture
-_BUSY = 1.5  # pairs whose gains differ by this factor tell nothing
-# The legend of the report's map; on the page the node shows it.
+_BUSY = 1.5  # if gains of pairs differ by this factor, they show nothing
+# The legend of the report's map; on ComfyUI's page the node shows it.
 _MAP = (
     "Dots are destination tokens, the patch around each is merged into it, black lines are windows.",
     "Bars: share of the tokens computed at each step; blue merged, grey full.",
@@ -43,7 +43,8 @@ class Outcome:
 
 @dataclass
 class Case:
-    """A model at one size and its runs: `plain[i]` and `merged[i]` share seed and scenes, one ran after the other."""
+    """A model at one size and its runs: `plain[i]` and `merged[i]` have the same seed and scenes and ran one after the
+    other."""
 
     kind: Kind
     pixels: int
@@ -58,7 +59,7 @@ class Case:
 
     @property
     def draws(self) -> bool:
-        """Return whether its pictures show a scene: at any other size than that of training they are noise."""
+        """Return whether its pictures show a scene: at sizes other than that of training they are noise."""
         return self.kind.trained and self.pixels == CANVAS
 
     @property
@@ -87,12 +88,12 @@ class Case:
 
     @property
     def busy(self) -> bool:
-        """Return whether the pairs differ so much that they tell nothing."""
+        """Return whether the pairs differ so much that their times show nothing."""
         return max(self.speed_ratios) > _BUSY * min(self.speed_ratios)
 
     @property
     def faster(self) -> str:
-        """Return the speed-up as text, or why there is none."""
+        """Return the speed-up as text, or the reason why there is none."""
         return "this machine is too busy to tell" if self.busy else f"{self.speedup:.2f}x"
 
     @property
@@ -103,17 +104,18 @@ class Case:
 
     @property
     def seed_error(self) -> float | None:
-        """Return the relative error between two unmerged latents of different seeds, None with one seed only."""
+        """Return the relative error between two unmerged latents of different seeds; None if there is only one seed."""
         if len(self.plain) < 2:
             return None
         return relative_error(self.plain[1].latent, self.plain[0].latent)
 
 
 class StepClock:
-    """Times the sampler from the server's websocket messages; give it to `ComfyClient.run` as `on_message`.
+    """Times the sampler by the server's websocket messages; pass it to `ComfyClient.run` as `on_message`.
 
-    The clock runs from the end of the first step to the end of sampling, divided by the steps in between. It excludes
-    loading and one-time work of the first step, and includes selections and merge weights of later steps.
+    The clock runs from the end of the first step to the end of sampling; the time is divided by the number of steps in
+    between. It excludes loading and the one-time work of the first step, and includes the selections and merge weights
+    of later steps.
     """
 
     def __init__(self, now: Callable[[], float], on_step: Callable[[int, int], None] | None = None) -> None:
@@ -209,8 +211,8 @@ def explanation(cases: list[Case], device: str) -> str:
 
 
 def side_by_side(cases: list[Case]) -> Image.Image:
-    """Draw two rows of pictures for each case that draws scenes: without ToMA, and with it below. Under each picture
-    stand its seconds, under the lower one its error and the prompt too."""
+    """Draw two rows of pictures for each case that draws scenes: without ToMA, and with it below. Each picture has its
+    seconds below it; the lower one also has its error and the prompt."""
     rows = []
     for case in _drawn(cases):
         plain, merged = case.plain[0], case.merged[0]
@@ -228,7 +230,7 @@ def side_by_side(cases: list[Case]) -> Image.Image:
 
 
 def _prompt(seed: int) -> str:
-    """Return what is most visible of a scene in words."""
+    """Return the most visible attributes of a scene in words."""
     scene = scene_from_seed(seed)
     said = {name: ATTRIBUTES[name][value] for name, value in zip(ATTRIBUTES, scene.values(), strict=True)}
     objects = "" if said["objects"] == "none" else "{object_count} {object_colour} {objects}, "
@@ -283,7 +285,7 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """Return Pillow's own font, so that pictures are the same on every machine."""
     try:
         return ImageFont.load_default(size)
-    except TypeError:  # Pillow before 10.1 has one size
+    except TypeError:  # Pillow before 10.1 has only one size
         return ImageFont.load_default()
 
 

@@ -1,8 +1,8 @@
 """Draw the thumbnails of workflows/ from the workflows themselves: `python -m demo.thumbnails`.
 
-ComfyUI's page prints the name of a template below its thumbnail. The thumbnail says the rest: the purpose, the steps
-and the work saved, counted, or what the template's tool shows, and the chain of nodes that the model passes. Nothing
-is sampled.
+ComfyUI's page prints the name of a template below its thumbnail. The thumbnail shows the rest: the purpose; the steps
+and the counted saving of work, or the output of the template's tool; and the chain of nodes that the model passes.
+Nothing is sampled.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FOLDER, IMAGES = ROOT / "workflows", ROOT / "docs" / "images"
 SIDE = 512
 MOST_BYTES = 60_000
 _MARGIN = 36
-_TOP, _BOTTOM = 186, 386  # of the picture in the middle
+_TOP, _BOTTOM = 186, 386  # top and bottom of the picture in the middle
 _BOARD, _NODE, _PAPER, _FAINT = (32, 36, 44), (58, 66, 82), (250, 250, 250), (176, 184, 198)
 _OURS = (138, 92, 40)
-_FULL, _MERGED, _RECOMMENDED = (148, 148, 148), (86, 180, 233), (230, 159, 0)  # as in the charts of the nodes
-# Okabe and Ito's colours, by a word in the name of a workflow: the first that fits.
+_FULL, _MERGED, _RECOMMENDED = (148, 148, 148), (86, 180, 233), (230, 159, 0)  # the colours in the charts of the nodes
+# Okabe and Ito's colours, by a word in the name of a workflow: the first word that fits counts.
 _BANDS = {
     "Benchmark": (240, 228, 66),
     "SDXL": (0, 114, 178),
@@ -40,17 +40,15 @@ _BANDS = {
     "Qwen": (213, 94, 0),
     "video": (86, 180, 233),
 }
-FULL_STEP_INTERVAL = 4  # of `balanced` in transformers, whose presets need ComfyUI: a test compares them
+FULL_STEP_INTERVAL = 4  # that of `balanced` in transformers; presets need ComfyUI, so a test compares the values
 
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """What the thumbnail of a workflow says.
+    """The content of a workflow's thumbnail.
 
-    purpose: In one line or two.
-    runs: Number of steps of each run of a model.
-    gain: (model, side) in the table of runs, or the name of a run of a template, whose share of the work is saved.
-    picture: What its tool shows, instead of steps.
+    purpose: one line or two. runs: number of steps of each run of a model. gain: (model, side) in the table of runs, or
+    the name of a run of a template, whose saving of work is shown. picture: the output of the tool, in place of steps.
     """
 
     purpose: str
@@ -60,7 +58,7 @@ class Thumbnail:
 
 
 _SDXL = ("SDXL", "1024")
-# Name of a workflow -> its thumbnail, in the order in which one needs them.
+# Name of a workflow -> its thumbnail, in the order in which users need the workflows.
 THUMBNAILS = {
     "01 SDXL": Thumbnail("Begin here:\none node", (30,), _SDXL),
     "02 Z-Image Turbo": Thumbnail("Fast pictures\nwith text", (8,), ("Z-Image", "1024")),
@@ -105,14 +103,15 @@ def main() -> None:
 
 
 def chain(workflow: dict[str, Any]) -> list[str]:
-    """Return the labels of the nodes that the model passes, in order; repeated ones once, with their number."""
+    """Return the labels of the nodes that the model passes, in order; repeated labels appear once, with their
+    number."""
     labels = [
         next((label for start, label in _CALLED.items() if node["type"].startswith(start)), "")
         for node in sorted(workflow["nodes"], key=lambda node: node["order"])
     ]
     counts = Counter(label for label in labels if label)
     order = list(dict.fromkeys(label for label in _CALLED.values() if label))
-    order.append(order.pop(order.index("report")))  # it comes after the sampler
+    order.append(order.pop(order.index("report")))  # the report comes after the sampler
     return [label if counts[label] == 1 else f"{counts[label]} x {label}" for label in order if counts[label]]
 
 
@@ -151,7 +150,7 @@ def merged_steps(name: str) -> list[list[bool]]:
         sigmas = [1 - step / steps for step in range(steps)]
         if listed:
             sigmas = [float(sigma) for sigma in listed[index].split(",")][:steps]
-        # Runs with sigmas of their own are stages; others share one schedule, as two models for one clip do.
+        # Runs that have their own sigmas are stages; other runs share one schedule, like the two models of one clip.
         ends, continues = bool(listed) or index == len(thumbnail.runs) - 1, not listed and index > 0
         schedule = Schedule(config, tuple(sigmas), finishes=ends, continues_run=continues)
         runs.append([schedule.decide(sigma, step).mode.merges for step, sigma in enumerate(sigmas)])
@@ -159,7 +158,7 @@ def merged_steps(name: str) -> list[list[bool]]:
 
 
 def _steps(pen: Any, name: str) -> None:
-    """Draw a bar for each step, half as high where it is merged, and the work that this saves."""
+    """Draw a bar for each step, half as high if the step is merged, and the saving of work."""
     thumbnail, runs = THUMBNAILS[name], merged_steps(name)
     count, gap = sum(map(len, runs)), 24 * (len(runs) - 1)
     width = min(40, (SIDE - 2 * _MARGIN - gap) / count)
@@ -175,7 +174,7 @@ def _steps(pen: Any, name: str) -> None:
     text = f"{'every step' if number == count else f'{number} of {count} steps'} on half of the tokens"
     pen.text((_MARGIN, 306), text, _FAINT, _fitting([text], 30, SIDE - 2 * _MARGIN))
     if thumbnail.gain:
-        counted = "20" if thumbnail.gain == _SDXL else str(count)  # as much in any number of steps
+        counted = "20" if thumbnail.gain == _SDXL else str(count)  # the saving is the same for any number of steps
         text = f"{saved(Gain('', counted, thumbnail.gain))} less work, counted"
         pen.text((_MARGIN, 346), text, _PAPER, _fitting([text], 36, SIDE - 2 * _MARGIN))
 
@@ -197,7 +196,7 @@ def _map(image: Image.Image, pen: Any) -> None:
 
 
 def _bars(pen: Any, lengths: Sequence[float], colours: Sequence[Any], labels: Sequence[str], inside: str = "") -> None:
-    """Draw bars with a label before each; inside: words to put on the bars from the first on."""
+    """Draw bars with a label before each. inside: words that are written on the bars, from the first one on."""
     font = _fitting(labels, 28, 120)
     for index, (length, colour, label) in enumerate(zip(lengths, colours, labels, strict=True)):
         top = _TOP + 12 + index * 192 // len(lengths)
@@ -208,7 +207,7 @@ def _bars(pen: Any, lengths: Sequence[float], colours: Sequence[Any], labels: Se
 
 
 def _times(image: Image.Image, pen: Any) -> None:
-    """Draw bars as ToMA Benchmark does; their lengths are what it is to find out."""
+    """Draw bars as ToMA Benchmark does; their lengths are not measured."""
     _bars(pen, (1, 0.86, 0.72, 0.6), (_FULL, _MERGED, _MERGED, _RECOMMENDED), ("without", "low", "middle", "high"))
     pen.text((SIDE - _MARGIN, _BOTTOM - 66), "?", _PAPER, ImageFont.load_default(110), anchor="rm")
 

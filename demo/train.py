@@ -1,8 +1,8 @@
 """Train the tiny models: `python -m demo.train dit|unet|wan [--steps N] [--minutes M] [--resume] [--seed S]`.
 
-Every step seeds its own random numbers with (seed, step), so a resumed run equals an uninterrupted one. Most early
-steps see scenes at half the size, or crops with their positions (a quarter of the tokens either way); most late steps
-see full pictures of 128 x 128.
+Every step seeds its random numbers with (seed, step), so a resumed run equals an uninterrupted one. Most early steps
+use scenes at half the size, or crops with their positions (both have a quarter of the tokens); most late steps use full
+pictures of 128 x 128.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25, "wan": 1.0}
 def _optimisers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the blocks, and AdamW for the rest.
 
-    For the DiT, Muon reached a loss with about two thirds of the pictures that AdamW alone needed.
+    For the DiT, Muon reached the same loss with about two thirds of the pictures that AdamW alone needed.
     """
     inside = {name for name, p in network.named_parameters() if p.ndim == 2 and "block" in name}
     matrices = [p for name, p in network.named_parameters() if name in inside]
@@ -62,8 +62,8 @@ class Trainer:
         config: dict[str, Any] | None = None,
         teacher: Path | None = None,
     ):
-        """teacher: weights of a DiT or Wan to distil to few steps without guidance, or of the shallow UNet whose
-        predictions the deep one learns."""
+        """teacher: weights of a DiT or Wan that is distilled to few steps without guidance, or of the shallow UNet
+        whose predictions the deep one learns."""
         self.plan = plan
         self.device = device
         self.config = config
@@ -99,9 +99,11 @@ class Trainer:
         batch = batch.to(self.device)
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = self.plan.lr_at(self.step) * group["share"]
-        # On a CPU, the backward pass of fused attention is much slower than that of plain products: a third of a step.
+        # On a CPU, the backward pass of fused attention is much slower than that of plain products; the difference is a
+        # third of a step.
         plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
-        # No cache: weights that are cast without gradients for the teacher's pass would be reused with gradients.
+        # Casts are not cached: weights that are cast without gradients for the teacher's pass would be reused where
+        # gradients are needed.
         with plain, torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
             loss = self.objective.loss(self.forward, batch)
         loss.backward()
@@ -133,7 +135,7 @@ class Trainer:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Resume from a file of `save`; the number of steps may differ, which moves the cool-down."""
+        """Resume from a file of `save`; if the number of steps differs, the cool-down moves."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         if state["plan"]["kind"] != self.plan.kind or state["plan"]["seed"] != self.plan.seed:
             raise ValueError(

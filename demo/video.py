@@ -50,10 +50,11 @@ def draw_clips(
     batch: int = 4,
     runs: int = 1,
 ) -> torch.Tensor:
-    """Sample one latent per clip: (len(clips), 16, FRAMES, h, w), float32 on the CPU. `seeds` gives each its noise.
+    """Sample one latent per clip: (len(clips), 16, FRAMES, h, w), float32 on the CPU. `seeds` gives each clip its
+    noise.
 
     model_steps: see `clip_conditioning`. runs: number of consecutive sampler runs that share the schedule, as Wan 2.2
-    has a model for high noise and one for low.
+    has one model for high noise and one for low noise.
     """
     results = []
     for start in range(0, len(clips), batch):

@@ -1,7 +1,7 @@
 """Make the archive that the Comfy Registry and Manager install: `python -m scripts.archive`.
 
-It uses the two commands of comfy-cli that publishing uses: `comfy node validate` checks what the registry would refuse,
-`comfy node pack` zips the files that git tracks except those that `.comfyignore` names.
+It uses the same two commands of comfy-cli as publishing: `comfy node validate` checks for everything that the registry
+would refuse, and `comfy node pack` zips the files that git tracks, except those that `.comfyignore` names.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from scripts.comfyui import ROOT
 from scripts.console import SetupError, say
 
-PACKED = "node.zip"  # the name is comfy-cli's
+PACKED = "node.zip"  # comfy-cli determines this name
 COMPLAINTS = ("Warning", "Error", "found:", "File not found")
-NO_GIT = "Warning: Not in a git repository"  # then .comfyignore alone decides, and it names build outputs
+NO_GIT = "Warning: Not in a git repository"  # .comfyignore alone then decides, and it names build outputs
 
 
 def main() -> int:
@@ -38,8 +38,8 @@ def main() -> int:
 
 
 def pack(folder: Path, root: Path = ROOT) -> Path:
-    """Validate the pack in `root` and return its archive in `folder`. Raises SetupError for errors and warnings of
-    comfy-cli: the registry drops metadata that it warns about."""
+    """Validate the pack in `root` and return its archive in `folder`. Raises SetupError for errors and for warnings of
+    comfy-cli, because the registry drops metadata with warnings."""
     folder.mkdir(parents=True, exist_ok=True)
     name, version = (project(root, key) for key in ("name", "version"))
     archive = folder / f"{name}-{version}.zip"

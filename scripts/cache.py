@@ -16,7 +16,7 @@ TEMPORARY_PREFIX = "tmp-"
 
 
 def cache_dir() -> Path:
-    """Return `TOMA_CACHE`, else `comfyui-toma` in the user's cache folder."""
+    """Return the folder `TOMA_CACHE` if it is set, else `comfyui-toma` in the user's cache folder."""
     chosen = os.environ.get("TOMA_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -27,8 +27,8 @@ def cache_dir() -> Path:
 def locked() -> Iterator[Path]:
     """Lock the cache for one set-up at a time and yield a temporary folder inside it.
 
-    The temporary folder is in the cache, not in /tmp: it receives several GB and /tmp is often small. Leftovers of a
-    killed set-up are removed here, which is safe because only the holder of the lock has such a folder.
+    The temporary folder is in the cache, not in /tmp, because it gets several GB and /tmp is often small. Leftovers of
+    a killed set-up are removed here, which is safe because only the holder of the lock has such a folder.
     """
     folder = cache_dir()
     try:

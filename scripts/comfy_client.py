@@ -41,9 +41,9 @@ class Run:
 
     Attributes:
         status: "success", "error" or "interrupted".
-        outputs: node id -> what the node showed, e.g. {"images": [...]}, {"text": [...]}.
-        messages: (type, data) in the order they came: over the websocket for `ComfyClient.run`, from the history
-            for `ComfyClient.wait`. Binary previews are ("binary", bytes).
+        outputs: node id -> the output that the node showed, e.g. {"images": [...]}, {"text": [...]}.
+        messages: (type, data) in order of arrival: over the websocket for `ComfyClient.run`, from the history for
+        `ComfyClient.wait`. Binary previews are ("binary", bytes).
         error: data of the `execution_error` message (node_id, node_type, exception_message, traceback, ...) or None.
         seconds: from queueing (`run`) or from the call (`wait`) to the end.
     """
@@ -87,9 +87,9 @@ class ComfyClient:
         return run
 
     def run(self, prompt: Mapping[str, Any], timeout: float = 300.0, on_message: OnMessage | None = None) -> Run:
-        """Queue a prompt, follow it over the websocket and return the finished run, also a failed one (`Run.status`).
+        """Queue a prompt, follow it over the websocket and return the finished run, even if it failed (`Run.status`).
 
-        `on_message(type, data)` receives every websocket message on arrival. Raises PromptError, ServerError, and
+        `on_message(type, data)` gets every websocket message on arrival. Raises PromptError, ServerError, and
         TimeoutError after interrupting the prompt.
         """
         try:
@@ -135,7 +135,7 @@ class ComfyClient:
             return bytes(response.read())
 
     def check_alive(self) -> None:
-        """Raise ServerError if the server has ended; called while waiting."""
+        """Raise ServerError if the server has ended; it is called while waiting."""
 
     def log_tail(self) -> str:
         """Return the end of the server's log for an error message, empty if there is no log."""
@@ -179,5 +179,5 @@ class ComfyClient:
         return Run(prompt_id, status, entry["outputs"], past if messages is None else messages, error, seconds)
 
 
-# Never through a proxy: the server is on this machine.
+# Requests never go through a proxy, because the server is on this machine.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

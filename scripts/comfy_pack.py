@@ -1,9 +1,9 @@
 """ComfyUI and this pack inside the current process, imported as ComfyUI itself imports them.
 
-ComfyUI comes first on `sys.path`, so that `import nodes` means ComfyUI's `nodes.py` and not the folder `nodes/` of
-this checkout, and the pack is loaded by spec under the name that ComfyUI would give it. Its `toma_core` is then a
-module of its own: reach it with `pack_module("toma_core.config")` and never mix its objects with those of a plain
-`import toma_core` (two module objects, whose enums, classes and registries do not match).
+ComfyUI comes first on `sys.path`, so that `import nodes` means ComfyUI's `nodes.py` and not this checkout's folder
+`nodes/`. The pack is loaded by spec, under the name that ComfyUI would give it. Its `toma_core` is then a separate
+module: use `pack_module("toma_core.config")`, and never mix its objects with those of a plain `import toma_core`,
+because the enums, classes and registries of the two modules do not match.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None, own_
 
     Args:
         path: folder of ComfyUI, `COMFYUI_PATH` if None.
-        cpu: run its models on the CPU; None: only if torch finds no CUDA device.
-        own_attention: let ComfyUI choose its attention. Otherwise it is PyTorch's, because ComfyUI's default on the CPU
-        (sub-quadratic) breaks graphs in torch.compile.
+        cpu: run its models on the CPU. None: only if torch finds no CUDA device.
+        own_attention: let ComfyUI choose its attention. Otherwise PyTorch's is used, because ComfyUI's default on the
+        CPU (sub-quadratic) breaks graphs in torch.compile.
 
     Raises RuntimeError if there is no ComfyUI, or if it was already set up on another device.
     """
@@ -66,7 +66,7 @@ def load_pack() -> ModuleType:
 
 def pack_module(name: str) -> ModuleType:
     """Import a module of the loaded pack by its dotted path from the root, e.g.
-    `pack_module("nodes.adapters.patch_model")`. From then on the pack raises its own errors instead of logging them."""
+    `pack_module("nodes.adapters.patch_model")`. Afterwards the pack raises its own errors instead of logging them."""
     module = importlib.import_module(f"{load_pack().__name__}.{name}")
     if compat := sys.modules.get(f"{PACK_NAME}.nodes.adapters.compat"):
         compat.RAISES_OWN_ERRORS = True  # type: ignore[attr-defined]

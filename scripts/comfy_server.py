@@ -56,10 +56,10 @@ class ComfyServer(ComfyClient):
             comfyui: folder of ComfyUI, `COMFYUI_PATH` if None.
             packs: further custom-node folders to link in.
             checkout: link this checkout in; False omits it, to test an installed pack instead.
-            base: base directory, not removed; None: a temporary one that `stop` removes.
+            base: base directory, which is not removed. None: a temporary one, which `stop` removes.
             port: port to listen on; any free one if it is None or in use.
             flags: further command line flags of ComfyUI.
-            cpu: run on the CPU; None: only if torch finds no CUDA device.
+            cpu: run on the CPU. None: only if torch finds no CUDA device.
             environ: environment variables in addition to the current ones.
             start_timeout: seconds until the server must respond.
         """
@@ -141,10 +141,11 @@ class ComfyServer(ComfyClient):
     def _command(self) -> list[str]:
         command = [sys.executable, str(self._comfyui / "main.py"), "--port", str(self.port)]
         command += ["--base-directory", str(self.base)]
-        # A file, because ComfyUI 0.16 opens an in-memory database again in each thread and misses its tables there.
+        # The database is a file, because ComfyUI 0.16 opens an in-memory database again in each thread and misses its
+        # tables.
         command += ["--database-url", f"sqlite:///{self.base / 'user' / 'comfyui.db'}"]
         command += ["--disable-api-nodes", "--disable-auto-launch", "--dont-print-server", *self._flags]
-        # The server ends with this process, even if it is killed and no `finally` runs.
+        # The server ends with this process, even if the process is killed and no `finally` runs.
         return ["setpriv", "--pdeathsig", "KILL", *command] if shutil.which("setpriv") else command
 
     def _wait_until_ready(self) -> None:
@@ -166,7 +167,7 @@ def free_port(wanted: int | None = None) -> int:
     """Return the given port if it is free on this machine, else any free one."""
     for port in (wanted or 0, 0):
         with socket.socket() as probe, suppress(OSError):
-            if os.name == "posix":  # as servers do: connections of an earlier server may linger for a minute
+            if os.name == "posix":  # as servers do, because connections of an earlier server may linger for a minute
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])
@@ -180,7 +181,7 @@ def _has_cuda() -> bool:
 
 
 def _kill_group(process: subprocess.Popen[bytes], patience: float = 5.0) -> None:
-    """Terminate the group, then kill it; the second signal also reaches children that outlived their parent."""
+    """Terminate the group, then kill it. The second signal also reaches children that outlived their parent."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)

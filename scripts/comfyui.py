@@ -55,9 +55,9 @@ class ComfyUI:
 def find(release: str | None = None) -> ComfyUI:
     """Return the ComfyUI to use.
 
-    A `release` given by number is downloaded. Otherwise, in this order: `COMFYUI_PATH`; the ComfyUI that encloses
-    this checkout (`custom_nodes/..`); comfy-cli's default workspace `~/comfy/ComfyUI`; a download of the default
-    release. Raises SetupError for an unknown release and for a `COMFYUI_PATH` without a ComfyUI.
+    A `release` given by number is downloaded. Otherwise the first of these is used: `COMFYUI_PATH`; the ComfyUI that
+    encloses this checkout (`custom_nodes/..`); comfy-cli's default workspace `~/comfy/ComfyUI`; a download of the
+    default release. Raises SetupError for an unknown release and for a `COMFYUI_PATH` without a ComfyUI.
     """
     if release:
         return _downloaded(release)
@@ -93,11 +93,11 @@ def _existing(path: Path, origin: str) -> ComfyUI:
 
 
 def _downloaded(release: str) -> ComfyUI:
-    """Return a downloaded release. All of them share the environment of the default one.
+    """Return a downloaded release. All releases share the environment of the default one.
 
     The requirements of older releases differ in the packages of the web page, in ComfyUI's two kernel packages, whose
-    newer versions work too, and in `glfw`, without which their GLSL shader nodes do not load. The pack uses none of
-    these differences, and another environment would cost 7 GB.
+    newer versions also work, and in `glfw`, without which their GLSL shader nodes do not load. The pack uses none of
+    these, and another environment would take 7 GB.
     """
     if release not in RELEASES:
         raise SetupError(
@@ -109,7 +109,8 @@ def _downloaded(release: str) -> ComfyUI:
 
 
 def _download(release: str) -> Path:
-    """Return the folder of this release in the cache; it is fetched at first use and moved there atomically."""
+    """Return the folder of this release in the cache. It is fetched at first use and moved into the cache
+    atomically."""
     folder = cache_dir() / f"comfyui-{release}"
     if folder.is_dir():
         return folder

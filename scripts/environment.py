@@ -1,4 +1,4 @@
-"""Make the Python environment that ComfyUI and the tests run in."""
+"""Make the Python environment in which ComfyUI and the tests run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from scripts.console import SetupError, run_stage, say
 from scripts.pip_progress import pip_status
 from scripts.venv import make_venv
 
-# Versions that work together and import on Linux; a newer torch with this torchaudio fails on its CUDA version.
+# Versions that work together and can be imported on Linux; a newer torch fails with this torchaudio's check of the CUDA
+# version.
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 TORCH_PYTHONS = "3.10 to 3.14"
 MARKER = ".complete"
@@ -33,8 +34,8 @@ def ensure(comfyui: ComfyUI) -> Path:
     """Return the Python of the environment for this ComfyUI; the environment is made at first use.
 
     `TOMA_PYTHON` names an interpreter that is used unchanged. Otherwise the environment lies in the cache, named by a
-    hash of its requirements and the Python version. Its marker file is written last; without it the set-up starts
-    again.
+    hash of its requirements and the Python version. Its marker file is written last; if the marker is missing, the
+    set-up starts again.
     """
     chosen = os.environ.get("TOMA_PYTHON")
     if chosen:
@@ -66,7 +67,7 @@ def dev_requirements(pyproject: Path) -> list[str]:
 
 
 def environment_name(text: str) -> str:
-    """Return the folder name: each requirements text, Python and machine type has its own environment."""
+    """Return the folder name: each combination of requirements, Python and machine type has its own environment."""
     version = "{}.{}".format(*sys.version_info)
     key = hashlib.sha256(f"{version}\n{platform.machine()}\n{text}".encode()).hexdigest()[:12]
     return f"env-py{version}-{key}"
@@ -131,7 +132,8 @@ print("Python %s | torch %s | %s" % (platform.python_version(), torch.__version_
 
 
 def _pip_options(folder: Path) -> list[str]:
-    """Raise early if the disk is too small, and disable pip's cache if the disk is only just large enough."""
+    """Return options for pip, without its cache if the disk is only just large enough. Raises an error if the disk is
+    too small."""
     free = _free_gb(folder)
     if free < NEEDED_GB:
         raise SetupError(

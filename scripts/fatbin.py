@@ -1,8 +1,8 @@
 """Cut a CUDA library down to the machine code of one GPU architecture.
 
 A library holds its kernels in fatbin containers: a header of 16 bytes (magic, version, size), then one entry for each
-architecture. Containers stay at their offsets; entries of other architectures are removed, the size in the header is
-updated, and the rest of the container is filled with zeros, which compress to nothing.
+architecture. Containers stay at their offsets. Entries of other architectures are removed, the size in the header is
+updated, and the rest of the container is filled with zeros, which compress well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CUBIN = 2  # kind: machine code; 1 is PTX
 
 def one_architecture(library: bytes, sm: int) -> bytes:
     """Return the library with the machine code of sm_<sm> only, at its original length. Raises SetupError for a
-    container without it."""
+    container without this architecture."""
     data, start = bytearray(library), 0
     while (start := data.find(_MAGIC, start)) >= 0:
         _, version, header, size = _HEADER.unpack(data[start : start + _HEADER.size].ljust(_HEADER.size, b"\0"))

@@ -1,9 +1,9 @@
-"""Pack the files that a GPU machine without network needs besides the checkout and PyTorch: `make gpu-kit`.
+"""Pack the files that a GPU machine without network needs in addition to the checkout and PyTorch: `make gpu-kit`.
 
     python -m scripts.gpu_kit [--arch 90] [--python 3.12] [--into .gpu]
 
 The kit (8 MB, ignored by git) holds ComfyUI without its tokenizers, templates and API nodes, and the packages that a
-machine with PyTorch seldom has: comfy-kitchen with the machine code of one architecture, comfy-aimdo, torchsde and
+machine with PyTorch rarely has: comfy-kitchen with the machine code of one architecture, comfy-aimdo, torchsde and
 trampoline. Packing needs the network and no GPU. It prints the size of checkout and kit. `benchmarks/gpu/visit.sh`
 unpacks and uses the kit.
 """
@@ -33,7 +33,7 @@ FOLDERS = (
 FILES = ("*.py", "requirements.txt", "LICENSE")
 EMPTY = ("models", "input", "output", "custom_nodes")
 LARGEST = 60_000
-# Packages in the versions of ComfyUI's requirements, else in these.
+# Packages have the versions in ComfyUI's requirements, or these if ComfyUI has none.
 PACKAGES = {"comfy-kitchen": "", "comfy-aimdo": "", "torchsde": "==0.2.6", "trampoline": "==0.1.2"}
 GLIBC = ("2_28", "2_27", "2_24", "2_17")
 
@@ -73,7 +73,8 @@ def pack(folder: Path, arch: int, python: str) -> Path:
         for library in kitchen.glob("hip/*.so"):
             library.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        archive, part = folder / ARCHIVE, folder / f"{ARCHIVE}.part"  # an interrupted run leaves the previous kit
+        # An interrupted run leaves the previous kit unchanged.
+        archive, part = folder / ARCHIVE, folder / f"{ARCHIVE}.part"
         with tarfile.open(part, "w:gz") as tar:
             for name in ("ComfyUI", "site"):
                 tar.add(stage / name, name)

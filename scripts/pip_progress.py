@@ -14,7 +14,7 @@ _NOT_PROGRESS = ("WARNING:", "DEPRECATION:", "[notice]", "Looking in ")
 def pip_status(folders: Sequence[Path], expected_gb: float) -> Callable[[Sequence[str]], str]:
     """Return a function that describes a running `pip install` by the lines of its log.
 
-    folders: where pip writes wheels and packages. expected_gb: about how much that becomes, in GB.
+    folders: folders into which pip writes wheels and packages. expected_gb: their approximate final size in GB.
     """
 
     def status(lines: Sequence[str]) -> str:
@@ -31,7 +31,7 @@ def latest(lines: Sequence[str]) -> str:
 
 
 def _sizes(folder: Path | str) -> Iterator[int]:
-    """Yield the bytes of each file below a folder; files may vanish meanwhile."""
+    """Yield the bytes of each file below a folder; files may disappear during the walk."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(OSError):

@@ -34,8 +34,7 @@ def main() -> int:
 
 def notes(tag: str, root: Path = ROOT) -> str:
     """Return the changelog of the version that `tag` names. Raises SetupError if the tag is not vX.Y.Z of
-    pyproject.toml, or
-    the changelog has no text for it under `## [X.Y.Z] - date`."""
+    pyproject.toml, or if the changelog has no text under `## [X.Y.Z] - date`."""
     version = project(root, "version")
     if tag != f"v{version}":
         raise SetupError(f"the tag is {tag} and pyproject.toml says {version}; tag v{version}, or change the version")

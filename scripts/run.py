@@ -2,7 +2,7 @@
 
     python3 -m scripts.run [--comfyui 0.16.3] [--quiet] -- python -m pytest -k windows
 
-`python` as the first word is the environment's. The command runs in the checkout with COMFYUI_PATH set.
+If the first word is `python`, it is that of the environment. The command runs in the checkout with COMFYUI_PATH set.
 """
 
 from __future__ import annotations

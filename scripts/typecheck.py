@@ -1,8 +1,8 @@
 """Type-check the checkout.
 
 The root of the checkout is itself a package whose folder may have any name, and `nodes/` reaches `toma_core/` through
-it (`from ..toma_core import ...`), as it must inside ComfyUI. mypy needs a name for that root: the pack is checked
-through a link called `toma_pack`, everything else at its path.
+it (`from ..toma_core import ...`), as required inside ComfyUI. mypy needs a name for this root, so the pack is checked
+through a link called `toma_pack`, and all other folders at their paths.
 """
 
 from __future__ import annotations

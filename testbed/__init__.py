@@ -1,1 +1,2 @@
-"""Real ComfyUI models for tests and benchmarks: small ones, full-size ones, and stand-ins for what a machine lacks."""
+"""Real ComfyUI models for tests and benchmarks: small ones, full-size ones, and stand-ins for packages and models that
+a machine lacks."""

@@ -1,5 +1,5 @@
 """Full-size models: widths, depths and inputs of the checkpoints, from comfy/model_detection.py, or as published if
-that reads them from the weights."""
+that file reads them from the weights."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ SD3 = ModelSpec(
     },
     ("num_blocks",),
     few=(3,),
-    # 77 tokens of two encoders, then T5's.
+    # 77 tokens of each of two encoders, then those of T5.
     text=(77 + 128, 4096),
     pooled=2048,
 )
@@ -255,7 +255,7 @@ OMNIGEN2 = ModelSpec(
     few=(3, 0),
     text=(128, 2048),
 )
-# The classes of these have the sizes of their checkpoints as defaults.
+# The defaults of these classes are the sizes of their checkpoints.
 ERNIE = ModelSpec(
     "ErnieImage",
     "ErnieImage",
@@ -280,7 +280,7 @@ LENS = ModelSpec(
     "Lens", "Lens", {"image_model": "lens"}, ("num_layers",), few=(3,), text=(128, 4 * 2880), channels=128, pixel=16
 )
 
-# By the layout's name in `models.TRANSFORMERS`; Klein has Flux.2's.
+# The keys are the layouts' names in `models.TRANSFORMERS`; Klein has the layout of Flux.2.
 SPECS: dict[str, ModelSpec] = {
     "sdxl": SDXL,
     "flux": FLUX,
@@ -303,9 +303,9 @@ SPECS: dict[str, ModelSpec] = {
     "ltx_av": LTX_AV,
     "h3": H3,
 }
-# Models with reference images behind the image; others have none, or elsewhere.
+# Models with reference images behind the image; others have none, or have them elsewhere.
 EDITORS = ("flux", "flux2", "klein", "krea2", "qwen_image")
-# Models in the counted tables; only tests/benchmarks/fullsize/test_cost.py counts blocks of the others.
+# Models in the counted tables; for others, only tests/benchmarks/fullsize/test_cost.py counts blocks.
 TITLES = {
     "sdxl": "SDXL",
     "flux": "Flux.1",

@@ -25,7 +25,7 @@ LTX = ModelSpec(
     pixel=32,
     video=True,
 )
-# LTX-2.3, of 22 billion weights with its connectors; text comes from these, for video and audio.
+# LTX-2.3, with 22 billion weights including its connectors, which provide the text for video and audio.
 LTX_AV = ModelSpec(
     "LTXAV",
     "LTXAV",
@@ -54,7 +54,7 @@ LTX_AV = ModelSpec(
     video=True,
     audio=lambda frames: (8, 8 * frames - 7, 16),  # 25 per second, as many as frames
 )
-# MiniMax H3's pruned int8 checkpoint.
+# MiniMax H3 in its pruned int8 checkpoint.
 H3 = ModelSpec(
     "MiniMaxH3",
     "MiniMaxH3",
@@ -67,7 +67,7 @@ H3 = ModelSpec(
     video=True,
     audio=lambda frames: (32, 2, round((max(frames - 2, 0) // 5 * 17 + 5) / 24 * 40)),
 )
-# Anima, and the 2B of Cosmos-Predict2, which has less text.
+# Anima, and the 2B model of Cosmos-Predict2, which has less text.
 ANIMA = ModelSpec(
     "Anima",
     "Anima",

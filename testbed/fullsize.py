@@ -12,12 +12,13 @@ from testbed import models
 from testbed.full_model import SPECS
 from testbed.model_spec import ModelSpec
 
-# One long row of noise from which every weight is cut: drawing 2.6 billion numbers would take minutes.
+# One long row of noise from which every weight is cut, because drawing 2.6 billion numbers would take minutes.
 _NOISE = 1 << 24
 
-# Models without a small model of their own.
+# Models without a small model in testbed.models, and the one that stands in.
 _LIKE = {"klein": "flux2"}
-# Text tokens, their width and the width of the pooled vector in testbed.models; SDXL's is that of the full model.
+# Number of text tokens, their width, and the width of the pooled vector in testbed.models; SDXL's vector is that of the
+# full model.
 _TINY = (32, 48, 24)
 
 
@@ -26,7 +27,7 @@ class Shape:
     """The shape of one evaluation."""
 
     model: str  # a key of `SPECS`
-    height: int = 1024  # of the picture in pixels
+    height: int = 1024  # height of the picture in pixels
     width: int = 1024
     batch: int = 1
     tiny: bool = False  # use the small model of `testbed.models`, to try a benchmark out
@@ -97,7 +98,7 @@ class Shape:
             inputs["attention_mask"] = torch.ones(self.batch, text, dtype=torch.long, device=device)
         if self.references:
             inputs["ref_latents"] = [noise(*self.latent) for _ in range(self.references)]
-            if self.model == "krea2":  # not in its checkpoints
+            if self.model == "krea2":  # missing in its checkpoints
                 inputs["ref_latents_method"] = "index"
         return inputs
 
@@ -123,8 +124,8 @@ def patcher(
     blocks: tuple[int, ...] | None = None,
     seed: int = 0,
 ) -> Any:
-    """Return a `ModelPatcher` around a model of `SPECS` at full width, with these numbers of blocks of each kind, all
-    if None; or a tiny one, on the CPU in fp32."""
+    """Return a `ModelPatcher` around a model of `SPECS` at full width, with these numbers of blocks of each kind (None:
+    all blocks); or around a tiny one, on the CPU in fp32."""
     if tiny:
         return models.unet() if name == "sdxl" else models.TRANSFORMERS[_LIKE.get(name, name)]()
     from comfy.model_patcher import ModelPatcher
@@ -138,7 +139,8 @@ def patcher(
 
 
 def _fill(model: Any, device: torch.device, seed: int) -> None:
-    """Fill in random weights, drawn on the CPU and so the same on every device; none on the meta device."""
+    """Fill in random weights. They are drawn on the CPU, so they are the same on every device; a model on the meta
+    device gets none."""
     if device.type == "meta":
         model.diffusion_model.requires_grad_(False)
         return
@@ -147,7 +149,7 @@ def _fill(model: Any, device: torch.device, seed: int) -> None:
     for name, buffer in model.diffusion_model.named_buffers():
         if name in ("pos_embed", "adaln_t_table"):
             buffer.copy_(noise.repeat(-(-buffer.numel() // _NOISE))[: buffer.numel()].view(buffer.shape))
-        elif name == "rope.inv_freq":  # of MiniMax H3, which leaves it to its checkpoint
+        elif name == "rope.inv_freq":  # a buffer of MiniMax H3, whose values come from its checkpoint
             buffer.copy_(10000.0 ** -torch.linspace(0, 1, len(buffer)))
     for index, parameter in enumerate(model.diffusion_model.parameters()):
         size = parameter.numel()

@@ -1,4 +1,4 @@
-"""Count FLOPs, bytes and launches of what runs, on the meta device as on any other."""
+"""Count the FLOPs, bytes and launches of running code, on the meta device as on any other device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Count operations inside the context under this part of a step."""
+        """Count the operations inside the context under this part of a step."""
         before, self.part = self.part, part
         try:
             yield
@@ -74,7 +74,7 @@ class Meter(TorchDispatchMode):
                 handle.remove()
 
     def count(self, name: str, flops: float, moved: float) -> None:
-        """Note one operation, also under the part of the step that is running."""
+        """Note one operation, also under the part of the step that is in progress."""
         self.cost.add(name, flops, moved)
         if self.part is not None:
             self.cost.parts.setdefault(self.part, Cost()).add(name, flops, moved)

@@ -26,7 +26,8 @@ class ModelSpec:
     audio: Callable[[int], tuple[int, ...]] | None = None  # frames of the latent -> shape of the audio stream
 
     def at(self, blocks: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return the config with these numbers of blocks of each kind; all blocks if None, or if there are no kinds."""
+        """Return the config with these numbers of blocks of each kind. None, or a model without kinds, means all
+        blocks."""
         if blocks is None or not self.depths:
             return dict(self.config)
         return {**self.config, **dict(zip(self.depths, blocks, strict=True))}

@@ -1,7 +1,7 @@
-"""A stand-in for ComfyUI's Qwen-Image 2.1, where ComfyUI is older than the model: the same calls of the same blocks.
+"""A stand-in for ComfyUI's Qwen-Image 2.1, for older ComfyUIs. It makes the same calls of the same blocks.
 
-One stream of [text with references in it | image]. What comes before the image is the prefix: it never attends to the
-image and is modulated as at time 0, so that its keys and values stay those of the first step. A block is called
+There is one stream of [text with references in it | image]. The tokens before the image are the prefix. It never
+attends to the image and is modulated as at time 0, so its keys and values never change. A block is called
 
     with all tokens                  without a cache, and where the first release of the model fills it
     with the prefix, then the image  where later releases fill it, which also add into the tokens that they are given
@@ -34,7 +34,7 @@ from torch.nn.functional import gelu, silu
 Pair = tuple[Tensor, Tensor]  # rows of (1, 1, C) for the prefix and (B, 1, C) for the image
 Cached = list[Pair]  # keys and values of the prefix, (B, T, heads, d), of each block
 NONE: Mapping[str, Any] = {}
-_BITS = {"int8": 8, "int4": 4}  # of a cached number, where they are not those of the run
+_BITS = {"int8": 8, "int4": 4}  # bits of a cached number, if it has not the dtype of the run
 
 
 def _parts(x: Tensor, prefix_len: int) -> tuple[Tensor, ...]:
@@ -43,7 +43,7 @@ def _parts(x: Tensor, prefix_len: int) -> tuple[Tensor, ...]:
 
 
 def _stored(x: Tensor, asked: Mapping[str, Any]) -> Tensor:
-    """Return keys or values as the cache holds them: where the node asks for it, rounded by token and head."""
+    """Return keys or values as the cache holds them: if the node asks for it, rounded by token and head."""
     if bits := _BITS.get(asked.get("dtype", "")):
         unit = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
         x = (x / unit).round() * unit
@@ -115,7 +115,7 @@ class QwenImage21TransformerBlock(nn.Module):
 
 
 class QwenImage21Transformer2DModel(nn.Module):
-    """in_place: whether blocks are called and add as in later releases, see the head of this file."""
+    """in_place: whether blocks are called, and add to their input, as in later releases, see the head of this file."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class QwenImage21Transformer2DModel(nn.Module):
     def _called(
         self, block: Any, n: int, x: Tensor, mod: Any, pe: Tensor, attn_fn: Any, prefix_len: int, options: Any
     ) -> Tensor:
-        """Run a block, or what another node puts in its place."""
+        """Run a block, or the function with which another node replaces it."""
 
         def original(args: dict[str, Any]) -> dict[str, Any]:
             return {"img": block(args["img"], mod, args["pe"], attn_fn, prefix_len, args["transformer_options"])}
@@ -218,7 +218,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         return replacement({**args, "transformer_options": options}, {"original_block": original})["img"]
 
     def _modulations(self, timesteps: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], Tensor]:
-        """Return (scale, gate, scale, gate, 0) for all blocks, the first four as pairs of rows; and the time's."""
+        """Return (scale, gate, scale, gate, 0) for all blocks, the first four as pairs of rows, and the embedded time."""
         times = torch.cat([timesteps, timesteps.new_zeros(1)])
         embedded = self.time_out(silu(self.time_in(timestep_embedding(times, 256).to(dtype))))
         scale1, gate1, scale2, gate2 = self.modulation(silu(embedded)).chunk(4, -1)
@@ -229,8 +229,8 @@ class QwenImage21Transformer2DModel(nn.Module):
     def _sequence(
         self, x: Tensor, context: Tensor, references: list[Tensor], slots: list[int]
     ) -> tuple[Tensor, Tensor, list[tuple[int, int, Tensor | None]]]:
-        """Return the stream (B, T, C), its rotary positions (1, T, 1, d/2, 2, 2), and (start, stop, mask) of its
-        parts. slots: how many text tokens come before each reference; behind the text where there are none."""
+        """Return the stream (B, T, C), its rotary positions (1, T, 1, d/2, 2, 2), and (start, stop, mask) of its parts.
+        slots: how many text tokens come before each reference; without slots, references come behind the text."""
         text = self.txt_in(gelu(self.txt_norm(context), approximate="tanh"))
         length = text.shape[1]
         bounds = [0, *(slots + [length] * len(references))[: len(references)], length]
@@ -256,7 +256,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         return torch.cat(parts, 1), pe[:, :, None].float(), segments
 
     def _slot(self, x: Tensor, contents: Sequence[Tensor], options: Mapping[str, Any]) -> Cached | None:
-        """Return where the keys and values of this prompt are cached, empty at first; None without a cache."""
+        """Return the place where the keys and values of this prompt are cached, empty at first; None without a cache."""
         patches, where = options.get("patches", {}), options.get("qwen_image21_cache", {}).get("device", "auto")
         others = options.get("patches_replace", {}).get("dit") or patches.get("single_block")
         if not self.prefix_cache_enabled or where == "off" or others or patches.get("attn1_patch"):
@@ -269,7 +269,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         return found
 
     def _attention(self, segments: Sequence[Any], options: Any) -> Callable[..., Tensor]:
-        """Return the attention of some parts of the stream to all before their end."""
+        """Return the attention of some parts of the stream to all tokens before their end."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, preferred_attention: Any = None) -> Tensor:
             found = [
@@ -319,7 +319,7 @@ class Config(comfy.supported_models.supported_models_base.BASE):
 
 
 class QwenImage21(comfy.model_base.BaseModel):
-    """What ComfyUI's nodes hold: caches live as long as a run of the model."""
+    """The object that ComfyUI's nodes hold; its caches live as long as a run of the model."""
 
     def __init__(self, model_config: Any, device: Any = None) -> None:
         kind = comfy.model_base.ModelType.FLUX

@@ -28,9 +28,9 @@ def facility_location(similarity: Tensor, dest_slots: Tensor, valid: Tensor | No
 
 
 def farthest_point(similarity: Tensor, valid: Tensor | None, number: int) -> Tensor:
-    """Select the most central token, then repeatedly the token that is represented least.
+    """Select the most central token, then repeatedly the token that is represented worst.
 
-    similarity: (G, S, S) fp32; valid: (G, S) bool or None. Returns (G, number) int64 slots, as the other rules.
+    similarity: (G, S, S) fp32; valid: (G, S) bool or None. Returns (G, number) int64 slots, as all rules do.
     """
     padding = torch.zeros_like(similarity[..., 0], dtype=torch.bool) if valid is None else ~valid
     centrality = similarity.masked_fill(padding[:, :, None], 0.0).sum(1).masked_fill(padding, -torch.inf)
@@ -45,11 +45,11 @@ def farthest_point(similarity: Tensor, valid: Tensor | None, number: int) -> Ten
 
 
 def tome_matching(similarity: Tensor, valid: Tensor | None, number: int) -> Tensor:
-    """Select by ToMe's bipartite soft matching (Bolya & Hoffman 2023): every fourth token is a candidate, the
-    others are sources, and the sources most similar to a candidate are merged away until `number` tokens are left.
+    """Select by ToMe's bipartite soft matching (Bolya & Hoffman 2023). Every fourth token is a candidate and the others
+    are sources; the sources most similar to a candidate are merged away until `number` tokens are left.
 
-    similarity: (G, S, S) fp32; valid: (G, S) bool or None. Below a quarter of the tokens the candidates themselves
-    are thinned evenly, which ToMe does not define.
+    similarity: (G, S, S) fp32; valid: (G, S) bool or None. For fewer than a quarter of the tokens, the candidates
+    themselves are thinned evenly, which ToMe does not define.
     """
     slots = similarity.shape[1]
     candidate = torch.arange(slots, device=similarity.device) % 4 == 0
@@ -57,7 +57,7 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, number: int) -> Tens
     if valid is not None:
         best = best.masked_fill(~valid[:, None, :], -torch.inf)
     closeness = best.amax(2)
-    # Order: candidates, then the sources that would lose most by merging; padding slots last.
+    # The order is: candidates, then the sources that would lose most by merging, and padding slots last.
     cost = torch.where(candidate, closeness.new_full((), -3.0), closeness)
     if valid is not None:
         cost = cost.masked_fill(~valid, torch.inf)
@@ -85,7 +85,7 @@ def random_order(counts: tuple[int, ...], number: int, seed: int) -> Tensor:
 
 
 def rule(name: str, seed: int = 0) -> Rule:
-    """Return a rival's selection, which replaces `toma_core.selection.select`. seed: of "random"."""
+    """Return a rival's selection, which replaces `toma_core.selection.select`. seed: for the rule "random"."""
     selection = pack_module("toma_core.selection")
     if name == "facility location":
         found: Rule = selection.select
@@ -127,7 +127,7 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 @contextmanager
 def selecting(name: str) -> Iterator[None]:
     """Replace the selection of every plan inside the context by a rival's, in plain PyTorch and with the same share of
-    destinations in each window, except for searches with an adaptive budget."""
+    destinations in each window. Searches with an adaptive budget are not replaced."""
     state, kernels = pack_module("toma_core.run"), pack_module("toma_core.kernels.dispatch")
     laid_out = state.RunState._laid_out
 
@@ -142,7 +142,7 @@ def selecting(name: str) -> Iterator[None]:
 
 
 def selected_by(patch: Patch, name: str) -> Patch:
-    """Wrap `patch`: while its model samples, a rival selects the destinations."""
+    """Wrap `patch` so that a rival selects the destinations while its model samples."""
 
     def patched(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP
@@ -151,7 +151,7 @@ def selected_by(patch: Patch, name: str) -> Patch:
             with selecting(name):
                 return executor(*args, **kwargs)
 
-        # Added first, so that it is the outermost wrapper: the pack's own run begins inside.
+        # This wrapper is added first, so that it is the outermost one; the pack's own run begins inside it.
         model = model.clone()
         model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "selector", run)
         return patch(model)

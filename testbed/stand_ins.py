@@ -1,5 +1,5 @@
 """Prepare ComfyUI and the pack for a benchmark, also without the packages that no benchmark needs, and with a ComfyUI
-that is older than a model."""
+older than a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from scripts.comfy_pack import load_pack, use_comfyui
 
 
 def prepare(own_attention: bool = True) -> None:
-    """Make ComfyUI and the pack importable. own_attention: ComfyUI's own choice of attention, else PyTorch's."""
+    """Make ComfyUI and the pack importable. own_attention: whether ComfyUI chooses its attention; if not, it is
+    PyTorch's."""
     use_comfyui(own_attention=own_attention)
     use_stand_ins()
     use_newer_models()
@@ -71,14 +72,14 @@ class _NewerModels(MetaPathFinder, Loader):
         return importlib.util.spec_from_file_location(name, Path(__file__).with_name(file)) if file else None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python."""
+        """Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute nothing: a folder."""
 
 
 def use_newer_models() -> None:
-    """Let models that are newer than ComfyUI be imported. A ComfyUI that has them is found first. Call it before the
-    pack is loaded."""
+    """Let models that are newer than ComfyUI be imported. A ComfyUI that has these models is found first. Call it
+    before the pack is loaded."""
     if not any(isinstance(finder, _NewerModels) for finder in sys.meta_path):
         sys.meta_path.append(_NewerModels())

@@ -3,8 +3,8 @@
     python -m benchmarks.fidelity [--model dit deep] [--only "selector:" "preset:"]
 
 All settings share scenes and noise. Rows that are already in the result folder are not computed again, so a run can be
-stopped and resumed. Results are deterministic: cost is the remaining share of
-matrix-multiplication FLOPs, counted by PyTorch.
+stopped and resumed. Results are deterministic. The cost is the share of matrix-multiplication FLOPs that remains,
+counted by PyTorch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Parse, measure what is missing, write everything after each row."""
+    """Parse the command line, measure the missing rows, and write everything after each row."""
     args = _arguments(given)
     start(args)
     for kind in args.model:

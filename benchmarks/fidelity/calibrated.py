@@ -1,8 +1,8 @@
-"""What ToMA Calibrate gains on scenes that it did not measure: `python -m benchmarks.fidelity.calibrated`.
+"""The gain of ToMA Calibrate on scenes that it did not measure: `python -m benchmarks.fidelity.calibrated`.
 
-For each number of steps and target: calibrate the trained deep UNet at the work of a preset, and compare preset,
-calibration and `SINGLE` on other scenes. The table is in results/fidelity/calibrated.md. Transformers have no rows: the
-node keeps their preset without measuring.
+For each number of steps and each target, the trained deep UNet is calibrated at the work of a preset. Then preset,
+calibration and `SINGLE` are compared on other scenes. The table is in results/fidelity/calibrated.md. Transformers have
+no rows, because for them the node returns the preset without measuring.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scripts.comfy_pack import pack_module
 from .start import SCENES, command, start
 
 KIND = "deep"
-# Settings without a calibration that leave about the work of `balanced`.
+# Settings without a calibration that need about as much work as `balanced`.
 SINGLE = {"ratio": 0.75, "start_percent": 0.3}
 
 
@@ -52,8 +52,8 @@ def _name(steps: int, target: str) -> str:
 
 
 def _measured(steps: int, targets: list[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return a row for each target: mean errors on the reported scenes, shares of the matrix products left, and the
-    matrix products of the calibration, 1 being those of an unmerged picture."""
+    """Return a row for each target: mean errors on the reported scenes, shares of the matrix products that remain, and
+    the matrix products of the calibration, in units of an unmerged picture's."""
     if not targets:
         return {}
     from demo.checker import FIRST_TEST_SEED
@@ -70,7 +70,7 @@ def _measured(steps: int, targets: list[str], args: argparse.Namespace) -> dict[
     settings = pack_module("toma_core").UserSettings
     model, options = load(KIND, args.weights / f"{KIND}.safetensors", "fp32"), defaults(KIND, steps)
     size, overrides = options["size"], {"min_tokens": FEWEST}
-    chosen = [SCENES["choose"]]  # the scene that is calibrated on
+    chosen = [SCENES["choose"]]  # the scene that the calibration measures
     reported = [SCENES["report"] + i for i in range(args.images)]
 
     def scenes(seeds: list[int]) -> list[Any]:

@@ -22,7 +22,7 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of the measurements. images: in each of `seeds` sets; weights: a digest of the files."""
+    """The conditions of the measurements. images: pictures in each of `seeds` sets. weights: a digest of the files."""
 
     model: str
     weights: str
@@ -36,7 +36,7 @@ class Conditions:
 
 
 def load(kind: str, path: Path, dtype: str) -> Any:
-    """Load the model with weights and activations in `dtype`; ComfyUI itself would compute in fp32 on a CPU."""
+    """Load the model with weights and activations in `dtype`. Without this, ComfyUI would compute in fp32 on a CPU."""
     from comfy.cli_args import args
 
     from demo import sampling
@@ -53,7 +53,7 @@ def load(kind: str, path: Path, dtype: str) -> Any:
 
 @dataclass
 class Drawn:
-    """Pictures of one setting. latents: one tensor a set; flops: per picture."""
+    """Pictures of one setting. latents: one tensor per set. flops: FLOPs per picture."""
 
     latents: list[Tensor]
     flops: float
@@ -84,13 +84,13 @@ class Judge:
         return generate(model, scenes, seeds, steps=steps, batch=self.conditions.batch, **self.options)
 
     def _drawn(self, model: Any, steps: int) -> Drawn:
-        with counting() as counter:  # takes time, so that only the first set is counted
+        with counting() as counter:  # counting takes time, so only the first set is counted
             latents = [self._generate(model, steps, 0)]
         latents += [self._generate(model, steps, group) for group in range(1, len(self.seeds))]
         return Drawn(latents, counter.get_total_flops() / self.conditions.images)
 
     def rounding(self, count: int = 4) -> float:
-        """Return the error of the unmerged pictures against those in fp32, below which differences are noise."""
+        """Return the error of the unmerged pictures against those in fp32. Smaller differences are noise."""
         from .metrics import relative_error
 
         exact = load(self.conditions.model, self.path, "fp32")
@@ -140,7 +140,7 @@ class Judge:
 
 @contextmanager
 def counting() -> Iterator[FlopCounterMode]:
-    """Count matrix multiplications, attention on a CPU among them."""
+    """Count matrix multiplications, including those of attention on a CPU."""
 
     def attention(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         return int(sdpa_flop_count(q, k, v))

@@ -8,7 +8,7 @@ import torch
 from skimage.metrics import structural_similarity
 from torch import Tensor
 
-# Side in pixels of the tokens at the finest resolution of both tiny models that need many steps.
+# Side in pixels of the tokens at the finest resolution of the two tiny models that need many steps.
 PIXELS_PER_TOKEN = 4
 
 
@@ -33,17 +33,17 @@ def ssim(image: Tensor, reference: Tensor) -> Tensor:
 
 
 def high_frequency_energy(image: Tensor) -> Tensor:
-    """Compute the energy that a 3 x 3 mean removes: it falls with blur and rises with residual noise. (n, 3, H, W) ->
+    """Compute the energy that a 3 x 3 mean removes. It falls with blur and rises with residual noise. (n, 3, H, W) ->
     (n,)."""
     smooth = torch.nn.functional.avg_pool2d(image, 3, stride=1)
     return (image[..., 1:-1, 1:-1] - smooth).square().flatten(1).mean(1)
 
 
 def seam_energy(image: Tensor, window: int, token: int = PIXELS_PER_TOKEN) -> Tensor:
-    """Compute squared steps across the borders of windows of `window` tokens of `token` pixels, over those at other
-    token borders.
+    """Compute the squared steps across the borders of windows of `window` tokens of `token` pixels, divided by those at
+    other token borders.
 
-    1 means that borders of windows do not differ from other token borders. (n, 3, H, W) -> (n,).
+    A value of 1 means that borders of windows do not differ from other token borders. (n, 3, H, W) -> (n,).
     """
     ratios = []
     for steps in (image.diff(dim=-1), image.diff(dim=-2).transpose(-1, -2)):
@@ -59,8 +59,7 @@ def measure(
     image: Tensor, latent: Tensor, twin_image: Tensor, twin_latent: Tensor, window: int, token: int = PIXELS_PER_TOKEN
 ) -> dict[str, Tensor]:
     """Compute every per-picture metric, each (n,). Energies are relative to those of the unmerged picture. window: side
-    in
-    tokens; token: in pixels."""
+    of a window in tokens. token: side of a token in pixels."""
     return {
         "error": relative_error(latent, twin_latent),
         "ssim": ssim(image, twin_image),

@@ -1,4 +1,4 @@
-"""Write what was measured into docs/fidelity.md and results/fidelity/*.md: `python -m benchmarks.fidelity.page`.
+"""Write the measured results into docs/fidelity.md and results/fidelity/*.md: `python -m benchmarks.fidelity.page`.
 
 A page chooses the settings of its tables; numbers and order come from the result files, and plots are drawn from them.
 Sheets of pictures are made if this machine has the pictures.
@@ -20,8 +20,8 @@ RESULTS = Path("benchmarks/results/fidelity")
 PAGE, TABLES, GAINED = Path("docs/fidelity.md"), RESULTS / "tables.md", RESULTS / "calibrated.md"
 IMAGES = PAGE.parent / "images"
 CALIBRATIONS, SAMPLER_ROWS = "calibrated.json", "samplers.json"
-# The head of a table names its results: "| DiT, 8 steps | error | ...".
-# A model's name on the pages -> the start of its results' names, and the size and number of its pictures.
+# The head of a table identifies its results: "| DiT, 8 steps | error | ...". Each entry maps a model's name on the
+# pages to the start of its results' names, and to the size and number of its pictures.
 MODELS = {
     "DiT": ("dit", "128px-22x3"),
     "Few-step DiT": ("few", "64px-22x3"),
@@ -29,12 +29,12 @@ MODELS = {
     "Wan": ("wan", "report"),
 }
 HEAD = re.compile(rf"\| ({'|'.join(MODELS)}), (\d+) steps \| error \|")
-# Advice for N steps: "| DiT | setting | error | ...", a row "| 4 steps | balanced | ...". The end of its name
-# identifies a setting; columns that are not in FORMATS do not change.
+# Advice for N steps: "| DiT | setting | error | ...", with a row "| 4 steps | balanced | ...". A setting is identified
+# by the end of its name; columns that are not in FORMATS stay unchanged.
 ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| error \|")
-# Gain of a calibration: "| Deep UNet | `balanced` | calibrated | ...", a row "| 4 steps | ...".
+# Gain of a calibration: "| Deep UNet | `balanced` | calibrated | ...", with a row "| 4 steps | ...".
 GAINS = re.compile(r"\| Deep UNet \| `(\w+)` \| calibrated \|")
-# Samplers: "| sampler | few-step DiT, 4 steps | ...", a row "| `er_sde` | ...".
+# Samplers: "| sampler | few-step DiT, 4 steps | ...", with a row "| `er_sde` | ...".
 SAMPLERS = re.compile(r"\| sampler \| .*, \d+ steps \|")
 # A column's name -> the key of its rows, see `samplers.RUNS`.
 SAMPLED = {
@@ -127,13 +127,13 @@ def _rows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _gain(steps: str, row: dict[str, Any]) -> str:
-    """Return a row of a number of steps: error and work with the preset, the calibration and the single setting."""
+    """Return the row of a number of steps: error and work with the preset, the calibration and the single setting."""
     ways = [f"{row[way]:.3f} for {row[f'{way} cost']:.2f}" for way in ("preset", "calibrated", "single")]
     return f"| {' | '.join((steps, *ways, format(row['pictures'], '.1f')))} |"
 
 
 def _sampler(shown: str, columns: list[dict[str, Any]]) -> str:
-    """Return a row of a sampler, whose name is the first word in code: merged steps, mean and worst error."""
+    """Return the row of a sampler, whose name is the first word in code: merged steps, mean and worst error."""
     name = shown.split("`")[1]
     rows = [rows[name.replace(", eta ", "@")] for rows in columns]
     cells = [f"{row['merged']}: {row['mean']:.3f}, {row['worst']:.2f}" if row["merged"] else "full" for row in rows]
@@ -141,7 +141,7 @@ def _sampler(shown: str, columns: list[dict[str, Any]]) -> str:
 
 
 def _answer(kind: str, pictures: str, line: str, columns: list[str], folder: Path) -> str:
-    """Return a row of the short page, with the numbers of the run in its first cell."""
+    """Return a row of the short page; the numbers come from the run in its first cell."""
     steps, setting, *shown = _cells(line)
     rows = _rows(folder, f"{kind}-{steps.split()[0]}steps-{pictures}")
     plain = setting.strip("*")

@@ -13,7 +13,7 @@ Point = tuple[float, float]
 
 
 def pareto(rows: Rows) -> list[str]:
-    """Return the settings that no other setting beats in both error and cost, cheapest first."""
+    """Return the settings for which no other setting has both a smaller error and a lower cost, cheapest first."""
     best, front = float("inf"), []
     for name in sorted(rows, key=lambda n: (rows[n]["cost"], rows[n]["error"])):
         if rows[name]["error"] < best:
@@ -23,7 +23,7 @@ def pareto(rows: Rows) -> list[str]:
 
 
 def plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:
-    """Plot the error over the cost, with the Pareto front; its settings are named in the margin."""
+    """Plot the error over the cost, with the Pareto front. The settings on the front are named in the margin."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,7 +41,7 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:
         axes.scatter(*values, label=group, marker=marker, s=size, color=colours(index % 20), edgecolors="k", lw=0.3)
     front = pareto(rows)
     axes.plot([rows[n]["cost"] for n in front], [rows[n]["error"] for n in front], color="black", lw=0.8, zorder=0)
-    # Numbers at the points and names beside the plot: names at the points would overlap.
+    # Points have numbers and the names stand beside the plot, because names at the points would overlap.
     named = dict.fromkeys([*front, *(n for n in rows if n.startswith(("rival", "preset")))])
     for at, numbers in _apart([(rows[n]["cost"], rows[n]["error"]) for n in named], axes.transData.transform):
         axes.annotate("\n".join(map(str, reversed(numbers))), at, fontsize=7, xytext=(4, 4), textcoords="offset points")
@@ -58,7 +58,8 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:
 
 
 def _apart(points: list[Point], to_pixels: Callable[[Point], Any]) -> list[tuple[Point, list[int]]]:
-    """Return where to write the numbers of points, from 1 on: points within ten pixels of another share its label."""
+    """Return where to write the numbers of points, counted from 1. Points within ten pixels of each other share a
+    label."""
     labels: list[tuple[Point, list[int]]] = []
     for number, point in enumerate(points, 1):
         x, y = to_pixels(point)

@@ -1,9 +1,9 @@
 """The error of merged pictures by sampler: `python -m benchmarks.fidelity.samplers [--run few8 wan8] [--sampler lcm]`.
 
-Each merged picture is compared with the unmerged one of the same scene, noise and sampler: error of the final latent,
-relative to the unmerged one's norm. A sampler's name may carry its eta: `euler_ancestral@0.25`. Where all steps are
-full, one batch shows it. Rows that the result file has are not measured again; remove them after a change. Choose
-settings with `--scenes choose`, report on `--scenes report`.
+Each merged picture is compared with the unmerged one of the same scene, noise and sampler. The error is that of the
+final latent, relative to the norm of the unmerged one. A sampler's name may include its eta: `euler_ancestral@0.25`. If
+all steps are full, one batch is enough to show it. Rows in the result file are not measured again; remove them after a
+change. Choose settings with `--scenes choose`, report on `--scenes report`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scripts.comfy_pack import pack_module
 from .settings import FEWEST
 from .start import SCENES, command, start
 
-# Without new noise, with it by a known share, and what model cards name.
+# Samplers without new noise, samplers with a known share of it, and samplers that model cards name.
 REPORTED = ("euler", "er_sde", "euler_ancestral@0.25", "euler_ancestral", "dpmpp_2m_sde", "sa_solver", "lcm")
 # Trained model and number of steps.
 RUNS = {"few4": ("few", 4), "few8": ("few", 8), "wan8": ("wan", 8), "few8_all": ("few", 8)}
@@ -32,7 +32,7 @@ RESULTS = Path("benchmarks/results/fidelity/samplers.json")
 
 
 def sampler_of(name: str) -> Any:
-    """Return ComfyUI's sampler of a name, with its eta if the name carries one."""
+    """Return ComfyUI's sampler of this name, with its eta if the name includes one."""
     from comfy.samplers import ksampler, sampler_object
 
     sampler, _, eta = name.partition("@")
@@ -83,7 +83,7 @@ def drawn(kind: str, model: Any, seeds: list[int], steps: int, sampler: str) -> 
 
 
 def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> dict[str, Any]:
-    """Measure a sampler: mean, median and worst error, merged steps and why others were full."""
+    """Measure a sampler: mean, median and worst error, the merged steps, and why the other steps are full."""
     from .metrics import relative_error
 
     model, errors = load(kind), list[float]()
@@ -93,7 +93,7 @@ def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> di
         own = drawn(kind, model, part, steps, sampler)
         errors += relative_error(drawn(kind, merged, part, steps, sampler), own).tolist()
         stats = pack_module("nodes.adapters.attachment").last_stats(merged)
-        if not stats.merged_steps:  # nor in other pictures: the noise depends on the sampler alone
+        if not stats.merged_steps:  # nor are there any in other pictures, because the noise depends only on the sampler
             break
     return {
         "mean": round(statistics.fmean(errors), 4),
@@ -106,7 +106,7 @@ def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> di
 
 
 def main(given: list[str] | None = None) -> None:
-    """Measure what is missing, and write each row."""
+    """Parse the command line, measure the missing rows, and write each row."""
     parser = command(__doc__)
     parser.add_argument("--run", nargs="*", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--sampler", nargs="*", help="default: those that the pages report; for few8_all all there are")

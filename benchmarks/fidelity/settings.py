@@ -19,7 +19,7 @@ class Setting:
 
     patch: Patch
     steps: float = 1.0  # share of the sampling steps
-    window: int = 8  # side of its windows in tokens, for the metric of seams
+    window: int = 8  # side of the setting's windows in tokens, for the metric of seams
 
 
 # Tokens of the smallest merged grids of tiny models.
@@ -27,7 +27,7 @@ FEWEST = 64
 
 
 def toma(**settings: Any) -> Patch:
-    """Return ToMA with every step merged, and some settings replaced."""
+    """Return ToMA with every step merged and these settings."""
     return lambda model: variants.toma("", **{**tiny(model), **settings}).patch(model)
 
 
@@ -37,7 +37,7 @@ def preset(name: str, **settings: Any) -> Patch:
 
 
 def packed(patch: Patch) -> Patch:
-    """Wrap `patch`: while its model samples, keys and values are cached in four bits, as for larger models and
+    """Wrap `patch` so that while its model samples, keys and values are cached in four bits, as for larger models and
     videos."""
 
     def patched(model: Any) -> Any:
@@ -47,7 +47,7 @@ def packed(patch: Patch) -> Patch:
             with replaced(pack_module("nodes.adapters.kv_memory"), {"memory_left": lambda *_: 0}):
                 return executor(*args, **kwargs)
 
-        # Added first, so that it is the outermost wrapper: the pack's own run begins inside.
+        # This wrapper is added first, so that it is the outermost one; the pack's own run begins inside it.
         model = model.clone()
         model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "packed", run)
         return patch(model)
@@ -56,8 +56,8 @@ def packed(patch: Patch) -> Patch:
 
 
 def tiny(model: Any) -> dict[str, Any]:
-    """Return skipped blocks for a Flux of two or three double and five or six single blocks: the skipped share is
-    Flux's."""
+    """Return the numbers of skipped blocks for a Flux of two or three double and five or six single blocks: their share
+    is that of Flux."""
     flux = type(model.model.diffusion_model).__name__ == "Flux"
     return {"min_tokens": FEWEST, **({"skip_first_blocks": 1} if flux else {})}
 

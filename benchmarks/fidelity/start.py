@@ -1,4 +1,4 @@
-"""Shared start of the commands here: options, threads, ComfyUI and the pack."""
+"""The start of all commands in this folder: options, threads, ComfyUI and the pack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from scripts.comfy_pack import load_pack, use_comfyui
 
 # The trained models that draw pictures, as in `demo.sampling.PICTURES`, which needs ComfyUI.
 PICTURES = ("dit", "few", "unet", "deep")
-# First seeds of the scenes for choosing and for reporting settings: neither training nor another table uses them.
+# First seeds of the scenes by which settings are chosen, and of those on which they are reported. Neither training nor
+# another table uses these scenes.
 SCENES = {"choose": 20_000, "report": 30_000}
 
 

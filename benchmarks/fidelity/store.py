@@ -1,4 +1,4 @@
-"""The file of a measurement: rows, written at once so that a stopped run can resume; and pictures."""
+"""The file of a measurement: rows, each written immediately so that a stopped run can resume, and pictures."""
 
 from __future__ import annotations
 

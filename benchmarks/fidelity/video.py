@@ -1,10 +1,10 @@
 """The error of merged clips against unmerged ones: `python -m benchmarks.fidelity.video --weights wan.safetensors`.
 
-The same clips and noise for every setting; rows that the result folder has are not measured again. error: of the
-final latents, relative to the unmerged one's norm; spread: deviation of its mean over the clips; flicker: energy of the
-changes from frame to frame, over the unmerged clip's own; seams: see `metrics`, by frame; attributes: share of those
-that the checker reads in the middle frame as they were asked for; cost: share of the matrix products left. Choose
-settings with `--scenes choose`, report on `--scenes report`.
+All settings use the same clips and noise, and rows in the result folder are not measured again. error: error of the
+final latents, relative to the norm of the unmerged one; spread: deviation of its mean over the clips; flicker: energy
+of the changes from frame to frame, divided by that of the unmerged clip; seams: see `metrics`, per frame; attributes:
+share of the attributes that the checker reads in the middle frame as the prompt gives them; cost: share of the matrix
+products that remains. Choose settings with `--scenes choose`, report on `--scenes report`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.variants import Patch
 from .settings import packed
 from .start import SCENES, command, start
 
-# Side of windows in tokens, in a frame of 16 x 16 tokens: the size in real frames.
+# Side of windows in tokens, in a frame of 16 x 16 tokens. Real frames have windows of this size.
 WINDOW = 8
 # Makes plans at every step, from the previous step's prediction.
 PREDICTED: dict[str, Any] = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1}
@@ -42,7 +42,7 @@ class Setting:
 
 
 def settings() -> dict[str, Setting]:
-    """Return the settings by name. Grids are far smaller than a real model's, hence min_tokens."""
+    """Return the settings by name. Grids are much smaller than those of a real model, hence min_tokens."""
 
     def preset(name: str, **given: Any) -> Setting:
         return Setting(variants.preset(name, min_tokens=16, **given).patch)
@@ -88,8 +88,8 @@ def measured(
     tried: dict[str, Setting],
     known: dict[str, dict[str, float]],
 ) -> dict[str, dict[str, float]]:
-    """Return a row for each of these settings, those that are known as they are. draw: a model, a number of steps and
-    of runs -> its latents of all clips."""
+    """Return a row for each of these settings; rows that are already known are returned unchanged. draw: a function of
+    a model, a number of steps and a number of runs, which returns the latents of all clips."""
     from demo.checker import accuracy, load_checker
     from demo.scenes import CANVAS
     from demo.video import decode_clips

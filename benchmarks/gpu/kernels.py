@@ -1,7 +1,7 @@
-"""Check every kernel against fp64 on this device, on poisoned memory, and for bit-identical repetition; count the
-launches of what is propagated.
+"""Check every kernel against fp64 on this device, on poisoned memory, and for bit-identical repetition. Count the
+launches of propagating a tensor.
 
-One row of the section `kernels` for each check; `gate` holds the failure. In Triton's interpreter, on a CPU, only tiny
+The section `kernels` has one row for each check; `gate` holds the failure. In Triton's interpreter, on a CPU, only tiny
 cases run.
 """
 
@@ -25,16 +25,16 @@ from testbed.meter import Meter
 
 _B, _H, _F = torch.bfloat16, torch.float16, torch.float32
 _EPS = {_B: 4e-3, _H: 6e-4, _F: 2e-6}
-# Free bytes that tensors of more than 2^31 elements need.
+# Free bytes that are needed for tensors of more than 2^31 elements.
 _LARGE = 30e9
-# Features of a token of Flux's latent and its change, and 1; pairs of a head.
+# The features of a token (Flux's latent, its change, and 1), and the pairs of a head.
 _FEATURES, _PAIRS = 129, 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """A grid of (frames,) rows, columns. adaptive: the budget follows the tokens. beside: this many other tokens lie
-    before them in memory, as in a common stream; they hold NaN."""
+    """A grid of (frames,) rows, columns. adaptive: the budget follows the tokens. beside: number of other tokens that
+    lie before them in memory, as in a common stream; these hold NaN."""
 
     name: str
     grid: tuple[int, ...]
@@ -60,7 +60,7 @@ class Case:
         return x.to(self.dtype)
 
     def tokens(self, device: torch.device) -> Tensor:
-        """Smooth with noise, as in a picture. (B, N, C)"""
+        """Return smooth tokens with noise, as in a picture. (B, N, C)"""
         *frames, height, width = self.grid
         pictures = self.batch * (frames[0] if frames else 1)
         generator = torch.Generator(device).manual_seed(0)
@@ -93,7 +93,7 @@ CASES = (
 
 
 def measure(dry: bool, device: torch.device, left: Callable[[], float]) -> Iterator[Row]:
-    """Yield a row for each check. left: remaining seconds; the last cases are skipped if they are few."""
+    """Yield a row for each check. left: returns the remaining seconds; if they are few, the last cases are skipped."""
     kernels = pack_module("toma_core.kernels.triton").TritonKernels()
     jobs: list[tuple[Case, Callable[..., Iterator[Row]]]] = [(case, check) for case in (TINY if dry else CASES)]
     if dry:
@@ -165,7 +165,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
         dest_slots, M, back = plans[0]
         given = kernels.weigh(x, dest_slots, windows, budget, micro.SCALE)
         out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))
-        # Each kernel twice: by Triton's launch, and by a prepared launch.
+        # Each kernel runs twice: by Triton's launch, and by a prepared launch.
         merged, spread, restored = (
             [call() for _ in range(2)]
             for call in (
@@ -205,7 +205,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
 
 
 def propagations(case: Case, cached: Tensor, plan: tuple[Any, ...], kernels: Any) -> Iterator[Row]:
-    """Check what is propagated of cached values and keys, (B, N, C), with a regression on random features; count its
+    """Check the propagation of cached values and keys, (B, N, C), with a regression on random features. Count its
     launches, with the regression and without."""
     core, module = pack_module("toma_core.merge"), pack_module("toma_core.latent_regression")
     device, (_, N, C) = cached.device, cached.shape
@@ -232,7 +232,7 @@ def propagations(case: Case, cached: Tensor, plan: tuple[Any, ...], kernels: Any
 
 
 def launches(call: Callable[[], object]) -> int:
-    """Return the launches of a call: operations of PyTorch, and kernels, which do not run."""
+    """Return the launches of a call: operations of PyTorch, and kernels, which are not run."""
     launch = pack_module("toma_core.kernels.triton.launch").Launch
     with mock.patch.object(launch, "_launch") as launched, Meter() as meter:
         call()
@@ -240,7 +240,7 @@ def launches(call: Callable[[], object]) -> int:
 
 
 def large(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
-    """Check the last window of the last image in tensors beyond 32-bit addresses."""
+    """Check the last window of the last image in tensors that exceed 32-bit addresses."""
     windows, budget = case.layout(device)
     x = case.noise(windows.tokens, device)
     out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))

@@ -1,4 +1,4 @@
-"""Time a merged step with keys and values on the card and in main memory; and the copies."""
+"""Time a merged step with keys and values on the card and in main memory, and time the copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COPIED = 256 << 20  # bytes
 
 
 class _NoStream:
-    """A stream of a device that has none: everything is done at once."""
+    """A stream for a device without streams: all work is done immediately."""
 
     def record_event(self) -> None:
         return None
@@ -56,7 +56,7 @@ def host_memory(device: torch.device) -> Any:
 
 
 def chosen(ratio: float, **settings: Any) -> list[Variant]:
-    """Return a merged step of `balanced` by form and place of its keys and values."""
+    """Return a merged step of `balanced` for each form and place of its keys and values."""
     full = variants.preset("balanced", ratio=ratio, **settings)
     four_bits = replace(full, name=f"{full.name}, keys in four bits", packs=True)
     away = (replace(each, name=f"{each.name}, {HOST}", in_host_memory=True) for each in (full, four_bits))
@@ -64,7 +64,7 @@ def chosen(ratio: float, **settings: Any) -> list[Variant]:
 
 
 def copy_speeds(device: torch.device, dry: bool) -> str:
-    """Return what one copy of 256 MiB reaches down and up, and both at once, in GB/s."""
+    """Return the speed of copies of 256 MiB down, up, and in both directions at once, in GB/s."""
     size = _COPIED >> 12 if dry else _COPIED
     card = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]

@@ -1,6 +1,6 @@
 """Compare merged with unmerged pictures of a real checkpoint, through the HTTP API of a running ComfyUI.
 
-Nothing here imports ComfyUI; the standard library queues pictures, numpy and Pillow compare them.
+This folder does not import ComfyUI: the standard library queues pictures, and numpy and Pillow compare them.
 """
 
 from __future__ import annotations

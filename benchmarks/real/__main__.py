@@ -47,8 +47,8 @@ def template_of(args: argparse.Namespace) -> Template:
 
 
 def settings_of(args: argparse.Namespace, template: Template, server: Server) -> list[Setting]:
-    """Return every ratio with every preset. An option that is not given defaults to the graph's value, else to the
-    node's; so does a profile if neither is given."""
+    """Return every combination of ratio and preset. An option that is not given has the graph's value, else the node's
+    default. The profile is handled likewise if neither ratio nor preset is given."""
     profile = template.own("profile") if args.ratio is args.preset is None else None
     if isinstance(profile, list):
         raise BenchmarkError(
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, and return 0 if done, 1 after an error, which is printed, and 130 after Ctrl-C."""
+    """Run the command. Return 0 after success, 1 after an error, which is printed, and 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     try:
         run(args)

@@ -1,7 +1,7 @@
 """PSNR, SSIM and LPIPS of merged pictures against unmerged ones, and the means of each setting.
 
-PSNR needs only numpy; SSIM is scikit-image's, LPIPS that of torchmetrics (AlexNet, weights downloaded at first use). A
-metric whose library or weights are missing is left out with a note.
+PSNR needs only numpy; SSIM is that of scikit-image, LPIPS that of torchmetrics (AlexNet, whose weights are downloaded
+at first use). A metric whose library or weights are missing is left out with a note.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from PIL import Image
 
 from .pictures import UNMERGED, Folder, Job, say
 
-# The unmerged picture of another seed: the scale of differences between unrelated pictures of one prompt.
+# The unmerged picture of another seed. It shows how much unrelated pictures of one prompt differ.
 OTHER_SEED = "another seed"
-# Above the value of 8-bit pictures that differ in one value; equal pictures have no finite value.
+# This is above the PSNR of 8-bit pictures that differ in one value; for equal pictures PSNR is infinite.
 PSNR_OF_EQUAL = 120.0
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Score = Callable[[Array, Array], float]  # of two pictures, (H, W, 3) uint8
+Score = Callable[[Array, Array], float]  # score of two pictures, (H, W, 3) uint8
 
 
 @dataclass
@@ -83,12 +83,12 @@ def load_lpips() -> Score:
     return score
 
 
-# By name: how it is loaded.
+# The function that loads each metric.
 METRICS: dict[str, Callable[[], Score]] = {"LPIPS": load_lpips, "PSNR": lambda: psnr, "SSIM": load_ssim}
 
 
 def loaded() -> tuple[dict[str, Score], list[str]]:
-    """Return the metrics that can be had here, and a note for each other one."""
+    """Return the metrics that are available here, and a note for each of the others."""
     found: dict[str, Score] = {}
     notes = []
     for name, load in METRICS.items():
@@ -101,7 +101,7 @@ def loaded() -> tuple[dict[str, Score], list[str]]:
 
 
 def pairs_of(folder: Folder, jobs: Sequence[Job]) -> list[Pair]:
-    """Pair every picture with its unmerged counterpart, and every unmerged one with that of the next seed."""
+    """Pair every picture with its unmerged counterpart, and every unmerged picture with that of the next seed."""
     twins = {(job.prompt, job.seed): folder.picture(job) for job in jobs if job.setting is None}
     found = []
     for job in jobs:

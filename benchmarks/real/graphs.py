@@ -1,7 +1,7 @@
 """The queued graphs: a template, filled with prompt, seed and setting.
 
-A template is a graph in ComfyUI's API format with %prompt% in a text (needed), %negative% (if wanted), and one ToMA
-node. The unmerged graph is the same one with the ToMA node taken out, not with its ratio at 0.
+A template is a graph in ComfyUI's API format with %prompt% in a text (required), %negative% (optional), and one ToMA
+node. The unmerged graph is the same graph without the ToMA node, not with a ratio of 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Graph = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Setting:
-    """The values of the ToMA node. profile: its text; beside it ratio and preset do nothing."""
+    """The values of the ToMA node. profile: its text; with a profile, ratio and preset have no effect."""
 
     ratio: float
     preset: str
@@ -42,7 +42,7 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 
 def checkpoint_graph(checkpoint: str, width: int, height: int, steps: int, cfg: float) -> Graph:
-    """Return a graph for SDXL or SD1.5 in one file. width, height: of the picture in pixels."""
+    """Return a graph for SDXL or SD1.5 in one file. width, height: those of the picture in pixels."""
     return {
         "loader": node("CheckpointLoaderSimple", ckpt_name=checkpoint),
         "toma": node("ToMA", model=["loader", 0]),
@@ -103,7 +103,7 @@ class Template:
             raise BenchmarkError(f"the graph has no seed: no number named {' or '.join(SEEDS)}")
 
     def _seeded(self) -> set[str]:
-        """Return the ids of the nodes that the seed is written into."""
+        """Return the ids of the nodes into which the seed is written."""
         return {name for name, each in self.graph.items() if any(type(each["inputs"].get(key)) is int for key in SEEDS)}
 
     def own(self, name: str) -> Any:
@@ -161,7 +161,7 @@ def downstream(graph: Graph, start: set[str]) -> set[str]:
 
 
 def upstream(graph: Graph, end: str) -> Graph:
-    """Return the part of a graph that a node needs, itself included."""
+    """Return the part of a graph on which a node depends, including the node."""
     found, more = set(), {end}
     while more:
         found |= more

@@ -1,4 +1,4 @@
-"""The folder of pictures: the list of wanted ones, and making the missing ones."""
+"""The folder of pictures: lists the pictures that are wanted, and makes the missing ones."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def read_prompts(path: Path) -> list[str]:
 def plan(
     template: Template, prompts: Sequence[str], negative: str, seeds: Sequence[int], settings: Sequence[Setting]
 ) -> list[Job]:
-    """Return every picture in the order of making: settings alternate, each first in turn, so that a machine that gets
-    warmer or busier favours none."""
+    """Return every picture in the order of making. Settings alternate, and each comes first in turn, so that a machine
+    that gets warmer or busier favours none of them."""
     jobs = []
     ways: list[Setting | None] = [None, *settings]
     for turn, (prompt, seed) in enumerate((prompt, seed) for prompt in prompts for seed in seeds):
@@ -72,8 +72,8 @@ class Folder:
         self.pictures = path / "pictures"
 
     def prepare(self, conditions: dict[str, str]) -> None:
-        """Make the folder. Raises BenchmarkError for one that was made under other conditions, whose times and pictures
-        are not comparable."""
+        """Make the folder. Raises BenchmarkError for a folder that was made under other conditions, because its times
+        and pictures are not comparable."""
         try:
             self.pictures.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -106,7 +106,7 @@ class Folder:
         self.write(self.picture(job).with_suffix(".json"), record.encode())
 
     def write(self, file: Path, data: bytes) -> None:
-        """Write a file atomically. Raises BenchmarkError, on a full disk for example."""
+        """Write a file atomically. Raises BenchmarkError, for example if the disk is full."""
         partial = file.with_name(file.name + ".part")
         try:
             partial.write_bytes(data)
@@ -128,7 +128,7 @@ def make_missing(server: Server, template: Template, folder: Folder, jobs: Seque
         start = time.monotonic()
         made = server.make(job.graph, template.picture)
         spent.append(time.monotonic() - start)
-        # The first run of a setting in a session contains one-time work (compiling, checks of kernels).
+        # The first run of a setting in a session includes one-time work (compiling, checks of kernels).
         timed = job.name in warm and made.seconds is not None and template.is_pure(job.graph, made.cached)
         warm.add(job.name)
         folder.save(job, made.png, made.seconds, timed)

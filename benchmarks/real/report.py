@@ -62,7 +62,7 @@ def write(
         "PAIRS": "\n".join(_figure(pair) for pair in sorted(shown, key=lambda pair: pair.figures["PSNR"])),
     }
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    # One pass, so that a prompt that looks like a placeholder is not replaced.
+    # All placeholders are replaced in one pass, so that a prompt that looks like a placeholder stays unchanged.
     parts = template.split("@@")
     page = folder.path / "index.html"
     folder.write(page, "".join(fill[part] if index % 2 else part for index, part in enumerate(parts)).encode())

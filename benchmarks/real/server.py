@@ -14,12 +14,12 @@ from . import BenchmarkError
 from .graphs import Graph
 
 AGAIN = "Run the same command again to go on: the pictures made so far are kept."
-LONGEST = 3600.0  # seconds for a picture, with those of others before it in the queue
+LONGEST = 3600.0  # seconds for a picture, including those of others that come before it in the queue
 
 
 @dataclass(frozen=True)
 class Made:
-    """A picture (PNG), the server's seconds of its run (None if it does not say), and the ids of nodes whose results
+    """A picture (PNG), the server's seconds of its run (None if it reports none), and the ids of nodes whose results
     were cached."""
 
     png: bytes

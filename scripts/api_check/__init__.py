@@ -1,4 +1,4 @@
-"""Compare what this pack uses of ComfyUI with what a folder of ComfyUI has, by reading both: nothing is imported.
+"""Compare the parts of ComfyUI that this pack uses with a folder of ComfyUI, by reading both: nothing is imported.
 
 uses.py     what the pack uses, read from its own source
 families.py the same for models and blocks

@@ -1,12 +1,13 @@
-"""Say what this pack uses of a ComfyUI, and what of that is missing or changed. Nothing of that ComfyUI is imported.
+"""List the parts of a ComfyUI that this pack uses, and those that are missing or changed. Nothing of that ComfyUI is
+imported.
 
     python -m scripts.api_check FOLDER            a whole ComfyUI, or a folder with only some of its files
     python -m scripts.api_check FOLDER --all      lists everything that is used
     python -m scripts.api_check --write [FOLDER]  writes known.json again: downloadable releases, and those in folders
 
 *Missing* and *do not fit* stop merging, and the command ends with 1. *New* lists classes that are refused until a
-family names them in `DERIVED`, and methods that run blocks and are not in `_LOOPS` of `nodes/adapters/family.py`. When
-the pack uses something new, a test asks for --write; releases whose folder is not given keep what they have.
+family names them in `DERIVED`, and methods that run blocks but are not in `_LOOPS` of `nodes/adapters/family.py`. If
+the pack uses a new part, a test asks for --write; releases whose folder is not given keep their entries.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from scripts.api_check.families import uses_of
 from scripts.comfyui import RELEASES, ROOT, ComfyUI, is_comfyui
 from scripts.console import SetupError
 
-# What the kinds of uses are called, see `uses.py`.
+# Names of the kinds of uses, see `uses.py`.
 NAMES = {
     "name": "names",
     "call": "calls",
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write(folders: list[Path]) -> int:
-    """Write the data from these folders and the downloadable releases; what other releases have is kept."""
+    """Write the data from these folders and the downloadable releases; the entries of other releases stay."""
     uses, families = uses_of(ROOT)
     known = compare.read() if FILE.exists() else {}
     known = {item: known.get(item, {}) for item in uses}
@@ -74,7 +75,7 @@ def write(folders: list[Path]) -> int:
 
 
 def check(folder: Path, everything: bool) -> int:
-    """Print what the pack uses of a ComfyUI and what of that differs; return 1 if something stops merging."""
+    """Print the parts of a ComfyUI that the pack uses and their differences; return 1 if one of them stops merging."""
     uses, families = uses_of(ROOT)
     known, facts, version = compare.read(), facts_of(folder, uses, families), version_of(folder)
     release = compare.nearest(known, version)

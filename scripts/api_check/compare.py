@@ -1,4 +1,4 @@
-"""What of a ComfyUI differs from the releases that the pack was tried on, and what of that stops merging."""
+"""Find the differences of a ComfyUI from the releases on which the pack was tried, and those that stop merging."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Difference:
-    """One use that a ComfyUI has otherwise than a release that was tried."""
+    """One use for which a ComfyUI differs from a tried release."""
 
     kind: Kind
     use: Use
-    before: str  # in that release; empty if it is not listed
+    before: str  # text of that release; empty if the release is not listed
     now: str
 
     @property
@@ -57,7 +57,7 @@ class Difference:
 
 
 def read(file: Path = FILE) -> Known:
-    """Return what the releases have that the pack was tried on."""
+    """Return the entries of the releases on which the pack was tried."""
     found: Mapping[str, Mapping[str, str]] = json.loads(file.read_text(encoding="utf-8"))
     return {
         item: {r: text for text, releases in texts.items() for r in releases.split()} for item, texts in found.items()
@@ -65,7 +65,7 @@ def read(file: Path = FILE) -> Known:
 
 
 def write(known: Known, file: Path = FILE) -> None:
-    """Write the file: a line for each item, with the releases that have each text."""
+    """Write the file: one line for each item, with the releases that have each text."""
     lines = []
     for item in sorted(known):
         texts = dict[str, list[str]]()
@@ -78,7 +78,7 @@ def write(known: Known, file: Path = FILE) -> None:
 
 
 def number_of(release: str) -> tuple[int, ...]:
-    """Return the order of a release: 0.9.1 before 0.10.0."""
+    """Return a sorting key for a release: 0.9.1 comes before 0.10.0."""
     return tuple(int(part) if part.isdigit() else 0 for part in release.split("."))
 
 
@@ -88,14 +88,15 @@ def newest(known: Known) -> str:
 
 
 def nearest(known: Known, version: str) -> str:
-    """Return the release to compare a version with: itself, else the next older one; the newest for an unknown one."""
+    """Return the release with which a version is compared: the same one, else the next older one. For an unknown
+    version, it is the newest."""
     older = [r for texts in known.values() for r in texts if number_of(r) <= number_of(version)]
     return max(older, key=number_of, default=newest(known))
 
 
 def differences(uses: Uses, facts: Facts, known: Known, release: str, folder: Path) -> list[Difference]:
-    """Return what the facts of a folder have otherwise than a release, the worst first. Of a family without its model
-    only that is listed."""
+    """Return the differences between the facts of a folder and a release, the worst first. If the model of a family is
+    missing, only this is listed for the family."""
     found, models = list[Difference](), {use.subject for use in uses.values() if use.kind == "derived"}
     missing = {family for family in models if facts[f"derived {family}"] == GONE}
     for item, use in uses.items():
@@ -107,7 +108,7 @@ def differences(uses: Uses, facts: Facts, known: Known, release: str, folder: Pa
         if use.kind in ("derived", "path", "block", "loop") and use.subject.partition(" ")[0] in missing:
             continue
         if use.kind == "call" and now == GONE:
-            continue  # the name says it
+            continue  # the name is enough
         if now != texts[release]:
             kind = _kind(use, texts[release], now, folder)
             if kind is not None:
@@ -116,12 +117,12 @@ def differences(uses: Uses, facts: Facts, known: Known, release: str, folder: Pa
 
 
 def _kind(use: Use, before: str, now: str, folder: Path) -> Kind | None:
-    """Return what a difference means, None if nothing."""
+    """Return the meaning of a difference, None if it has none."""
     if now == UNSEEN:
         return Kind.UNSEEN
     if now == GONE:
         return Kind.GONE
-    if before == GONE:  # no release that was tried has it
+    if before == GONE:  # no tried release has it
         return Kind.UNFIT if use.kind == "block" and not fits(use, before, now) else None
     if use.kind in ("key", "trait"):
         lost = set(before.split(", ")) - set(now.split(", "))
@@ -134,7 +135,7 @@ def _kind(use: Use, before: str, now: str, folder: Path) -> Kind | None:
 
 
 def fits(use: Use, before: str, now: str) -> bool:
-    """Whether what the pack passes or reads fits, as far as signatures tell."""
+    """Whether the arguments that the pack passes or reads fit, as far as signatures show."""
     if use.kind == "block":
         forms = now.split("; ")
         return all("(" in form and any(stands_in(each, form) for each in use.stand_ins) for form in forms)
@@ -178,6 +179,6 @@ def _names(form: str) -> list[str]:
 
 
 def unknown_arguments(stand_ins: Iterable[StandIn], form: str) -> list[str]:
-    """Return arguments that no hook knows: with a value, such a block runs unmerged."""
+    """Return arguments that no hook knows; if they have a value, such a block runs unmerged."""
     known = frozenset[str]().union(*({*each.places, *each.required, *each.known} for each in stand_ins))
     return [name.strip("=*") for name in _names(form) if name.strip("=*") not in known and not name.startswith("*")]

@@ -1,4 +1,4 @@
-"""Read from a folder of ComfyUI what it has of each use, as a line of text."""
+"""Read from a folder of ComfyUI a fact for each use, as a line of text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ UNSEEN = "not in this folder"  # the folder has only some files of a ComfyUI
 PYTORCH = {"modules", "named_modules", "children", "named_children", "parameters", "named_parameters", "buffers"}
 _WRAPPED = ("comfy.samplers", "comfy.model_base", "comfy.sampler_helpers")
 _COMPILE = "comfy_api.torch_helpers.torch_compile"
-# Files whose keys and attributes count beside those of the models.
+# Files whose keys and attributes count in addition to those of the models.
 _FILES = (*_WRAPPED, "comfy.model_patcher", "comfy.context_windows", "comfy.controlnet", "comfy.hooks", _COMPILE)
 
 Facts = dict[str, str]  # by item, see `Use`
 
 
 def facts_of(root: Path, uses: Uses, families: Mapping[str, Family]) -> Facts:
-    """Return what the ComfyUI in a folder has of each use: GONE, UNSEEN or what is there."""
+    """Return a fact of the ComfyUI in a folder for each use: GONE, UNSEEN or the text that was read."""
     return _Reader(root, families).facts(uses.values())
 
 
@@ -36,7 +36,7 @@ class _Reader:
         self.files = list(dict.fromkeys([*_FILES, "comfy.ldm.modules.attention", *homes]))
 
     def _models(self, family: Family) -> Iterator[Found]:
-        """Yield the classes of a family, the derived ones wherever they are."""
+        """Yield the classes of a family, and the derived classes wherever they are."""
         first = self.source.find(family.models[0])
         if first is not None:
             yield first
@@ -54,8 +54,8 @@ class _Reader:
         return self.source.find(dotted)
 
     def _missing(self, dotted: str) -> str:
-        """Return what it says that a name is not there: nothing, if its file is not there and the folder has only
-        some."""
+        """Return the text for a name that was not found: GONE, or UNSEEN if the folder has only some files and lacks
+        this one."""
         owner = self._found(dotted.rpartition(".")[0])
         unseen = self.source.lacks(dotted) or (owner is not None and self.source.lacks_bases(owner))
         return UNSEEN if self.partial and unseen else GONE
@@ -135,7 +135,7 @@ class _Reader:
         return "; ".join(dict.fromkeys(kinds)) or (UNSEEN if self.partial else "of an unknown class")
 
     def _loops(self, model: Found, attribute: str) -> str:
-        """Return the methods of a model that run through a list of its blocks."""
+        """Return the methods of a model that iterate over a list of its blocks."""
         names = []
         for each in self.source.mro(model):
             for method in ast.iter_child_nodes(each.node):
@@ -146,7 +146,7 @@ class _Reader:
         return ", ".join(sorted(set(names))) or (UNSEEN if self.partial and self.source.lacks_bases(model) else GONE)
 
     def _path(self, use: Use) -> str:
-        """Follow attributes from a model as far as their classes are ComfyUI's."""
+        """Follow attributes from a model as long as their classes are ComfyUI's."""
         family, _, path = use.subject.partition(" ")
         models = self.models[family]
         if not models:
@@ -193,7 +193,7 @@ class _Reader:
         return self._files_with(lambda module: use.subject in module.attributes or use.subject in module.texts)
 
     def _files_with(self, has: Callable[[Module], bool]) -> str:
-        """Return the files of which something is true."""
+        """Return the files for which a condition holds."""
         modules = [module for name in self.files if (module := self.source.module(name)) is not None]
         return ", ".join(module.name for module in modules if has(module)) or (UNSEEN if self.partial else GONE)
 

@@ -1,4 +1,4 @@
-"""Read from the pack's families which models and blocks of ComfyUI they stand in for, and with which arguments."""
+"""Read from the pack's families for which models and blocks of ComfyUI they stand in, and with which arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.api_check.source import Found, Source
 from scripts.api_check.uses import OF_NODES, VARIABLES, StandIn, Uses, add, files_of, uses_in
 
 FAMILIES = "nodes.adapters.families"
-# The UNet's hooks stand in for parts of blocks, which no `BlockGroup` lists: by the class that stands in.
+# The UNet's hooks stand in for parts of blocks, which no `BlockGroup` lists. The keys are the classes that stand in.
 PARTS = {
     "unet SpatialTransformer.transformer_blocks": ("unet.Signature", "unet_layers.ByModule"),
     "unet BasicTransformerBlock.attn1": ("unet_layers.MergedAttention",),
@@ -33,7 +33,7 @@ class Family:
 
 
 def uses_of(root: Path) -> tuple[Uses, dict[str, Family]]:
-    """Return what the pack in a folder uses, by item, and its families."""
+    """Return all uses of the pack in a folder, by item, and its families."""
     uses: Uses = {}
     for file in files_of(root):
         where = file.relative_to(root)
@@ -114,7 +114,7 @@ def _stand_in(pack: Source, module: str, signature: str) -> StandIn:
 
 
 def _of_class(pack: Source, dotted: str) -> StandIn:
-    """Return what a `BlockSignature`, or a hook by its own `__call__`, knows of a block's arguments."""
+    """Return the arguments of a block that a `BlockSignature`, or a hook by its own `__call__`, knows."""
     found = _must(pack.find(dotted), dotted)
     if pack.member(found, "tokens_arg") is None:
         call: Any = _must(pack.member(found, "__call__"), f"{dotted}.__call__").node
@@ -131,7 +131,8 @@ def _of_class(pack: Source, dotted: str) -> StandIn:
 
 
 def _value(pack: Source, found: Found | None, name: str) -> Any:
-    """Return the value of a constant: a text, a tuple also with `*`, or the keys of a dictionary; () without one."""
+    """Return the value of a constant: a text, a tuple (also with `*`), or the keys of a dictionary. () if there is
+    none."""
     node = getattr(found.node, "value", None) if found is not None else None
     if found is None or node is None:
         return ()

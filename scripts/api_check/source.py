@@ -18,7 +18,7 @@ class Module:
 
     name: str  # dotted
     tree: ast.Module
-    package: str  # what relative imports begin at
+    package: str  # the package at which relative imports begin
     names: dict[str, ast.AST | str] = field(default_factory=dict)  # definitions, or the dotted name of an import
     stars: list[str] = field(default_factory=list)  # modules of `from x import *`
 
@@ -52,7 +52,7 @@ class Module:
                     self._bind(handler.body)
 
     def home_of(self, node: ast.ImportFrom) -> str:
-        """Return the dotted module that an import takes names from."""
+        """Return the dotted name of the module from which an import takes names."""
         if not node.level:
             return node.module or ""
         parts = self.package.split(".")
@@ -82,7 +82,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Found:
-    """What a dotted name leads to. node: the module's own tree for a module."""
+    """The definition to which a dotted name leads. node: for a module, the tree of the module."""
 
     module: Module
     node: ast.AST
@@ -141,7 +141,8 @@ class Source:
             yield self.module(".".join(parts[:count])), parts[count:]
 
     def find(self, dotted: str, depth: int = 0) -> Found | None:
-        """Return what a dotted name leads to, through imports and base classes; None if there is no such thing."""
+        """Return the definition to which a dotted name leads, through imports and base classes; None if there is
+        none."""
         if depth > 20:
             return None
         for module, rest in self._prefixes(dotted):
@@ -169,11 +170,11 @@ class Source:
             return self._in_module(found.module, name, depth)
         if isinstance(found.node, ast.ClassDef):
             return self.member(found, name)
-        # An alias of a class, or an instance: of that the class is looked up.
+        # This is an alias of a class, or an instance; its class is searched.
         return next((hit for each in self.classes_in(found) if (hit := self.member(each, name))), None)
 
     def scoped(self, module: Module, node: ast.AST) -> Found | None:
-        """Return what a name or a dotted name in a module's code leads to."""
+        """Return the definition to which a name or a dotted name in a module's code leads."""
         root, _, rest = ast.unparse(node).partition(".")
         if not all(part.isidentifier() for part in (root, *rest.split(".")) if part):
             return None
@@ -197,7 +198,7 @@ class Source:
         return chain
 
     def member(self, found: Found, name: str) -> Found | None:
-        """Return what a class or its instances have under a name."""
+        """Return the definition of a member of a class or of its instances."""
         for each in self.mro(found):
             for node in ast.iter_child_nodes(each.node):
                 if isinstance(node, (ast.ClassDef, *Function)) and node.name == name:
@@ -213,10 +214,10 @@ class Source:
         return None
 
     def classes_in(self, found: Found, owner: Found | None = None) -> list[Found]:
-        """Return the classes that a definition makes objects of: those that its value calls or names. Parameters of the
-        function around it are followed to their defaults, and to what derived classes pass for them.
+        """Return the classes of the objects that a definition makes: those that its value calls or names. Parameters of
+        the enclosing function are followed to their defaults, and to the values that derived classes pass for them.
 
-        owner: the class that was asked, which may be derived from the one of the definition.
+        owner: the class that was looked up, which may be derived from the class with the definition.
         """
         if isinstance(found.node, ast.ClassDef):
             return [found]
@@ -233,8 +234,8 @@ class Source:
         return classes
 
     def _passed(self, found: Found, owner: Found | None, name: str) -> Iterator[tuple[Module, ast.AST]]:
-        """Yield values of a local name: assigned in the function, the default of a parameter, or what a derived class
-        passes on by that name."""
+        """Yield values of a local name: those assigned in the function, the default of a parameter, and those that a
+        derived class passes on by that name."""
         around = [each for each in found.module.functions if any(node is found.node for node in each[1])]
         places = [(found.module, each) for each in around]
         for each in self.mro(owner) if owner is not None else ():
@@ -256,7 +257,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
 
 
 def _calls(value: ast.AST) -> list[ast.AST]:
-    """Return the names that an expression calls, or is; of comprehensions what they make."""
+    """Return the names that an expression calls or is; for comprehensions, those of their elements."""
     if isinstance(value, ast.Name | ast.Attribute):
         return [value]
     return [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]
@@ -270,7 +271,8 @@ def _defaults(function: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def signature_of(node: ast.AST, bound: bool = False) -> str:
-    """Return the arguments of a function as "a, b=, *, c=, **rest"; `=` stands for a default. bound: without `self`."""
+    """Return the arguments of a function as "a, b=, *, c=, **rest", where `=` stands for a default. bound: leave out
+    `self`."""
     a: ast.arguments = node.args  # type: ignore[attr-defined]
     with_default = {name for name, _ in _defaults(node)}
     names = [p.arg + "=" * (p.arg in with_default) for p in (*a.posonlyargs, *a.args)]

@@ -1,4 +1,4 @@
-"""Read from the pack's source what it uses of ComfyUI.
+"""Read from the pack's source its uses of ComfyUI.
 
 Kinds of uses, and their subjects:
 name     a dotted name that is imported, reached through an import, or an attribute of an object of a known class
@@ -21,8 +21,8 @@ from pathlib import Path
 
 THEIRS = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version", "execution", "server"}
 
-# Classes of objects that the pack gets without an annotation: by the name of a variable, of an attribute, and of what
-# is called. An instance is written with a colon in front.
+# Classes of objects that the pack gets without an annotation, by the name of a variable, an attribute or a called
+# function. An instance is written with a colon before its class.
 VARIABLES = {
     "guider": ":comfy.samplers.CFGGuider",
     "sampler": ":comfy.samplers.KSAMPLER",
@@ -39,24 +39,24 @@ ATTRIBUTES = {
     "server.PromptServer.prompt_queue": ":execution.PromptQueue",
 }
 RETURNS = {"comfy.model_patcher.ModelPatcher.clone": ":comfy.model_patcher.ModelPatcher"}
-SAMPLERS = "comfy.k_diffusion.sampling"  # whose functions the pack has by name
-# Functions that read the arguments of a wrapper for it.
+SAMPLERS = "comfy.k_diffusion.sampling"  # the module whose functions the pack knows by name
+# Functions that read the arguments of a wrapper in its place.
 HELPERS = {"listening": "OUTER_SAMPLE"}
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """What a hook knows of the arguments of the block that it stands in for, see `compat.check`."""
+    """The arguments that a hook knows of the block for which it stands in, see `compat.check`."""
 
-    places: tuple[str, ...]  # the first arguments, in order; empty for one without a name
-    required: frozenset[str]  # further ones that there must be
-    known: frozenset[str]  # others that merging handles
-    rest: bool = True  # whether unknown ones are passed on
+    places: tuple[str, ...]  # the first arguments, in order; "" for one without a name
+    required: frozenset[str]  # further arguments that must exist
+    known: frozenset[str]  # other arguments that merging handles
+    rest: bool = True  # whether unknown arguments are passed on
 
 
 @dataclass
 class Use:
-    """Something of ComfyUI that the pack uses."""
+    """A part of ComfyUI that the pack uses."""
 
     kind: str
     subject: str
@@ -64,8 +64,8 @@ class Use:
     named: set[str] = field(default_factory=set)  # arguments that a call passes by name
     read: set[tuple[int, str]] = field(default_factory=set)  # arguments of a wrapper, by position or by name
     optional: bool = True  # whether the pack also runs without it
-    stand_ins: list[StandIn] = field(default_factory=list)  # of blocks: one of them has to fit
-    allowed: frozenset[str] = frozenset()  # methods that may run blocks, derived classes that merge
+    stand_ins: list[StandIn] = field(default_factory=list)  # stand-ins for blocks, of which one has to fit
+    allowed: frozenset[str] = frozenset()  # methods that may run blocks, and derived classes that merge
 
     @property
     def item(self) -> str:
@@ -76,17 +76,17 @@ Uses = dict[str, Use]
 
 
 def add(uses: Uses, kind: str, subject: str, optional: bool = False) -> Use:
-    """Return the use of a subject, a new one if there is none."""
+    """Return the use of a subject; add it if there is none."""
     use = uses.setdefault(f"{kind} {subject}", Use(kind, subject))
     use.optional &= optional
     return use
 
 
 def uses_in(text: str, uses: Uses, variables: dict[str, str], models: str = "", words: bool = False) -> None:
-    """Add what a module uses.
+    """Add the uses in a module.
 
-    variables: classes of objects by the names of variables. models: the family whose model `model` is. words: whether
-    keys and traits are noted.
+    variables: classes of objects by the names of variables. models: the family to whose model the name `model` refers.
+    words: whether keys and traits are noted.
     """
     tree = ast.parse(text)
     bound = dict(_imports(tree, uses))
@@ -120,13 +120,13 @@ def _imports(tree: ast.AST, uses: Uses) -> Iterator[tuple[str, str]]:
 
 
 class _Reader(ast.NodeVisitor):
-    """Follow names through a module. What is known of an expression: a dotted name; ":" and the class of an instance;
-    "." and the dotted name of an instance's attribute; or "%" and the family with the attributes that lead from its
-    model to the object."""
+    """Follow names through a module. Knowledge of an expression is one of these: a dotted name; ":" and the class of an
+    instance; "." and the dotted name of an instance's attribute; or "%" and the family, with the attributes that lead
+    from its model to the object."""
 
     def __init__(self, uses: Uses, known: dict[str, str], models: str, words: bool) -> None:
         self.uses, self.known, self.models, self.words = uses, known, models, words
-        self.constants: dict[str, list[str]] = {}  # texts that a variable may have
+        self.constants: dict[str, list[str]] = {}  # possible texts of each variable
 
     def visit_Module(self, node: ast.Module) -> None:
         every = list(ast.walk(node))
@@ -210,7 +210,7 @@ class _Reader(ast.NodeVisitor):
             add(self.uses, kind, text, optional=True)
 
     def attribute(self, owner: ast.AST, name: str, optional: bool = False) -> str | None:
-        """Note an attribute of an expression, and return what is known of it."""
+        """Note an attribute of an expression, and return the knowledge of it."""
         path = self.path(owner)
         if name.startswith("__") or (path or "")[:1] == ".":
             return None
@@ -228,7 +228,7 @@ class _Reader(ast.NodeVisitor):
         return ATTRIBUTES.get(full, f".{full}" if path[0] == ":" else full)
 
     def path(self, node: ast.AST) -> str | None:
-        """Return what is known of an expression."""
+        """Return the knowledge of an expression."""
         if isinstance(node, ast.Name):
             return self.known.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -251,7 +251,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
-    """Yield the texts that an expression may be, or that a tuple holds."""
+    """Yield the possible texts of an expression, or the texts in a tuple."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.IfExp):
@@ -261,7 +261,7 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 
 def _wrappers(tree: ast.AST) -> dict[str, str]:
-    """Return the kinds of wrappers of a module, by the names of its functions."""
+    """Return the kinds of wrappers in a module, by the names of its functions."""
     kinds = dict[str, str]()
     for node in ast.walk(tree):
         pairs = list[tuple[ast.AST, ast.AST]]()

@@ -26,7 +26,7 @@ from testbed.models.images import (
 from testbed.models.sampling import AUDIO, conditioning, empty, sample, sample_streams
 from testbed.models.videos import h3, hunyuan, ltx, ltx_av, wan
 
-# By the name of a family's layout, those whose blocks all see the image at one resolution.
+# The models whose blocks all see the image at one resolution, by the name of the family's layout.
 TRANSFORMERS = {
     "flux": flux,
     "flux2": flux2,

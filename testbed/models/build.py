@@ -13,7 +13,8 @@ def patcher(model: Any, seed: int) -> Any:
 
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.diffusion_model.parameters():
-        # ComfyUI's layers skip initialisation. Biases and norms get the same small noise: no path is dead.
+        # ComfyUI's layers skip initialisation, so all weights are set here. Biases and norms get the same small noise,
+        # so that every path has an effect.
         fan_in = parameter[0].numel() if parameter.ndim > 1 else 1
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = noise / fan_in**0.5 if parameter.ndim > 1 else 1.0 + 0.1 * noise
@@ -23,10 +24,10 @@ def patcher(model: Any, seed: int) -> Any:
 
 
 def built(model: str, recognised: str, config: dict[str, Any], seed: int) -> Any:
-    """A ModelPatcher around `comfy.model_base.<model>`, set up as `comfy.supported_models.<recognised>`."""
+    """Return a ModelPatcher around `comfy.model_base.<model>`, set up as `comfy.supported_models.<recognised>`."""
     base, kind = classes_of(model, recognised)
     model_config = kind(config)
-    model_config.unet_config.update(config)  # some have the sizes of their only checkpoint
+    model_config.unet_config.update(config)  # some already have the sizes of their only checkpoint
     return patcher(base(model_config, device=torch.device("cpu")), seed)
 
 

@@ -10,9 +10,9 @@ from testbed.models.build import built, patcher
 
 
 def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2, **extra: Any) -> Any:
-    """A ModelPatcher around `comfy.model_base.SDXL` on a small `UNetModel`. depths: transformer blocks per level;
-    (0, 1, 2) has attention at half and quarter of the latent's side, as SDXL; (1, 1, 0) starts at full size, as
-    SD1.5."""
+    """Return a ModelPatcher around `comfy.model_base.SDXL` on a small `UNetModel`. depths: transformer blocks per
+    level. (0, 1, 2) has attention at half and a quarter of the latent's side, as SDXL; (1, 1, 0) starts at full size,
+    as SD1.5."""
     import comfy.model_base
     import comfy.supported_models
 
@@ -41,7 +41,7 @@ def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2,
 
 
 def flux(seed: int = 0, *, double: int = 3, single: int = 3, **extra: Any) -> Any:
-    """A ModelPatcher around `comfy.model_base.Flux` with the given numbers of blocks."""
+    """Return a ModelPatcher around `comfy.model_base.Flux` with these numbers of blocks."""
     config = {
         "image_model": "flux",
         "in_channels": 16,
@@ -96,7 +96,7 @@ def flux2(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> A
 
 
 def chroma(seed: int = 0, *, double: int = 2, single: int = 3, **extra: Any) -> Any:
-    """Chroma: Flux's blocks, modulated by a network beside them."""
+    """Chroma: Flux's blocks, modulated by a separate network."""
     config = {
         "image_model": "chroma",
         "in_channels": 64,
@@ -129,7 +129,7 @@ def z_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
         "image_model": "lumina2",
         "patch_size": 2,
         "in_channels": 16,
-        "dim": 256,  # the width of the modulation's input at least
+        "dim": 256,  # minimum width of the modulation's input
         "cap_feat_dim": 48,
         "n_layers": layers,
         "n_refiner_layers": 1,
@@ -198,7 +198,7 @@ def krea2(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
     model = patcher(comfy.model_base.Krea2(model_config, device=torch.device("cpu")), seed)
     for name, parameter in model.model.diffusion_model.named_parameters():
         if name.endswith("norm.scale"):
-            parameter.data -= 1.0  # stored as the difference from 1; else attention would be that of one token
+            parameter.data -= 1.0  # stored as the difference from 1; otherwise each token would attend to one
     return model
 
 
@@ -221,7 +221,7 @@ def qwen_image(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
 def qwen_image21(seed: int = 0, *, layers: int = 4, cache: str = "off", **extra: Any) -> Any:
     """Qwen-Image 2.1: one stream that ends with the image, a token for each pixel of the latent, one modulation.
 
-    cache: where the keys of text and references are cached, as ComfyUI's node says; without that node "auto".
+    cache: where ComfyUI caches the keys of text and references, in the words of its node; "auto" without that node.
     """
     config = {
         "image_model": "qwen_image21",
@@ -278,7 +278,7 @@ def lens(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
         "num_layers": layers,
         "attention_head_dim": 24,
         "num_attention_heads": 2,
-        "enc_hidden_dim": 12,  # of each of four layers of the text encoder
+        "enc_hidden_dim": 12,  # for each of four layers of the text encoder
         "axes_dims_rope": (8, 8, 8),
         "dtype": torch.float32,
         **extra,
@@ -287,7 +287,7 @@ def lens(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
 
 
 def cosmos(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
-    """Cosmos-Predict2: tokens on their grid, latents of five dimensions. Anima is the same but for its text."""
+    """Cosmos-Predict2: tokens on their grid, latents of five dimensions. Anima differs only in its text."""
     config = {
         "image_model": "cosmos_predict2",
         "max_img_h": 240,

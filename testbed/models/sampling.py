@@ -11,14 +11,14 @@ AUDIO = {"LTXAV": lambda frames: (8, 4 * frames + 1, 16), "MiniMaxH3": lambda fr
 
 
 def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> list[Any]:
-    """CONDITIONING for one of the models above: `tokens` random text tokens; options such as `area` go along."""
+    """Return CONDITIONING for one of the models above, with `tokens` random text tokens and options such as `area`."""
     import comfy.model_base
 
     generator = torch.Generator().manual_seed(seed)
     width = 1280 if isinstance(model.model, comfy.model_base.SDXL) else 24
     text = torch.randn(1, tokens, 48, generator=generator)
-    if type(model.model).__name__ in ("Omnigen2", "LTXV"):  # these models require it, and OmniGen2 counts its text by
-        # it
+    # These models require a mask, and OmniGen2 counts its text by the mask.
+    if type(model.model).__name__ in ("Omnigen2", "LTXV"):
         options = {"attention_mask": torch.ones(1, tokens, dtype=torch.long), **options}
     return [[text, {"pooled_output": torch.randn(1, width, generator=generator), **options}]]
 

@@ -35,7 +35,7 @@ def hunyuan(
     kind: str = "HunyuanVideo",
     **extra: Any,
 ) -> Any:
-    """HunyuanVideo with a token for each pixel of the latent, as 1.5 has it. base, kind: see `built`."""
+    """HunyuanVideo with a token for each pixel of the latent, as in version 1.5. base, kind: see `built`."""
     config = {
         "image_model": "hunyuan_video",
         "in_channels": 16,
@@ -80,7 +80,7 @@ def ltx(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
 
 
 def ltx_av(seed: int = 0, *, layers: int = 4, **extra: Any) -> Any:
-    """LTX-2.3: video and audio, gated attention, text that is modulated too."""
+    """LTX-2.3: video and audio, gated attention, and text that is also modulated."""
     config = {
         "image_model": "ltxav",
         "in_channels": 128,
