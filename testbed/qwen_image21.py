@@ -218,7 +218,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         return replacement({**args, "transformer_options": options}, {"original_block": original})["img"]
 
     def _modulations(self, timesteps: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], Tensor]:
-        """Return (scale, gate, scale, gate, 0) for all blocks, the first four as pairs of rows, and the embedded time."""
+        """Return (scale, gate, scale, gate, 0) for all blocks, the first four as row pairs, and the embedded time."""
         times = torch.cat([timesteps, timesteps.new_zeros(1)])
         embedded = self.time_out(silu(self.time_in(timestep_embedding(times, 256).to(dtype))))
         scale1, gate1, scale2, gate2 = self.modulation(silu(embedded)).chunk(4, -1)
@@ -256,7 +256,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         return torch.cat(parts, 1), pe[:, :, None].float(), segments
 
     def _slot(self, x: Tensor, contents: Sequence[Tensor], options: Mapping[str, Any]) -> Cached | None:
-        """Return the place where the keys and values of this prompt are cached, empty at first; None without a cache."""
+        """Return the place of this prompt's cached keys and values, empty at first; None without a cache."""
         patches, where = options.get("patches", {}), options.get("qwen_image21_cache", {}).get("device", "auto")
         others = options.get("patches_replace", {}).get("dit") or patches.get("single_block")
         if not self.prefix_cache_enabled or where == "off" or others or patches.get("attn1_patch"):
