@@ -187,7 +187,20 @@ def hypertile() -> Variant:
 def step_cache(name: str, threshold: float = 0.2) -> Variant:
     """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range. It skips evaluations as long as little
     changes."""
-    patch = core_node("nodes_easycache", f"{name}Node", threshold, 0.15, 0.95, False)
+
+    def on_copies(model: Any) -> Any:
+        """Make the model copy its latent: a skipped step of EasyCache adds to it in place. In fp32 that latent is the
+        sampler's own."""
+        from comfy.patcher_extension import WrappersMP
+
+        def forward(executor: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+            return executor(x.clone(), *args, **kwargs)
+
+        model = model.clone()
+        model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "on_copies", forward)
+        return model
+
+    patch = chain(on_copies, core_node("nodes_easycache", f"{name}Node", threshold, 0.15, 0.95, False))
     return Variant(name, patch, "how many steps it skips depends on the weights")
 
 

@@ -36,19 +36,18 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
 def allocate(budget: Budget, spread: Tensor, windows: Windows) -> Budget:
     """Reallocate the destinations of an equal budget by the spread of its windows, (B, W) from the function `spread`.
 
-    The share of a token is proportional to the square root of its window's variance: in two dimensions, quantisation
-    has the least error with points of this density (Zador 1982). Destinations are given out one at a time, each to the
-    window that has the fewest relative to its share, so the sum is exact. A window gets at least one destination, and
-    at most `MAX_SHARE` equal shares. Each frame of a video keeps its total. No host sync.
+    Quantisation with the least error has a point density proportional to a power of the variance, k / (k + 2) for k
+    dimensions (Zador 1982): close to 1 for tokens. The next destination goes to the window that has fewest for its due
+    share, so the sum is exact; a window has at least one, and at most its tokens. Each frame of a video keeps its
+    total. No host sync.
     """
     device, frames = spread.device, windows.frames
-    images, total = len(spread), budget.total // frames
+    images, total, K = len(spread), budget.total // frames, windows.slots
     spread = spread.reshape(images * frames, -1)
-    K = min(windows.slots, round(MAX_SHARE * budget.slots))
     rank = torch.arange(K, device=device)
     sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], windows.slots)
     sizes = sizes[: spread.shape[1]]
-    due = spread.clamp_min(MIN_SPREAD).sqrt() * sizes
+    due = spread.clamp_min(MIN_SPREAD) * sizes
     claims = due[..., None] / (rank + 0.5)
     claims = claims.masked_fill(rank >= sizes[:, None], -1.0).masked_fill(rank == 0, torch.inf)
     # The sort is stable: of equal claims, the first ones win on every device.

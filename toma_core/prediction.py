@@ -24,6 +24,19 @@ def trusted_below(flow: bool) -> float:
     return _MAX_NOISE if flow else _MAX_NOISE / (1 - _MAX_NOISE)
 
 
+def similarity_features(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
+    """Return the features by which tokens of a grid are compared, (B, N, F + 1): the F numbers of each token in the
+    picture, see `picture_tokens`, and a constant.
+
+    Cosines do not see the length of a token. With a constant as large as the root mean square of an image's lengths,
+    tokens of other lengths have other directions.
+    """
+    tokens = picture_tokens(picture, grid, like)
+    squares = tokens.float().square().sum(2)
+    length = squares.mean(1, keepdim=True).sqrt().to(tokens.dtype)
+    return torch.cat([tokens, length[..., None].expand(-1, tokens.shape[1], 1)], 2)
+
+
 def picture_tokens(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     """Return a picture as features of the tokens of a grid, (B, N, C or 4 C), in the dtype and on the device of `like`.
 

@@ -29,7 +29,6 @@ _KV_CACHE: Mapping[str, Any] = {
     **_PREDICTED,
     "kv_cache": True,
     "window_size": 4,
-    "sharpness": 1000.0,
     "selection_interval": 1,
     "weight_interval": 1,
 }

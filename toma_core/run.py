@@ -20,7 +20,7 @@ from .config import Granularity, SimilarityFrom, ToMAConfig
 from .coverage import Coverage
 from .kernels.dispatch import Choice, Dispatch
 from .merge import MergePlan, draw_map, stacked, weigh
-from .prediction import picture_tokens
+from .prediction import similarity_features
 from .reasons import Message, Reason
 from .schedule import LASTING, Schedule, StepMode, StepPlan
 from .selection import RECENT, cosine_similarity, in_parts, select
@@ -166,7 +166,7 @@ class RunState:
         old, weighing = self._plans.get(key, (None, 0))
         if old is not None and weighing == step.weighing:
             return old
-        features = x if picture is None else picture_tokens(picture, grid, x)
+        features = x if picture is None else similarity_features(picture, grid, x)
         if old is not None:
             plan = self._reweighed(x, old, features)
         else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from tests.loop import loop
-from toma_core.budget import MAX_SHARE, allocate, spread
+from toma_core.budget import allocate, spread
 from toma_core.config import ToMAConfig
 from toma_core.merge import merge, stacked, unmerge, unmerge_residual
 from toma_core.run import RunState
@@ -37,7 +37,6 @@ def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int]
     assert counts.sum(-1).tolist() == [even.total] * 2 == [budget.total] * 2
     assert int(counts.min()) >= 1
     assert bool((counts <= torch.tensor(windows.counts)).all())
-    assert int(counts.max()) <= max(MAX_SHARE * even.slots, 1)
     # The slots in use come first in a window and are numbered in order.
     assert torch.equal(budget.valid, torch.arange(budget.slots) < counts[..., None])
     for image in range(2):
@@ -50,6 +49,15 @@ def test_busy_windows_get_more() -> None:
     windows = make_windows(16, 16, "tile", 8)
     counts = of(picture(16, 16), windows, 0.5).valid.sum(-1)
     assert bool((counts[:, [1, 3]] > 2 * counts[:, [0, 2]]).all())
+
+
+def test_budgets_are_in_proportion_to_the_spread() -> None:
+    windows = make_windows(8, 32, "tile", 8)
+    counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.5, 0.25, 0.125, 0.125]]), windows)
+    assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
+    # One window needs all and cannot have more than its tokens.
+    counts = allocate(make_budget(windows.counts, 0.5), torch.tensor([[1.0, 0.01, 0.01, 0.01]]), windows)
+    assert int(counts.valid.sum(-1)[0, 0]) == 64
 
 
 def test_rounding_does_not_decide_who_gets_destinations() -> None:

@@ -7,9 +7,10 @@ import torch
 
 from tests.loop import loop
 from toma_core.config import ToMAConfig
-from toma_core.prediction import picture_tokens, trusted_below
+from toma_core.prediction import picture_tokens, similarity_features, trusted_below
 from toma_core.run import RunState
 from toma_core.schedule import Schedule, StepMode, StepPlan
+from toma_core.selection import cosine_similarity
 
 DECISION = StepPlan(0, StepMode.MERGED, 0.5, 0, 0)
 
@@ -69,6 +70,26 @@ def test_grids_that_are_rounded_up(grid: tuple[int, int]) -> None:
     tokens.sum().backward()
     assert clean.grad is not None
     assert bool((clean.grad > 0).all())
+
+
+@loop("scale", [1.0, 1e-3, 1e4])
+def test_tokens_of_one_direction_and_other_lengths_are_told_apart(scale: float) -> None:
+    dark, bright = torch.full((3, 4, 4), 0.2), torch.full((3, 4, 4), 0.8)
+    clean = scale * torch.stack([torch.cat([dark, bright], 2), torch.cat([bright, bright], 2)])
+    features = similarity_features(clean, (4, 8), clean)
+    assert torch.equal(features[..., :-1], picture_tokens(clean, (4, 8), clean))
+    # The constant is the root mean square of the lengths of an image.
+    torch.testing.assert_close(features[:, 0, -1] / scale, torch.tensor([1.02, 1.92]).sqrt())
+    likeness = cosine_similarity(features)
+    torch.testing.assert_close(likeness[0, 0, 1], torch.tensor(1.0))
+    assert 0.5 < float(likeness[0, 0, 4]) < 0.95
+    assert bool((cosine_similarity(picture_tokens(clean, (4, 8), clean)) > 0.999).all())
+
+
+def test_a_black_picture_has_no_direction() -> None:
+    features = similarity_features(torch.zeros(1, 3, 4, 4), (4, 4), torch.zeros(()))
+    assert features.shape == (1, 16, 4)
+    assert not features.any()
 
 
 def test_a_plan_is_of_the_picture_whatever_the_tokens_and_shared_by_all_blocks() -> None:
