@@ -177,16 +177,19 @@ def calibrate(
     def run(number: int, model: ModelPatcher) -> tuple[Tensor, frozenset[str]]:
         """Return the final latent, and the blocks that were merged."""
         on_run(number, 3)
-        latent, stats = task.sample(model, tick), last_stats(model)
+        latent = task.sample(model, tick)
+        stats = last_stats(model)
         return latent, frozenset(() if stats is None else stats.merged_blocks)
 
     def merged(on: ModelPatcher, profile: Profile) -> ModelPatcher:
         return apply_toma(on, profile.config, ratio_schedule=profile.ratio_schedule(names))
 
-    probes, everywhere = Probes(sites, tick), replace(config, skip_first_blocks=0.0, skip_last_blocks=0.0)
+    probes = Probes(sites, tick)
+    everywhere = replace(config, skip_first_blocks=0.0, skip_last_blocks=0.0)
     unmerged, mergeable = run(1, probes.on(base, everywhere))
     usual, merged_by_preset = run(2, apply_toma(base, config))
-    before, saved = error(usual, unmerged), _saving(facts, merged_by_preset, ratio)
+    before = error(usual, unmerged)
+    saved = _saving(facts, merged_by_preset, ratio)
     if not math.isfinite(before):
         return Calibrated(plain, problem=Found.MERGED_NAN() if unmerged.isfinite().all() else Found.PLAIN_NAN())
     if not saved:
@@ -234,11 +237,14 @@ def _mostly_closer(latent: Tensor, than: Tensor, unmerged: Tensor) -> bool:
 
 def _cfgs_of_samplers(hidden: Any) -> list[float]:
     """Return the cfg of every sampler in the prompt that gets the model of this node."""
-    prompt, reached, found = hidden.prompt or {}, [str(hidden.unique_id)], list[float]()
+    prompt = hidden.prompt or {}
+    reached = [str(hidden.unique_id)]
+    found = list[float]()
     for source in reached:
         for node_id, node in prompt.items():
             inputs = node.get("inputs", {})
-            link, cfg = inputs.get("model"), inputs.get("cfg")
+            link = inputs.get("model")
+            cfg = inputs.get("cfg")
             if isinstance(link, list) and link and str(link[0]) == source and node_id not in reached:
                 reached.append(node_id)
                 found += [float(cfg)] if isinstance(cfg, (int, float)) else []

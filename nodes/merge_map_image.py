@@ -72,7 +72,8 @@ def _regions(merged: MergeMap, photo: Image.Image | None, cell: int) -> Image.Im
     image = Image.fromarray(_COLOURS[places % len(_COLOURS)])
     if photo is not None:
         image = Image.blend(photo.resize(image.size, Image.Resampling.BICUBIC), image, _TINT)
-    pixels, line = np.array(image), max(1, cell // 12)
+    pixels = np.array(image)
+    line = max(1, cell // 12)
     pixels[:, line:][owner[:, line:] != owner[:, :-line]] = _EDGE
     pixels[line:][owner[line:] != owner[:-line]] = _EDGE
     return Image.fromarray(pixels)

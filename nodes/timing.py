@@ -71,7 +71,8 @@ def measure(
     timings = [Timing(ratio) for ratio in (0.0, *ratios)]
     pairs = list(zip(timings, [base, *merged], strict=True))
     warm_up = min(_WARM_UP_STEPS, task.steps)
-    tick, numbers = progress(len(pairs) * (warm_up + runs * task.steps)), count(1)
+    tick = progress(len(pairs) * (warm_up + runs * task.steps))
+    numbers = count(1)
 
     def sample(patched: ModelPatcher, task: Task) -> tuple[float, Tensor]:
         on_run(next(numbers), len(pairs) * (1 + runs))
@@ -86,7 +87,8 @@ def measure(
             timing.seconds.append(seconds / task.steps)
             if index == 0:
                 unmerged = latent if unmerged is None else unmerged  # the first run is without ToMA
-                timing.error, stats = error(latent, unmerged), last_stats(patched)
+                timing.error = error(latent, unmerged)
+                stats = last_stats(patched)
                 timing.merged = None if stats is None else headline(stats)
     return timings
 

@@ -44,7 +44,8 @@ def complaint(**values: Any) -> bool | str:
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
     """Return the patched model. The node shows its runs. A node that is switched off shows this immediately."""
     with status_of(hidden) as status:
-        settings, model = UserSettings(preset, overrides), validate_inputs.model(model)
+        settings = UserSettings(preset, overrides)
+        model = validate_inputs.model(model)
         settings, ratio_schedule, notes = _profiled(model, settings, profile)
         if settings.off:
             notes = (Note.OFF_STEPS() if settings.resolved().ratio else Note.OFF_RATIO(),)

@@ -12,7 +12,6 @@ from torch import Tensor
 from .selection import in_parts, normalized
 from .windows import Budget, Windows
 
-MAX_SHARE = 2.0  # maximum of destinations in a window, as a multiple of an equal share
 MIN_SPREAD = 1e-5  # a smaller variance is rounding in any dtype
 
 
@@ -36,10 +35,10 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
 def allocate(budget: Budget, spread: Tensor, windows: Windows) -> Budget:
     """Reallocate the destinations of an equal budget by the spread of its windows, (B, W) from the function `spread`.
 
-    Quantisation with the least error has a point density proportional to a power of the variance, k / (k + 2) for k
-    dimensions (Zador 1982): close to 1 for tokens. The next destination goes to the window that has fewest for its due
-    share, so the sum is exact; a window has at least one, and at most its tokens. Each frame of a video keeps its
-    total. No host sync.
+    In k dimensions, quantisation has the least error with points of a density proportional to the variance to the power
+    k / (k + 2) (Zador 1982); tokens have many dimensions, so the power is 1 here. Destinations are given out one at a
+    time, each to the window that has the fewest relative to its share, so the sum is exact. A window gets at least one
+    destination and at most as many as it has tokens. Each frame of a video keeps its total. No host sync.
     """
     device, frames = spread.device, windows.frames
     images, total, K = len(spread), budget.total // frames, windows.slots
@@ -59,7 +58,8 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows) -> Budget:
     compact = (~valid).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, :total]
     first = counts.cumsum(1) - counts
     expand = torch.where(valid, first + rank, first).flatten(1)
-    compact, expand = _across_frames(compact, frames, expand.shape[1]), _across_frames(expand, frames, total)
+    compact = _across_frames(compact, frames, expand.shape[1])
+    expand = _across_frames(expand, frames, total)
     return Budget(budget.counts, compact, expand, valid.reshape(images, -1, K))
 
 

@@ -139,7 +139,8 @@ class Cache:
         """
         with self.lock:
             found = [self._entries[key] for key in keys if key in self._entries]
-        parts, chunks = [entry.chunk() for entry in found], like.chunk(len(keys))
+        parts = [entry.chunk() for entry in found]
+        chunks = like.chunk(len(keys))
         if len(parts) != len(chunks) or not all(map(_alike, parts, chunks)):
             return None
         complete = _complete(found, len(keys))

@@ -61,7 +61,8 @@ class HostMemory:
 
     def _park(self, t: Tensor | Int4Tensor) -> Parked | None:
         """Write a tensor into a buffer; None if main memory is short."""
-        layout, lane = Layout.of(t), self._lane(t.device)
+        layout = Layout.of(t)
+        lane = self._lane(t.device)
         buffer = next((b for b in self._unused if b.lane is lane and b.layout == layout), None)
         if buffer is not None:
             self._unused.remove(buffer)

@@ -182,7 +182,8 @@ def draw_map(plan: MergePlan) -> MergeMap:
     count, tokens = len(windows.counts) // frames, windows.tokens // frames
     # A token merges into the destination with the largest unmerge weight.
     nearest = plan.unmerge_weights[0, :count].float().argmax(-1).cpu()
-    source, slots = windows.source[:count].cpu(), plan.dest_slots[0, :count].cpu()
+    source = windows.source[:count].cpu()
+    slots = plan.dest_slots[0, :count].cpu()
     owner = source.gather(1, slots.gather(1, nearest)).flatten()[windows.inverse[:tokens].cpu()]
     rows, columns = windows.cuts
     cuts = tuple(row for row in rows if row <= windows.height), columns

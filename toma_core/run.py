@@ -206,7 +206,8 @@ class RunState:
         """Return the priority of tokens as destinations in a merged step that propagates caches, (B, N) fp32. It is
         lower for tokens that were selected last for this part of the latent, unless a refresh has computed all tokens
         since then."""
-        priority, recent = self._no_priority(key.images, key.grid, key.device), self._recent.get(_turn_of(key))
+        priority = self._no_priority(key.images, key.grid, key.device)
+        recent = self._recent.get(_turn_of(key))
         return priority if recent is None else priority.scatter_(1, recent, RECENT)
 
     @staticmethod

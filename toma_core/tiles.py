@@ -34,7 +34,8 @@ class TileBatch:
         before = [batch for batch in self.earlier if key in batch.plans]
         if before:
             same = _same(self.latent, torch.cat([batch.latent for batch in before]))
-            known, where = same.any(1), same.int().argmax(1)
+            known = same.any(1)
+            where = same.int().argmax(1)
 
             def chosen(name: str, new: Tensor) -> Tensor:
                 old = torch.cat([getattr(batch.plans[key], name) for batch in before]).index_select(0, where)

@@ -21,7 +21,8 @@ class UserSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.preset, str) or self.preset not in PRESETS:
-            given, choices = shown(self.preset), tuple(PRESETS)
+            given = shown(self.preset)
+            choices = tuple(PRESETS)
             raise ConfigError(Refusal.NOT_A_CHOICE(setting="preset", value=given, choices=choices))
         object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides)))
         self.resolved()

@@ -146,7 +146,8 @@ def make_windows(
     if height < 1 or width < 1 or frames < 1:
         raise ValueError(f"a token grid needs at least one row and one column, got {frames} x {height} x {width}")
     if kind == WindowShape.TILE:
-        rows, columns = _cuts(height, size, shifted), _cuts(width, size, shifted)
+        rows = _cuts(height, size, shifted)
+        columns = _cuts(width, size, shifted)
     elif kind == WindowShape.STRIPE:
         rows, columns = _cuts(height, max(1, round(size * size / width)), shifted), (0, width)
     else:

@@ -89,7 +89,8 @@ class ActiveChain:
         """Merge the (B, N, C) tokens of all grids. An evaluation that only refreshes the cache returns the tokens
         unchanged."""
         evaluation, name, parts = self.evaluation, self.name, split(x, self.tokens)
-        plans, cached = [evaluation.plan(parts[0], self.grids[0], self.scope)], list[Refresh | Cached | None]()
+        plans = [evaluation.plan(parts[0], self.grids[0], self.scope)]
+        cached = list[Refresh | Cached | None]()
         for n, (part, grid) in enumerate(zip(parts, self.grids, strict=True)):
             merged = is_merged(grid)
             if n:
@@ -170,7 +171,8 @@ class Reduction:
                 self.attended.add(block)
         if len(seen) < len(parts):
             return t
-        images, after = from_btc(joined(seen), t, axis), before + sum(lengths)
+        images = from_btc(joined(seen), t, axis)
+        after = before + sum(lengths)
         if t.shape[axis] == sum(lengths):
             return images if quantized else images.clone()  # blocks must not write into the cache
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)

@@ -107,7 +107,8 @@ class ChainSite:
         """Decide outside of a graph whether the chain is merged; if it is, reduce the tokens of its first block."""
         self.reach()
         self.in_graph, self.pair = False, ()
-        reason, x = self.reason(call_args), self.signature.tokens(call_args)
+        reason = self.reason(call_args)
+        x = self.signature.tokens(call_args)
         before = self.signature.image_start(call_args, self.image) or 0
         if self.chain is not None and self.chain.merges(x[:, before : before + self.image], reason):
             images = x[:, before : before + self.image + self.references]
@@ -159,7 +160,8 @@ class ChainSite:
         x = unmerge(out[:, before:after], reduced, image, self.number)
         return x if out.shape[1] == self.destinations else torch.cat([out[:, :before], x, out[:, after:]], 1)
 
-    _enter_eagerly, _leave_eagerly = eager(_enter), eager(_leave)
+    _enter_eagerly = eager(_enter)
+    _leave_eagerly = eager(_leave)
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int) -> Tensor:
         """See `Reduction.attend`."""
@@ -266,9 +268,11 @@ class BlockHook(Hook):
         """Run the block on the merged tokens of its chain. before: tokens that precede the image."""
         site, signature, x = self.site, self.signature, self.signature.tokens(call_args)
         if site is self.own_site:
-            x, start = site.enter(x, before), before + signature.attention_offset(call_args)
+            x = site.enter(x, before)
+            start = before + signature.attention_offset(call_args)
             site.merge_rows(signature.rows(call_args), start, self.rope)
-        merged, reduction = signature.replaced(call_args, x, site.rows), TokenReduction(before, site.lengths)
+        merged = signature.replaced(call_args, x, site.rows)
+        reduction = TokenReduction(before, site.lengths)
         if reduction.removed:
             merged = {**merged, **signature.merged_args(merged, reduction)}
         if site.attends:

@@ -117,7 +117,8 @@ def warn(error: UnmergedError, consequence: str = "without merging") -> None:
 # Options of ComfyUI that switch off two features for which all evaluations of a model must be alike: CUDA graphs, and
 # its compiler, which records a block's allocations and repeats the addresses in the next evaluation.
 _REPLAYS = ("disable_comfy_compiler", "disable_cuda_graphs")
-_replays_lock, _replays_before = Lock(), list[dict[str, bool]]()
+_replays_lock = Lock()
+_replays_before = list[dict[str, bool]]()
 
 
 @contextmanager

@@ -75,7 +75,8 @@ def takes_part(conds: Sequence[Mapping[str, Any]] | None, sigma: float | None) -
 def is_active(cond: Mapping[str, Any], sigma: float) -> bool:
     """Whether a condition takes part at this noise level, as in ComfyUI."""
     # ComfyUI compares with a tensor in single precision, and a step may begin exactly where a condition begins.
-    start, end = np.float32(cond.get("timestep_start", np.inf)), np.float32(cond.get("timestep_end", -np.inf))
+    start = np.float32(cond.get("timestep_start", np.inf))
+    end = np.float32(cond.get("timestep_end", -np.inf))
     return bool(start >= sigma >= end)
 
 

@@ -69,7 +69,8 @@ class Contents:
 
 def _digest(tensor: Tensor, wait: bool) -> Hashable:
     """Return a digest of a tensor's values, or their address if reading them would wait for a device."""
-    shape, stride = tuple(tensor.shape), tensor.stride()
+    shape = tuple(tensor.shape)
+    stride = tensor.stride()
     if not wait and tensor.device.type != "cpu":
         return shape, tensor.dtype, stride, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

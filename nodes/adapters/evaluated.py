@@ -42,7 +42,8 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
     shape: the latent's shape as packed by ComfyUI. sigmas: one per step; if empty, one step with every condition is
     returned.
     """
-    contents, model = Contents(guider.conds), _Unloaded(guider.model_patcher)
+    contents = Contents(guider.conds)
+    model = _Unloaded(guider.model_patcher)
     conds = _prepared(guider.conds, model, shape)
     steps = []
     for sigma in sigmas or (None,):

@@ -168,7 +168,8 @@ class Transformer(ModelHooks, ABC):
             return 0, 0
         merged = references if config.merge_references and self.references_follow else ()
         tokens = sum(prod(token_grid(each, self.patch_size)) for each in (latent, *merged))
-        chains, replaced = self.chains(options, config), _replaced(options)
+        chains = self.chains(options, config)
+        replaced = _replaced(options)
         updates = keys = 0
         for group in self.groups:
             added = [True] * len(group.blocks) if controlled and group.added else []
@@ -193,7 +194,8 @@ class Transformer(ModelHooks, ABC):
         self, x: Tensor, evaluation: Evaluation, options: Options, control: Any, references: Sequence[Tensor]
     ) -> Iterator[HookPair]:
         config = evaluation.run.config
-        chains, replaced = self.chains(options, config), _replaced(options)
+        chains = self.chains(options, config)
+        replaced = _replaced(options)
         reason = Reason.ATTENTION_PATCH() if patched(options, self.inside) else None
         grids = token_grid(x, self.patch_size), *self.merged_references(references, evaluation)
         for group, hooks, name in zip(self.groups, self.hooks, self.lists, strict=True):

@@ -274,7 +274,8 @@ class _Reserving:
 
     def __init__(self, model: Any) -> None:
         self.required: Callable[..., Any] = model.memory_required
-        self.before, self.more = vars(model).get("memory_required"), list[int]()
+        self.before = vars(model).get("memory_required")
+        self.more = list[int]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.required(*args, **kwargs) + sum(self.more)

@@ -41,7 +41,8 @@ def may_take(size: int) -> bool:
 
 
 def _memories() -> list[_Memory]:
-    computer, container = psutil.virtual_memory(), _container()
+    computer = psutil.virtual_memory()
+    container = _container()
     return [_Memory(computer.total, computer.available), *([container] if container else [])]
 
 

@@ -65,4 +65,5 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[list[Hook]]:
 # out of graphs but not the block that it calls. `eager` keeps out a function and everything that it calls.
 outside_graph = torch.compiler.disable(recursive=False)
 eager = torch.compiler.disable
-merge, unmerge = eager(toma_core.merge), eager(toma_core.unmerge)
+merge = eager(toma_core.merge)
+unmerge = eager(toma_core.unmerge)

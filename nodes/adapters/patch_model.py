@@ -102,7 +102,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             attachment = options_before["transformer_options"][ATTACHMENT]
             model_sampling = model.get_model_object("model_sampling")
             sigmas = argument(args, kwargs, 3, "sigmas").tolist()
-            packed, shapes = argument(args, kwargs, 0, "noise"), kwargs.get("latent_shapes")
+            packed = argument(args, kwargs, 0, "noise")
+            shapes = kwargs.get("latent_shapes")
             sampler = argument(args, kwargs, 2, "sampler")
             options = create_model_options_clone(options_before)
         with own_code():
@@ -175,7 +176,8 @@ def run_config(
     sigmas: see `plan_kv_cache`.
     """
     settings, model = attachment.settings, guider.model_patcher
-    config, kv_plan = config_for(settings, model), KVCachePlan()
+    config = config_for(settings, model)
+    kv_plan = KVCachePlan()
     if config.kv_cache and not getattr(comfy.model_management, "in_training", False):
         kv_plan = plan_kv_cache(config, guider, noise, sampler, packed or noise.shape, sigmas)
         config = config if kv_plan.bytes else config_for(settings, model, kv_cache=False)
@@ -243,8 +245,10 @@ def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
         with require_api("WrappersMP.CALC_COND_BATCH"):
             model_options = argument(args, kwargs, 4, "model_options")
             sampling = model_options["transformer_options"].get(SAMPLING)
-            timestep, conds = argument(args, kwargs, 3, "timestep"), argument(args, kwargs, 1, "conds")
-            latent, shapes = argument(args, kwargs, 2, "x_in"), streams.shapes_of(conds)
+            timestep = argument(args, kwargs, 3, "timestep")
+            conds = argument(args, kwargs, 1, "conds")
+            latent = argument(args, kwargs, 2, "x_in")
+            shapes = streams.shapes_of(conds)
             model = argument(args, kwargs, 0, "model")
         if sampling is not None:
             with own_code():
@@ -260,7 +264,8 @@ def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
 def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with require_api("WrappersMP.APPLY_MODEL"):
-            x, shapes = argument(args, kwargs, 0, "x"), kwargs.get("latent_shapes")
+            x = argument(args, kwargs, 0, "x")
+            shapes = kwargs.get("latent_shapes")
             control = argument(args, kwargs, 4, "control")
             options = argument(args, kwargs, 5, "transformer_options")
             sampling = options.get(SAMPLING)
@@ -276,7 +281,8 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     references = kwargs.get("ref_latents") or ()
     try:
         with own_code():
-            x, hooks = streams.first(x, shapes), registry.find(model)
+            x = streams.first(x, shapes)
+            hooks = registry.find(model)
             reason = _obstacle(sampling, model, hooks, x)
             evaluation = None if reason else sampling.evaluation(x, options)
     except OwnError as error:

@@ -137,7 +137,8 @@ def is_of(family: Any, model: nn.Module) -> bool:
     read tokens that merging removes."""
     if not isinstance(model, family.MODEL):
         return False
-    kinds, fits = kinds_of(model), getattr(family, "fits", None)
+    kinds = kinds_of(model)
+    fits = getattr(family, "fits", None)
     known = len(kinds) == 1 or kinds[0] in getattr(family, "DERIVED", ())
     return known and (fits is None or fits(model))
 
@@ -179,7 +180,8 @@ def blocks_of(model: ModelPatcher, latent: Tensor | None = None) -> list[BlockFa
 def fingerprint(model: ModelPatcher) -> str:
     """Return properties that distinguish a model from all others except finetunes of its base: family, count of blocks
     by kind, their channels, kind of prediction and highest noise level. Raises `UnsupportedModelError`."""
-    facts, hooks = blocks_of(model), require(model.get_model_object("diffusion_model"))
+    facts = blocks_of(model)
+    hooks = require(model.get_model_object("diffusion_model"))
     family = type(hooks).__module__.rpartition(".")[2]
     blocks = ", ".join(f"{home} {count}" for home, count in Counter(fact.home for fact in facts).items())
     width = ", ".join(dict.fromkeys(str(fact.width) for fact in facts))

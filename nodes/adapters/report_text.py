@@ -104,7 +104,9 @@ reasons.reader = _english
 
 def headline(stats: RunStats) -> Message:
     """Return the verdict."""
-    unmerged, total, ratios = stats.unmerged_reasons(), len(stats.blocks), stats.ratios_in_blocks
+    unmerged = stats.unmerged_reasons()
+    total = len(stats.blocks)
+    ratios = stats.ratios_in_blocks
     if not ratios:
         return Line.NOTHING_MERGED(reason=next(iter((*stats.unmerged_calls, *unmerged)), _why_full(stats)))
     steps = len(ratios)
@@ -144,7 +146,8 @@ def report(stats: RunStats) -> list[Message | str]:
 
 def _sections(stats: RunStats) -> dict[Line, list[Message]]:
     merged = stats.ratios_in_blocks
-    where, when = list[Message](), list[Message]()
+    where = list[Message]()
+    when = list[Message]()
     if merged:
         more = "+" if stats.by_profile else ""
         sizes = tuple(

@@ -189,7 +189,8 @@ class BlockSignature:
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
         """Return why a block's tokens cannot be merged, None if they can. image: N. references: how many reference
         tokens after the image are merged, too."""
-        x, before = self.tokens(call_args), self.image_start(call_args, image)
+        x = self.tokens(call_args)
+        before = self.image_start(call_args, image)
         if before is None:
             return Reason.UNKNOWN_IMAGE_POSITION()
         following = self.reference_tokens(call_args)

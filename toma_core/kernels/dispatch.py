@@ -175,7 +175,8 @@ def _merges(
         # Use the first slots of each window as given destinations.
         slots = (torch.arange(budget.slots, device=x.device) * used).expand(len(x), -1, -1)
         weights.append(kernels.weigh(features, slots, windows, budget, 1.0)[0])
-    fast, theirs = replace(plan, kernels=kernels), merge(x, plan)
+    fast = replace(plan, kernels=kernels)
+    theirs = merge(x, plan)
     pairs = [(M.sum(-1), used.to(x.dtype).expand_as(plan.dest_slots)) for M in weights]
     # The first launch goes through Triton, later ones through a prepared `Launch`.
     for _ in range(2):
@@ -193,7 +194,8 @@ def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Te
     batch, N, C = cached.shape
     features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES).expand(batch, -1, -1)
     fast = regress(features, plan)
-    plain, rotations = replace(fast, plan=replace(fast.plan, kernels=None)), list[Rotation | None]([None])
+    plain = replace(fast, plan=replace(fast.plan, kernels=None))
+    rotations = list[Rotation | None]([None])
     if P := gcd(C // 2, _PAIRS) if C % 2 == 0 else 0:
         angles = torch.arange(N * P, device=cached.device).view(1, N, 1, P).float()
         R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
@@ -211,7 +213,8 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
 
 def _quantizes(kernels: TritonKernels, x: Tensor) -> bool:
     """Return whether kernels quantise and dequantise with the same error as PyTorch."""
-    ours, theirs = kernels.quantize(x), quantize(x)
+    ours = kernels.quantize(x)
+    theirs = quantize(x)
     if not (isinstance(ours, Int4Tensor) and isinstance(theirs, Int4Tensor)):
         return True  # both sides return a copy
     steps = theirs.step.float().repeat_interleave(x.shape[-1] // theirs.step.shape[-1], -1)

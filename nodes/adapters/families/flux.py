@@ -15,8 +15,10 @@ from ..signature import BlockGroup, BlockSignature, CallArguments
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 MODEL = Flux
-DOUBLE, SINGLE = Block(12, 75, (2, 19, 4), beside=256), Block(12, 31, (2, 20, 5), beside=256)
-FLUX2_DOUBLE, FLUX2_SINGLE = Block(13, 73, (3, 19, 4), beside=512), Block(13, 30, (2, 20, 5), beside=512)
+DOUBLE = Block(12, 75, (2, 19, 4), beside=256)
+SINGLE = Block(12, 31, (2, 20, 5), beside=256)
+FLUX2_DOUBLE = Block(13, 73, (3, 19, 4), beside=512)
+FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
 # The released method skips five double and five single blocks of Flux.1; in models with fewer blocks the same share is
 # skipped.
 _FLUX_1 = 19, 38
@@ -72,7 +74,8 @@ class Hooks(Transformer):
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
-        single, works = SingleSignature(), self.works(model)
+        single = SingleSignature()
+        works = self.works(model)
         return (
             BlockGroup("double", model.double_blocks, DoubleSignature(single), works[0], "input"),
             BlockGroup("single", model.single_blocks, single, works[1], "output"),

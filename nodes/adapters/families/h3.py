@@ -43,7 +43,8 @@ class Signature(BlockSignature):
     _row_by_token: tuple[Any, Tensor] | None = None
 
     def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
-        start, length = self.image_start(call_args, image), self.tokens(call_args).shape[1]
+        start = self.image_start(call_args, image)
+        length = self.tokens(call_args).shape[1]
         if start is not None and not _is_known(call_args[_SEGMENTS], start, length):
             return Reason.ARGUMENT_IN_USE(arguments="modulation by token")
         return super().obstacle(call_args, image, references)

@@ -16,7 +16,9 @@ from ..signature import BlockGroup, BlockSignature
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 MODEL = HunyuanVideo
-DOUBLE, SINGLE = Block(12, 75, (2, 19, 4)), Block(12, 31, (2, 20, 5))  # as in Flux, but text is not padded
+# As in Flux, but text is not padded.
+DOUBLE = Block(12, 75, (2, 19, 4))
+SINGLE = Block(12, 31, (2, 20, 5))
 
 
 def fits(model: HunyuanVideo) -> bool:

@@ -22,7 +22,8 @@ NAME = "LTX-Video and LTX-2"
 MODEL = LTXVModel
 DERIVED = ("LTXVModel", "LTXAVModel")
 # Costs of the video's stream. With sound, it also attends to the audio, in half the width.
-COST, AV_COST = Block(14, 70, (1, 19, 4)), Block(16, 282, (1, 19, 4))
+COST = Block(14, 70, (1, 19, 4))
+AV_COST = Block(16, 282, (1, 19, 4))
 
 
 class Signature(BlockSignature):

@@ -20,7 +20,8 @@ NAME = "Z-Image, Lumina 2"
 MODEL = NextDiT
 DERIVED = ("NextDiTPixelSpace",)
 # The feed-forward of Lumina 2 is wider, and its keys and values are narrower.
-Z_IMAGE, LUMINA = Block(12, 54, (1, 20, 5), beside=32), Block(44 / 3, 56, (1, 20, 5))
+Z_IMAGE = Block(12, 54, (1, 20, 5), beside=32)
+LUMINA = Block(44 / 3, 56, (1, 20, 5))
 
 
 class LayerSignature(BlockSignature):

@@ -68,7 +68,8 @@ class _Stack:
 
 class Hooks(ModelHooks):
     def __init__(self, diffusion_model: UNetModel) -> None:
-        signature, shared = Signature(), RopeCache()
+        signature = Signature()
+        shared = RopeCache()
         self.stacks: list[_Stack] = []
         self.convolutions: list[tuple[int, int]] = []  # halvings and weights of each layer
         for position, halvings, layer in _parts(diffusion_model):
@@ -107,7 +108,8 @@ class Hooks(ModelHooks):
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
         for stack in self.stacks:
-            home, tokens = ".".join(map(str, stack.position)), prod(token_grid(latent, 2**stack.halvings))
+            home = ".".join(map(str, stack.position))
+            tokens = prod(token_grid(latent, 2**stack.halvings))
             for hook in (block.block_hook for block in stack.blocks):
                 yield BlockFacts(hook.name, home, hook.work, tokens, stack.width)
 

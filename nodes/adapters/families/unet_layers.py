@@ -88,7 +88,8 @@ class MergedAttention(Hook):
         plan = None if tied else self.block.plan(x, self.part)
         if plan is None:
             return self.original(x, context=context, value=value, transformer_options=transformer_options, **call_args)
-        merged, options = merge(x, plan), without_grid(transformer_options, plan.tokens, plan.num_destinations)
+        merged = merge(x, plan)
+        options = without_grid(transformer_options, plan.tokens, plan.num_destinations)
         if context is x and (value is None or value is x):
             # Keys and values must have the same length. If a patch made other values, neither is merged.
             context, value = merged, None if value is None else merged

@@ -25,7 +25,8 @@ class TritonKernels:
     """
 
     name = "triton"
-    quantize, dequantize = staticmethod(quant4.quantize), staticmethod(quant4.dequantize)
+    quantize = staticmethod(quant4.quantize)
+    dequantize = staticmethod(quant4.dequantize)
 
     def __init__(self) -> None:
         self._launches: dict[tuple[Hashable, ...], Launch] = {}
@@ -85,7 +86,8 @@ class TritonKernels:
     ) -> Tensor:
         """Return cached + R (A^T change + spread answer), without R if it is None: (B, D, C), (B, N, C), (B, F, C),
         (B or 1, N, F) -> (B, N, C)."""
-        tokens, others = (*_kind(change), *_kind(cached), *_kind(answer)), (*_kind(spread), *_kind(weights))
+        tokens = (*_kind(change), *_kind(cached), *_kind(answer))
+        others = (*_kind(spread), *_kind(weights))
         key = ("propagate", windows, _shared(budget), *tokens, *others, R is None or _kind(R))
         launch = self._launches.get(key) or self._prepare(
             key, product.propagate, (change, cached, answer), spread, R, weights, windows, budget

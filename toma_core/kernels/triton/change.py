@@ -66,7 +66,8 @@ def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None
         raise ValueError(f"destinations of {tuple(destinations.shape)} do not fit tokens of {tuple(fresh.shape)}")
     stride_d = destinations.stride(0) if len(destinations) > 1 else 0
     strides = (*fresh.stride(), *cached.stride(), stride_d, *rotation_strides(R, batch, D, C))
-    block_c, tiles = min(_MAX_CHANNELS, padded(C)), cdiv(D, _BLOCK_D)
+    block_c = min(_MAX_CHANNELS, padded(C))
+    tiles = cdiv(D, _BLOCK_D)
     fixed = (*strides, tiles, C, D, pairs(R), R is not None, _BLOCK_D, block_c)
     return Launch(_change_kernel, (batch * tiles, cdiv(C, block_c)), fresh, D, fixed, num_warps=4)
 

@@ -47,7 +47,8 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 def blocks(x: Tensor, rows: int, inner: int) -> tuple[int, int, int, int]:
     """Return tile sizes (rows of the result, summed side, channels) and warps, for at most 32 KB of operands."""
-    rows, inner = min(_MAX_SIDE, padded(rows)), min(_MAX_SIDE, padded(inner))
+    rows = min(_MAX_SIDE, padded(rows))
+    inner = min(_MAX_SIDE, padded(inner))
     # fp32 runs without tensor cores and holds operands in registers, so its tiles are smaller.
     half = x.element_size() == 2
     inner = inner if half else min(32, inner)

@@ -135,9 +135,11 @@ def weigh(
         raise ValueError(f"the kernels take windows of at most {MAX_SLOTS} tokens, got {slots}")
     require(x, windows.tokens)
     if (batch, count) != (len(x), len(windows.counts)):
-        given, fits = tuple(dest_slots.shape), f"{len(x)} images of {len(windows.counts)} windows"
+        given = tuple(dest_slots.shape)
+        fits = f"{len(x)} images of {len(windows.counts)} windows"
         raise ValueError(f"dest_slots of {given} do not fit {fits}")
-    M, back = room(x, batch, count, K, slots), room(x, batch, count, slots, K)
+    M = room(x, batch, count, K, slots)
+    back = room(x, batch, count, slots, K)
     block_c = 64 if x.element_size() == 2 else DOT_MIN
     S_PAD, channels = padded(slots), x.shape[2]
     pitches = M.stride(2), back.stride(2), budget_stride(budget.valid, 2)
