@@ -41,8 +41,10 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows) -> Budget:
     destination and at most as many as it has tokens. Each frame of a video keeps its total. No host sync.
     """
     device, frames = spread.device, windows.frames
-    images, total, K = len(spread), budget.total // frames, windows.slots
+    images, total = len(spread), budget.total // frames
     spread = spread.reshape(images * frames, -1)
+    # Each of the other windows has at least one destination.
+    K = min(windows.slots, total - spread.shape[1] + 1)
     rank = torch.arange(K, device=device)
     sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], windows.slots)
     sizes = sizes[: spread.shape[1]]

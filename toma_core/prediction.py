@@ -29,11 +29,11 @@ def similarity_features(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     picture, see `picture_tokens`, and a constant.
 
     Cosines do not see the length of a token. With a constant as large as the root mean square of an image's lengths,
-    tokens of other lengths have other directions.
+    tokens of other lengths have other directions. Tokens that hold NaN or infinity do not count.
     """
     tokens = picture_tokens(picture, grid, like)
-    squares = tokens.float().square().sum(2)
-    length = squares.mean(1, keepdim=True).sqrt().to(tokens.dtype)
+    squares = tokens.float().square().sum(2).nan_to_num_(0.0, 0.0)
+    length = squares.mean(1, keepdim=True).sqrt().clamp_max_(torch.finfo(tokens.dtype).max).to(tokens.dtype)
     return torch.cat([tokens, length[..., None].expand(-1, tokens.shape[1], 1)], 2)
 
 

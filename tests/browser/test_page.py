@@ -76,11 +76,11 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     page.open(graph, "preset")
     unfold(page)
     assert field(page, "full_step_interval") == "preset (0 / 4)", "before a run: of UNets and of transformers"
-    assert field(page, "sharpness") == "preset (300 / 1000)"
+    assert field(page, "window_size") == "preset (8 / 4)"
     assert field(page, "end_percent").startswith("1"), "it is set"
     page.photograph("advanced-unfolded", [4])
     page.queue()
-    assert field(page, "sharpness") == "preset (300)"
+    assert field(page, "window_size") == "preset (8)"
     if page.renderer == "litegraph":  # the Vue renderer redraws a list's choice only when it changes
         assert field(page, "similarity_from") == "preset (tokens)"
     assert field(page, "full_step_interval") == "preset (0)"
@@ -90,7 +90,7 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     page.set(4, "preset", "quality")
     assert field(page, "full_step_interval") == "preset (0 / 2)", "of another preset nothing is known yet"
     page.set(4, "preset", "balanced")
-    assert field(page, "sharpness") == "preset (300)"
+    assert field(page, "full_step_interval") == "preset (0)"
     assert "preset (" not in json.dumps(page.evaluate("() => app.graph.serialize()"))
     page.evaluate("() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_reset').callback()")
     values = page.evaluate("() => app.graph.getNodeById(4).serialize().widgets_values")

@@ -56,8 +56,16 @@ def test_budgets_are_in_proportion_to_the_spread() -> None:
     counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.5, 0.25, 0.125, 0.125]]), windows)
     assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
     # One window needs all and cannot have more than its tokens.
-    counts = allocate(make_budget(windows.counts, 0.5), torch.tensor([[1.0, 0.01, 0.01, 0.01]]), windows)
-    assert int(counts.valid.sum(-1)[0, 0]) == 64
+    counts = allocate(make_budget(windows.counts, 0.5), torch.tensor([[1.0, 0.01, 0.01, 0.02]]), windows)
+    assert counts.valid.sum(-1).tolist() == [[64, 16, 16, 32]]
+
+
+@loop(("side", "size", "ratio", "most"), [(64, 32, 0.95, 202), (64, 64, 0.5, 2048), (16, 8, 0.5, 64), (8, 4, 0.95, 1)])
+def test_no_window_has_more_slots_than_the_others_leave(side: int, size: int, ratio: float, most: int) -> None:
+    windows = make_windows(side, side, "tile", size)
+    spread_first = torch.tensor([[1.0, *[0.0] * (len(windows.counts) - 1)]])
+    budget = allocate(make_budget(windows.counts, ratio), spread_first, windows)
+    assert budget.slots == most == int(budget.valid.sum(-1).max())
 
 
 def test_rounding_does_not_decide_who_gets_destinations() -> None:

@@ -86,6 +86,25 @@ def test_tokens_of_one_direction_and_other_lengths_are_told_apart(scale: float) 
     assert bool((cosine_similarity(picture_tokens(clean, (4, 8), clean)) > 0.999).all())
 
 
+@loop("poison", [float("nan"), float("inf"), -float("inf")])
+def test_a_broken_pixel_spoils_its_own_token_only(poison: float) -> None:
+    clean = picture(1)
+    broken = clean.clone()
+    broken[0, 1, 0, 0] = poison
+    features = similarity_features(broken, (4, 4), broken)
+    assert features[0, 1:].isfinite().all()
+    torch.testing.assert_close(features[0, 0, -1], features[0, 5, -1])
+    torch.testing.assert_close(
+        features[0, 5, -1], similarity_features(clean, (4, 4), clean)[0, 5, -1], rtol=0.1, atol=0
+    )
+
+
+def test_the_constant_is_finite_in_fp16() -> None:
+    bright = 6e4 * torch.ones(1, 16, 4, 4)
+    features = similarity_features(bright, (2, 2), torch.zeros((), dtype=torch.float16))
+    assert features.isfinite().all()
+
+
 def test_a_black_picture_has_no_direction() -> None:
     features = similarity_features(torch.zeros(1, 3, 4, 4), (4, 4), torch.zeros(()))
     assert features.shape == (1, 16, 4)

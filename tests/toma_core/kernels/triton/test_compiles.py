@@ -43,7 +43,7 @@ def every(dtype, capability):
     block = 16 if dtype == "fp32" else 64
     shared = {"HAS_VALID": True, "HAS_USED": True, "UPCAST": False}
     for slots, warps in ((64, 4), (128, 16)):
-        sizes = {"S_PAD": slots, "K_PAD": slots // 2, "BLOCK_C": block}
+        sizes = {"S_PAD": slots, "K_PAD": slots, "BLOCK_C": block}
         constants = {**shared, **sizes, "SELECT": True, "HAS_PRIORITY": slots == 64}
         yield compiled(select._select_kernel, dtype, capability, constants, warps, 3)
     inner, channels = (32, 32) if dtype == "fp32" else (64, 128)
