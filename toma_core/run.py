@@ -20,7 +20,7 @@ from .config import Granularity, SimilarityFrom, ToMAConfig
 from .coverage import Coverage
 from .kernels.dispatch import Choice, Dispatch
 from .merge import MergePlan, draw_map, stacked, weigh
-from .prediction import similarity_features
+from .prediction import picture_tokens, similarity_features
 from .reasons import Message, Reason
 from .schedule import LASTING, Schedule, StepMode, StepPlan
 from .selection import RECENT, cosine_similarity, in_parts, select
@@ -166,13 +166,14 @@ class RunState:
         old, weighing = self._plans.get(key, (None, 0))
         if old is not None and weighing == step.weighing:
             return old
-        features = x if picture is None else similarity_features(picture, grid, x)
+        describe = similarity_features if self.kv_cache else picture_tokens
+        features = x if picture is None else describe(picture, grid, x)
         if old is not None:
             plan = self._reweighed(x, old, features)
         else:
             # Tokens of noise vary alike in all windows; references are never noise.
             even = picture is None and step.selection != LASTING
-            turns = self.kv_cache and step.mode is StepMode.MERGED_CACHED and step.selection != LASTING
+            turns = self._propagates(step) and step.mode is StepMode.MERGED_CACHED
             plan = self._selected(x, features, grid, step, even, self._taking_turns(key) if turns else None)
             if turns:
                 self._recent[_turn_of(key)] = plan.destinations
@@ -264,7 +265,13 @@ class RunState:
     def _laid_out(self, features: Tensor, grid: Grid, step: StepPlan, even: bool) -> tuple[Windows, Budget]:
         """Return the windows and a budget for them, equal or adaptive."""
         windows, budget = self._layout(grid, step, features.device)
-        return windows, budget if even else allocate(budget, spread(windows.split(features), windows), windows)
+        if even:
+            return windows, budget
+        return windows, allocate(budget, spread(windows.split(features), windows), windows, self._propagates(step))
+
+    def _propagates(self, step: StepPlan) -> bool:
+        """Return whether a plan of this step propagates cached tensors of the latent's tokens."""
+        return self.kv_cache and step.selection != LASTING
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:
         config = self.config

@@ -10,7 +10,7 @@ from toma_core.budget import allocate, spread
 from toma_core.config import ToMAConfig
 from toma_core.merge import merge, stacked, unmerge, unmerge_residual
 from toma_core.run import RunState
-from toma_core.schedule import Schedule, StepMode, StepPlan
+from toma_core.schedule import LASTING, Schedule, StepMode, StepPlan
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 GRIDS = [(16, 16), (13, 19), (8, 40), (5, 7)]
@@ -51,12 +51,14 @@ def test_busy_windows_get_more() -> None:
     assert bool((counts[:, [1, 3]] > 2 * counts[:, [0, 2]]).all())
 
 
-def test_budgets_are_in_proportion_to_the_spread() -> None:
+def test_budgets_are_in_proportion_to_the_spread_or_its_root() -> None:
     windows = make_windows(8, 32, "tile", 8)
-    counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.5, 0.25, 0.125, 0.125]]), windows)
+    counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.5, 0.25, 0.125, 0.125]]), windows, True)
+    assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
+    counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.16, 0.04, 0.01, 0.01]]), windows)
     assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
     # One window needs all and cannot have more than its tokens.
-    counts = allocate(make_budget(windows.counts, 0.5), torch.tensor([[1.0, 0.01, 0.01, 0.02]]), windows)
+    counts = allocate(make_budget(windows.counts, 0.5), torch.tensor([[1.0, 0.01, 0.01, 0.02]]), windows, True)
     assert counts.valid.sum(-1).tolist() == [[64, 16, 16, 32]]
 
 
@@ -66,6 +68,22 @@ def test_no_window_has_more_slots_than_the_others_leave(side: int, size: int, ra
     spread_first = torch.tensor([[1.0, *[0.0] * (len(windows.counts) - 1)]])
     budget = allocate(make_budget(windows.counts, ratio), spread_first, windows)
     assert budget.slots == most == int(budget.valid.sum(-1).max())
+
+
+@loop(("kv_cache", "selection", "fewest", "most"), [(True, 0, 1, 4), (True, LASTING, 5, 16), (False, 0, 5, 16)])
+def test_flat_windows_are_left_to_the_latents_only_where_these_explain_them(
+    kv_cache: bool, selection: int, fewest: int, most: int
+) -> None:
+    """The right half varies a hundred times as much as the left."""
+    x = torch.randn(1, 16, 16, 6, generator=torch.Generator().manual_seed(0))
+    x[:, :, :8] = 1 + 0.3 * x[:, :, :8]
+    config = ToMAConfig(similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)  # type: ignore[arg-type]
+    step, tokens = StepPlan(1, StepMode.MERGED_CACHED, 0.75, selection, 0), x.flatten(1, 2)
+    pictures = () if selection == LASTING else (shown(tokens, (16, 16)),)
+    plan = RunState(Schedule(config)).plan(tokens, (16, 16), "a", step, (None,), pictures=pictures)
+    assert plan.budget.valid is not None
+    counts = plan.budget.valid.sum(-1)[0]
+    assert bool(((fewest <= counts[[0, 2]]) & (counts[[0, 2]] <= most)).all())
 
 
 def test_rounding_does_not_decide_who_gets_destinations() -> None:
