@@ -12,7 +12,7 @@ from torch import Tensor
 from .selection import in_parts, normalized
 from .windows import Budget, Windows
 
-MIN_SPREAD = 1e-5  # a smaller variance is rounding in any dtype
+MIN_SPREAD = 1e-5  # in any dtype, a smaller variance is only rounding
 
 
 def spread(x: Tensor, windows: Windows) -> Tensor:
@@ -44,7 +44,7 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows, propagates: bool 
     device, frames = spread.device, windows.frames
     images, total = len(spread), budget.total // frames
     spread = spread.reshape(images * frames, -1)
-    # Each of the other windows has at least one destination.
+    # The most destinations that one window can get: each of the others keeps at least one.
     K = min(windows.slots, total - spread.shape[1] + 1)
     rank = torch.arange(K, device=device)
     sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], windows.slots)

@@ -86,8 +86,8 @@ class Cache:
         chunks = update.chunk(len(keys))
         before = [self._entries.get(key) for key in keys]
         replaced = Counter(id(entry.tensor) for entry in before if entry)
-        # These conditions were evaluated together before and separately now: write into their shared tensor. A new
-        # tensor beside it would double the memory.
+        # Conditions that were evaluated together before, and separately now, share a tensor. Write into that tensor: a
+        # new one beside it would double the memory.
         apart = any(self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)] for entry in before if entry)
         if not apart or len(chunks) != len(keys):
             self._replace(keys, before, update, host)

@@ -1,4 +1,4 @@
-"""Choose ratios from measured errors: the least error for a saving.
+"""Choose ratios from measured errors: the least error for a given saving of work.
 
 Not in the paper. Squared errors of blocks add up (docs/fidelity.md), so the squared errors of all sites, bands and
 ratios predict which combination is best. A *site* is a group of adjacent blocks with one ratio, a *band* a range of
@@ -34,8 +34,8 @@ def saved_by(choice: Choice) -> float:
 
 
 def hull(options: Iterable[Option]) -> list[Option]:
-    """Return the options on the lower hull, beginning with `UNMERGED`: each saves more than the one before, at a higher
-    price."""
+    """Return the options on the lower hull, beginning with `UNMERGED`: each saves more work than the one before, and
+    costs more squared error per work saved."""
     chosen = [UNMERGED]
     for option in sorted(options, key=lambda o: (o.saved, o.squared_error)):
         while len(chosen) > 1 and _price(chosen[-2], chosen[-1]) >= _price(chosen[-2], option):

@@ -44,8 +44,8 @@ class RatioAdvice(NamedTuple):
     most: float
 
 
-# UNets: measured up to `most`. Transformers: above `most`, running fewer steps without merging has less error
-# (docs/fidelity.md).
+# Ratios of UNets were measured up to `most`. In transformers, running fewer unmerged steps has less error than a ratio
+# above `most` (docs/fidelity.md).
 UNET_RATIOS = RatioAdvice(0.25, 0.5, 0.75)
 TRANSFORMER_RATIOS = RatioAdvice(0.25, 0.5, 0.6)
 

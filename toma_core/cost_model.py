@@ -30,8 +30,8 @@ CLOCK = 2.0e9
 _HALF = {(12, 0): 1024, (10, 0): 8192, (9, 0): 4096, (8, 6): 1024, (8, 0): 2048, (7, 0): 1024}
 # GeForce cards add in fp32 at half these rates: RTX 2080 Ti 54, RTX 3090 71, RTX 4090 165, RTX 5090 210 TFLOP/s.
 _GEFORCE = 0.5
-# FLOPs of 128 multiply-adds: for fp32 (PyTorch uses no TF32 by default), and for any dtype on cards without tensor
-# cores.
+# The same number for fp32 (PyTorch uses no TF32 by default), and for any dtype on cards without tensor cores: 128
+# multiply-adds.
 _SINGLE = 256
 
 
@@ -43,10 +43,10 @@ class Block:
     # feed-forward layer has twice its expansion, three times if gated.
     weights: float
     launches: int  # operations per block: those of all blocks in an evaluation, divided by the count of blocks
-    # Operations that merging adds around stacks, around blocks and around modules. The first is divided by the count of
-    # blocks in the family's shortest stack and rounded up. With Triton, merging and restoring are one launch each; with
-    # the residual cache, restoring takes some 15 launches by PyTorch. If a block has no modules to merge, the last
-    # number is that of blocks, without the cache.
+    # Operations per block that merging adds: around a stack (divided by the blocks of the family's shortest stack,
+    # rounded up), around each block, around each module. With Triton, merging and restoring are one launch each; with
+    # the residual cache, restoring takes some 15 launches by PyTorch. If a block has no modules to merge, the third
+    # number is the second one without the residual cache.
     added: tuple[int, int, int]
     beside: int = 0  # text tokens in the block in addition to the grid's: the smallest number that ComfyUI pads to
 
@@ -101,8 +101,8 @@ def too_little(
 ) -> Message | None:
     """Return why Auto does not merge a grid, None if it does.
 
-    images: per condition. The number of conditions in the batch does not count: it depends on free memory, which must
-    not change a picture. card: if None, only the `FEWEST` tokens are required. granularity: the part of the model
+    images: images per condition. The number of conditions in the batch does not count: it depends on free memory, which
+    must not change a picture. card: if None, only the `FEWEST` tokens are required. granularity: the part of the model
     around which tokens are merged; a stack of one block counts as a block.
     """
     if tokens < FEWEST:

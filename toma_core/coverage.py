@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .cache import Cache, Keys
 
-# A chain of blocks on a 720p video takes 1.5 GB for two conditions; ControlNets may break it into 40 chains.
+# Limit of the cache in addition to its reserved bytes. The update of one chain of a 720p video takes 1.5 GB for two
+# conditions, and ControlNets may split the chain into 40.
 MAX_CACHE_BYTES = 4 << 30
 # A cached update is used at sigmas up to this factor times its own. At a higher sigma the sampler must have gone back
 # in its run.
@@ -32,7 +33,7 @@ class Origin(NamedTuple):
 
 @dataclass(eq=False)
 class _Line:
-    """The entries of one condition."""
+    """A line of the ledger: what the entries of one condition were made of."""
 
     origin: Origin  # origin of the last refresh
     layout: Hashable = None  # layout of the call that refreshed the entries; None until that call has ended
@@ -43,13 +44,14 @@ class _Line:
 class Coverage:
     """The lines of a run, by signature. A signature names the condition, shape and area that were evaluated.
 
-    Lines of several sizes and conditions coexist. Several devices may share it.
+    Lines of several sizes and conditions coexist. Several devices may share the object.
     """
 
     cache: Cache
     _lines: dict[Hashable, _Line] = field(default_factory=dict)
-    _now: dict[Hashable, Origin] = field(default_factory=dict)  # origins in this evaluation; None: of all others
-    # Equal to `_now` if the evaluation is a refresh, else empty. It changes when the next evaluation begins.
+    # Origins in this evaluation, by signature. The key None has the origin of all other conditions.
+    _now: dict[Hashable, Origin] = field(default_factory=dict)
+    # Equal to `_now` if the evaluation is a refresh, else empty; until the next evaluation begins.
     _refreshing: dict[Hashable, Origin] = field(default_factory=dict)
     _absent: set[Hashable] = field(default_factory=set)  # signatures that a refresh named and never evaluated
     _interval: int = 1  # age in steps at which entries are dropped

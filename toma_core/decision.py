@@ -22,7 +22,8 @@ from .schedule import StepMode, StepPlan
 
 # Caches hold while at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
-# In runs that begin flat, caches also hold while at most this share of the latent comes from predictions.
+# In runs that begin flat (`Schedule.begins_flat`), caches also hold while at most this share of the latent comes from
+# predictions.
 _SMALL_SHARE = 0.03
 
 
@@ -42,7 +43,7 @@ class Facts:
     new_noise: float = 0.0  # share of the latent's noise that is new; inf if unknown
     enlarges: bool = False  # whether the sampler enlarges errors of the model's predictions
     another: bool = False  # the latent differs from an earlier one at this step and sigma with these conditions
-    unknown: Message | None = None  # the part of the model that may change from step to step
+    unknown: Message | None = None  # names a part of the model that may change from step to step
 
 
 def decide(run: RunState, facts: Facts) -> StepPlan:
@@ -94,7 +95,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     schedule = run.schedule
     small = schedule.begins_flat and schedule.predicted_share(plan.step) <= _SMALL_SHARE
     limit = math.inf if small else MAX_NEW_NOISE
-    # An unknown share is infinite or NaN.
+    # If the share of new noise is unknown, it is infinite or NaN.
     if run.kv_cache and not (facts.new_noise <= limit and math.isfinite(facts.new_noise)):
         held, reason = False, Reason.NEW_NOISE() if held else reason
     if plan.mode is StepMode.REFRESH:
@@ -152,9 +153,9 @@ def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
 
 
 def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None:
-    """Drop plans and caches after memory ran out, and return the plan of the repeated evaluation: full, as are all
-    later ones. Return None where repeating would not help: for a picture without a KV cache, and for an evaluation that
-    is full already."""
+    """Drop plans and caches after memory ran out, and return the plan of the repeated evaluation: it is full, as are
+    all later evaluations. Return None where repeating would not help: for a picture without a KV cache, and for an
+    evaluation that is full already."""
     dropped = run.kv_cache and run.coverage.disable()
     if not dropped and (not video or run.disabled_by or plan.mode is StepMode.FULL):
         return None
@@ -163,7 +164,7 @@ def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None
 
 
 def _full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
-    """Return the plan as a full step that caches nothing; note the reason if the schedule merges the step."""
+    """Return the plan as a full step that caches nothing; record the reason if the schedule merges the step."""
     if plan.mode.merges:
         run.stats.full_because(plan.step, reason)
     return plan.with_mode(StepMode.FULL)

@@ -23,7 +23,7 @@ _PAGE = 4096  # bytes
 
 @dataclass(eq=False)
 class HostMemory:
-    """Keys and values of one run. Several devices may share it."""
+    """The main memory for keys and values of one run. Several devices may share the object."""
 
     copier: Copier
     expected: int  # bytes of all keys and values
@@ -138,7 +138,7 @@ class HostMemory:
             self.copier.unpin(buffer.memory)
 
     def clear(self) -> None:
-        """Wait for all copies and release every buffer, even if releasing another one fails."""
+        """Wait for all copies and release every buffer, even if some cannot be released."""
         with self.lock, ExitStack() as last_first:
             for held in (self._lanes, self._on_card, self._unused, self._order):
                 last_first.callback(held.clear)

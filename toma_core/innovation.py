@@ -1,8 +1,8 @@
-"""The results of a condition's evaluations: the predicted picture, and the new part of the next latent.
+"""Keep recent evaluations, for the predicted picture and for the share of a later latent that is new.
 
-Not in the paper. A sampler that adds no noise begins each step with a linear combination of latents and predictions
-that it has seen. The rest of a latent is new: noise that samplers such as `euler_ancestral` draw in every step, or
-another picture.
+Not in the paper. A sampler that adds no noise begins each step with a linear combination of earlier latents and
+predictions. The part of a latent that is no such combination is new: noise that samplers such as `euler_ancestral` draw
+in every step, or another picture.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 # Evaluations that a latent is compared with: solvers of third order combine three.
 _RECENT = 3
-# Side of the cells of the latent in which new noise is averaged.
+# New noise is averaged over square cells of the latent with this side.
 _CELL = 8
 # Noise below this share of the latent's root mean square no longer changes the picture.
 _NEGLIGIBLE = 0.05
-# A direction that has less than this share of new content holds only rounding errors.
+# Earlier latents and predictions may be linearly dependent: what is left of one below this share of it is rounding.
 _ROUNDING = 1e-5
 
 
@@ -37,14 +37,14 @@ class History:
 
     def note(self, latent: Tensor, prediction: Tensor) -> None:
         """Note an evaluation. latent, prediction: (B, C, ..., H, W), the input and the clean picture."""
-        # The sampler may write into its latent.
+        # Clone, because the sampler may overwrite its latent.
         self._recent.append((latent.clone() if self.compared else prediction, prediction))
         if not self.compared and len(self._recent) > 1:
             self._recent.popleft()
 
     def new_noise(self, latent: Tensor, sigma: float) -> Tensor | None:
         """Return the share of a latent's noise that is new, in the cell where this share is largest: a scalar tensor,
-        or None without earlier latents of this shape. latent: (B, C, ..., H, W). Nothing waits for the device.
+        or None without earlier latents of this shape. latent: (B, C, ..., H, W). The host does not wait for the device.
 
         sigma: standard deviation of the noise.
         """
@@ -61,7 +61,7 @@ class History:
             basis.append(rest * torch.where(new, 1 / size.clamp_min(1e-30), 0.0))
         latent = latent.float()
         noise = (_NEGLIGIBLE * latent.square().mean().sqrt()).clamp_min(max(sigma, 1e-9))
-        # A mask may keep most of the picture: a mean over the entire picture would hide the rest.
+        # Where a mask keeps most of the picture, a mean over the entire picture would hide new noise in the rest.
         new = _without(latent, basis).square().mean(1).flatten(0, -3)[:, None]
         cell = [min(_CELL, side) for side in new.shape[2:]]
         return F.avg_pool2d(new, cell, ceil_mode=True, count_include_pad=False).max().sqrt() / noise

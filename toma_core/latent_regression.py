@@ -4,12 +4,16 @@ Not in the paper. A merged step knows how keys, values and updates have changed 
 change is caused by the destinations' own noise, which no other token shares. It is the larger part with samplers that
 draw new noise at each step. But all tokens depend on their latents in the same way. So the change of destinations is
 regressed on their latents (with a small ridge and a constant), each token gets the part that its own latent explains,
-and only the rest is shared: the regression estimator of statistics. f: (D, F), features of destinations; G: (N, F),
-features of all tokens; c: (D, C), the change at destinations; U: unmerging in which destinations keep their own value
-and other tokens get `REST_WEIGHT` of the sum.
+and only the rest is shared: the regression estimator of statistics.
 
     A = (f'f + 0.1 F / D * mean diag(f'f))^-1 f' c  =  fit c
     cached + G A + U (c - f A)                  =  cached + U c + (G - U f) A  =  cached + U c + spread A
+
+    f  (D, F)  features of destinations
+    G  (N, F)  features of all tokens
+    c  (D, C)  the change at destinations
+    A  (F, C)  the answer: the change per unit of each feature
+    U  (N, D)  unmerge weights: a destination gets its own value, another token `REST_WEIGHT` of its weighted mean
 
 `fit` and `spread` belong to a plan and a call: all blocks share them.
 """
@@ -43,20 +47,20 @@ _LEAST_DESTINATIONS = 2
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Rotary positions of keys. A change is explained and shared before rotation, because neighbours have other
-    positions."""
+    """The rotary matrices of keys. A change of keys is regressed and shared before rotation, because the tokens that
+    share it have different positions."""
 
-    # (B or 1, N, 1, P, 2, 2) for all tokens, (B or 1, D, 1, P, 2, 2) for destinations: P pairs of adjacent channels are
-    # a head. Any float dtype; the matrices of a token are contiguous, as kernels need.
+    # (B or 1, N, 1, P, 2, 2) for all tokens, (B or 1, D, 1, P, 2, 2) for destinations: a head has P pairs of adjacent
+    # channels. Any float dtype; the matrices of a token are contiguous, as kernels need.
     tokens: Tensor
     destinations: Tensor
     dtype: torch.dtype  # the keys'
 
     @classmethod
     def of(cls, tokens: Tensor, destinations: Tensor, like: Tensor) -> Rotation | None:
-        """Return the rotation of keys, (B, T, C) as `like`; None unless these matrices fit whole heads.
+        """Return the rotation of keys, (B, T, C) as `like`; None unless C is a multiple of the 2 P channels of a head.
 
-        tokens, destinations: (B or 1, T, ..., P, 2, 2), with axes of length 1 between.
+        tokens, destinations: (B or 1, T, ..., P, 2, 2), where `...` are axes of length 1.
         """
         parts = [
             t.reshape(*t.shape[:2], 1, *t.shape[-3:]) for t in (tokens, destinations) if t.shape[2:-3].numel() == 1
@@ -110,14 +114,14 @@ class Regression:
         return rotation.add(cached, self._explain(unmerge(change, self.plan), change))
 
     def _by_kernels(self, kernels: TritonKernels, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> Tensor:
-        """See `propagate`: two launches around the product that makes the answer."""
+        """See `propagate`: two launches, and between them the matrix product for the answer."""
         R, R_destinations = (None, None) if rotation is None else (rotation.tokens, rotation.destinations)
         change = kernels.change(fresh, cached, self.plan.destinations, R_destinations)
         answer, layout = torch.bmm(self.fit, change), (self.plan.windows, self.plan.budget)
         return kernels.propagate(change, cached, answer, self.spread, R, self.plan.unmerge_weights, *layout)
 
     def _explain(self, shared: Tensor, change: Tensor) -> Tensor:
-        """Add to `shared`, (B, N, C), the part that latents explain."""
+        """Add to `shared`, (B, N, C), the part of the change that latents explain."""
         answer = self.fit.to(change.dtype) @ change
         return shared.baddbmm_(self.spread.to(change.dtype), answer)
 

@@ -1,9 +1,9 @@
-"""A cached tensor in main memory, and the copies to and from it beside the computation.
+"""Keep cached tensors in main memory; copy them down from a device, and up to it, while the device computes.
 
     stream     waits for
-    up         the computation that used the target's memory before, the last write of the buffer
-    compute    `up` before a target is read or dropped, `down` before the memory of a source is free
-    down       the computation of the source, and thereby every read of the buffer
+    up         the last write of the buffer; the computation that used the memory of the copy before
+    compute    `up`, before the copy is read or dropped; `down`, before the memory of a written tensor is free
+    down       the computation of the tensor, which comes after every earlier read of the buffer
 
 The host waits for nothing until the buffers are released.
 """
@@ -23,14 +23,13 @@ from torch import Tensor
 
 from .quant4 import Int4Tensor
 
-# Maximum of tensors that are read ahead at a time, and of tensors that are being written: the keys and values of a
-# block.
+# Maximum of tensors that are read ahead at a time, and of tensors that are being written: a block's keys and values.
 MAX_STAGED = 2
 _ALIGNMENT = 64  # bytes
 
 
 class Stream(Protocol):
-    """A queue of work on a device. An event has a method `query`: whether the stream has reached the event."""
+    """A queue of work on a device. Its events have a method `query`: whether the stream has reached the event."""
 
     def record_event(self) -> Any: ...
     def wait_event(self, event: Any) -> None: ...
@@ -139,7 +138,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Parked:
-    """A cached tensor in main memory: one of the equal chunks of a buffer."""
+    """One of the equal chunks of a cached tensor in main memory."""
 
     buffer: Buffer
     number: int = 0
@@ -151,7 +150,7 @@ class Parked:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the tensor, (B, N, C)."""
+        """Shape of the chunk, (B, N, C)."""
         images, *others, width = self.buffer.layout.shapes[0]
         most = -(-images // self.chunks)
         count = min(most, images - self.number * most)
@@ -169,7 +168,7 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
+        """Bytes of the complete buffer."""
         return self.buffer.nbytes
 
     def fits(self, source: Tensor | Int4Tensor) -> bool:
@@ -263,7 +262,7 @@ class Lane:
                 try:
                     self.ahead[parked] = self._read(parked)
                 except torch.OutOfMemoryError:
-                    return False  # the tensor is read only when it is needed
+                    return False  # `take` will read the tensor
             return len(self.ahead) < MAX_STAGED
 
     def forget(self, reads: Iterable[Parked]) -> None:

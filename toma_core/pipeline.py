@@ -49,7 +49,7 @@ class Evaluation:
         return self if step is self.step_plan else replace(self, step_plan=step)
 
     def again(self) -> Evaluation:
-        """Return the evaluation for a second call of the model within this call."""
+        """Return the evaluation for a call that the model makes of itself, with cache keys of its own."""
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:

@@ -28,8 +28,8 @@ def similarity_features(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     """Return the features by which tokens of a grid are compared, (B, N, F + 1): the F numbers of each token in the
     picture, see `picture_tokens`, and a constant.
 
-    Cosines do not see the length of a token. With a constant as large as the root mean square of an image's lengths,
-    tokens of other lengths have other directions. Tokens that hold NaN or infinity do not count.
+    Cosines ignore the lengths of tokens. The constant, the root mean square of an image's lengths, gives tokens of
+    different lengths different directions. Tokens that hold NaN or infinity do not count.
     """
     tokens = picture_tokens(picture, grid, like)
     squares = tokens.float().square().sum(2).nan_to_num_(0.0, 0.0)

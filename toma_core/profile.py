@@ -79,7 +79,7 @@ class Profile:
 
 
 def entry_of(names: Sequence[str]) -> str:
-    """Return the name of consecutive blocks in a profile."""
+    """Return the key of consecutive blocks in `Profile.ratios`."""
     return names[0] if len(names) == 1 else f"{names[0]} - {names[-1]}"
 
 

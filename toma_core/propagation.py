@@ -59,7 +59,7 @@ class Cached:
         else:
             propagated = unmerge_residual(fresh, gather_destinations(self.update, plan), self.update, plan)
         if propagated.dtype is torch.float16:
-            # An infinity would be subtracted from itself at the next step.
+            # At the next step an infinity would be subtracted from itself and give NaN.
             propagated = propagated.clamp_(-65504, 65504)
         self.cache.put(self.keys, propagated, self.quantized, self.kv)
         return propagated

@@ -24,7 +24,7 @@ class MessageId(str, Enum):
 
 
 class Reason(MessageId):
-    """Why a block, a step or a run is not merged, or why a cache is not used."""
+    """Why a block, a step or a run is not merged, or why a cache is not used. Comments name the parameters."""
 
     # Settings and profile.
     SETTING = "setting"  # setting, value
@@ -83,7 +83,7 @@ class Message:
     """One message: an id and the values that its text names."""
 
     id: MessageId
-    # By name. A param named `setting` holds the id of a setting or of a node's input, which is shown by its label.
+    # (name, value). A value named `setting` is the id of a setting or of a node's input, which is shown by its label.
     params: tuple[tuple[str, Value], ...] = ()
 
     def __str__(self) -> str:

@@ -54,7 +54,7 @@ class RunState:
     # Plans and their concatenation, by (scope, grid, ratio, plan keys, images per key, dtype, device).
     _stacks: dict[tuple[Hashable, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
-    # Destinations selected last since the last refresh, (B, D), by the plan's key without its generation.
+    # The last destinations that were selected since the last refresh, (B, D), by the plan's key without its generation.
     _recent: dict[_PlanKey, Tensor] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
     cache: Cache = field(default_factory=Cache)
@@ -65,7 +65,7 @@ class RunState:
     disabled_by: Message | None = None  # why all later steps are full
     tiles: bool = False  # calls of the model show tiles of the latent
     references: bool = False  # calls of the model have reference images
-    # Whether an attention has called the hook; None until a chain with a KV cache has ended.
+    # Whether a block's attention has called ToMA's hook; None until a chain with a KV cache has ended.
     attention_hook_called: bool | None = None
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class RunState:
         scope: blocks with the same scope share a plan.
         plan_keys: for each equal chunk of the batch, the part of the latent that it shows. Chunks with one key (cond
         and uncond) hold the same images under different conditions and share the plan of the first.
-        tile: the images of a call on tiles; the plan serves this evaluation only.
+        tile: the images of a call on tiles, whose plan serves this evaluation only.
         pictures: one per chunk, (b, C', ..., H', W'); plans are made from these in place of x, for all scopes.
         """
         if tile is not None:
@@ -149,7 +149,7 @@ class RunState:
             tokens = x.index_select(0, tile.first)
             plan = tile.resolve(key, self._selected(tokens, tokens, grid, step, even=True))
             self.stats.count_plan(grid, plan.num_destinations, selected=True)
-            # Replaces the last tile's plan, so that a single plan is left to draw.
+            # This key replaces the last tile's plan, so that a single plan is left to draw.
             drawn = _PlanKey((scope, TileBatch), grid, step.ratio, step.selection, 0, x.dtype, x.device)
             self._remember(drawn, plan, step)
         return tile.plans[key]
@@ -227,7 +227,7 @@ class RunState:
         """Return a plan with new destinations. even: all windows get the same share whatever the settings say.
         priority: see `select`."""
         config = self.config
-        if priority is None and self.kv_cache:  # runs with a KV cache only use the kernel that takes a priority
+        if priority is None and self.kv_cache:  # such runs use only one kernel, which takes a priority
             priority = self._no_priority(len(features), grid, features.device)
         even = even or not config.uses_prediction
         windows, budget = self._laid_out(features, grid, step, even)
@@ -286,7 +286,7 @@ class RunState:
         return self._layouts[key]
 
     def __deepcopy__(self, memo: dict[int, object]) -> RunState:
-        # `transformer_options` carry the run, and other nodes deep-copy them: the copy stays this run.
+        # `transformer_options` carry the run. Other nodes deep-copy them; all copies share this run.
         return self
 
     def draw(self) -> None:

@@ -24,7 +24,7 @@ TIE = 1e-5
 # at being computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
 
-# Elements held in fp32 at a time, 1 GB with intermediates; Flux at 2048 x 2048 has 50 million, Wan at 720p 390.
+# Elements held in fp32 at a time, 1 GB with intermediates. Flux at 2048 x 2048 has 50 million, Wan at 720p 390 million.
 MAX_ELEMENTS = 1 << 26
 
 

@@ -13,7 +13,7 @@ from .windows import Grid
 
 
 class Unmerged(NamedTuple):
-    """Something that ran on all tokens."""
+    """A block, a part of a block or a reference image that ran on all tokens."""
 
     block: str | None  # None for a reference image
     part: str = ""  # part of the block, "" for all of it
@@ -41,7 +41,8 @@ class RunStats:
     weighings: int = 0
     kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch did
     full_by: tuple[Message, ...] = ()  # settings that make steps full
-    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full although the schedule merges them
+    # Steps that are full although the schedule merges them, by reason.
+    full_reasons: dict[Message, set[int]] = field(default_factory=dict)
     by_profile: bool = False  # whether ratios differ by block: grids and merged_steps are then for the largest ratio
     cache_bytes: int = 0  # largest size of the residual cache
     cache_disabled: bool = False

@@ -22,7 +22,7 @@ class TileBatch:
     latent: Tensor  # (B, ...), the latents that are evaluated
     earlier: tuple[TileBatch, ...] = ()  # calls of the same evaluation, which may show the same tiles
     plans: dict[Hashable, MergePlan] = field(default_factory=dict)
-    first: Tensor = field(init=False)  # (B,) int64, the first image equal to each
+    first: Tensor = field(init=False)  # (B,) int64, for each image the first one that is equal to it
 
     def __post_init__(self) -> None:
         # An image that holds NaN equals nothing, not even itself.

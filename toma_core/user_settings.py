@@ -40,8 +40,8 @@ class UserSettings:
     def resolved(
         self, kind: ModelKind = ModelKind.UNET, own: Fields = MappingProxyType({}), kv_cache: bool = True
     ) -> ToMAConfig:
-        """Return the config for a kind of model, with the windows of its ratio, see `WIDE_ABOVE`. own: fields of the
-        model's family. kv_cache: False if the model can have no KV cache."""
+        """Return the config for a kind of model. The ratio decides the side of windows, see `WIDE_ABOVE`. own: fields
+        that the model's family sets. kv_cache: False if the model can have no KV cache."""
         overrides = self.overrides if kv_cache else {**self.overrides, "kv_cache": False}
         config = ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **overrides})
         wide = config.kv_cache and config.ratio > WIDE_ABOVE + 1e-9 and "window_size" not in overrides

@@ -126,7 +126,7 @@ def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device without waiting: a GPU reads pinned memory later."""
+    """Copy a tensor of the host to a device without waiting: the copy is pinned, and a GPU reads it later."""
     paged = device.type != "cuda" or not torch.cuda.is_available()
     return t.to(device) if paged else t.pin_memory().to(device, non_blocking=True)
 

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAPABILITY = (8, 0)  # lowest compute capability that Triton supports
-# Sizes in the trial of the regression: features of a 4-channel latent, and pairs in most heads.
+# Sizes for the trial of the regression's kernels: features of a 4-channel latent, and the pairs of channels that are
+# rotated in a head of most models.
 _FEATURES, _PAIRS = 33, 64
 
 
 class NoTriton(MessageId):
-    """Why plain PyTorch computes instead of Triton's kernels."""
+    """Why plain PyTorch computes instead of Triton's kernels. Comments name the parameters of messages."""
 
     NO_CUDA = "no_cuda"
     DTYPE = "token_dtype"  # dtype
@@ -39,7 +40,7 @@ class NoTriton(MessageId):
 
 
 class KernelName(MessageId):
-    """The implementations that compute plans and merges."""
+    """The implementations that compute plans and merges. Comments name the parameters of messages."""
 
     KERNEL = "kernel"  # name
     KERNEL_BECAUSE = "kernel_because"  # name, reason
@@ -54,7 +55,7 @@ class Choice:
 
     @property
     def message(self) -> Message:
-        """The choice for the report."""
+        """The message by which the report names the choice."""
         name = "torch" if self.kernels is None else self.kernels.name
         reason = self.reason
         return KernelName.KERNEL_BECAUSE(name=name, reason=reason) if reason else KernelName.KERNEL(name=name)
@@ -78,8 +79,8 @@ class Dispatch:
     ) -> Choice:
         """Return the choice for tokens x of (B, N, C).
 
-        features: (B, N, C'), by which destinations are selected; None: by x. weighs: weights are also computed without
-        a selection. propagates: cached keys, values and updates are propagated.
+        features: (B, N, C'), by which destinations are selected; if None, x is used. weighs: weights are also computed
+        without a selection. propagates: cached keys, values and updates are propagated.
         """
         features = (x if features is None else features).detach()
         kinds = (variant(t.shape[2], windows, budget) for t in (x, features))
@@ -200,7 +201,7 @@ def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Te
         angles = torch.arange(N * P, device=cached.device).view(1, N, 1, P).float()
         R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
         rotations.append(Rotation.of(R, R[0, plan.destinations], cached))
-    rotations.append(rotations[-1])  # the same again: only a second launch is prepared
+    rotations.append(rotations[-1])  # twice, because only the second launch is a prepared one
     return [(fast.propagate(cached, fresh, R), plain.propagate(cached, fresh, R)) for R in rotations]
 
 
@@ -216,7 +217,7 @@ def _quantizes(kernels: TritonKernels, x: Tensor) -> bool:
     ours = kernels.quantize(x)
     theirs = quantize(x)
     if not (isinstance(ours, Int4Tensor) and isinstance(theirs, Int4Tensor)):
-        return True  # both sides return a copy
+        return True  # kernels and PyTorch both return a copy
     steps = theirs.step.float().repeat_interleave(x.shape[-1] // theirs.step.shape[-1], -1)
     allowed = 0.6 * steps + 2 * torch.finfo(x.dtype).eps * float(x.float().nan_to_num().abs().amax())
     results = torch.stack([kernels.dequantize(ours), kernels.dequantize(theirs), theirs.dequantize()])

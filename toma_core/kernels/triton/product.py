@@ -19,7 +19,7 @@ from ..layout import cdiv
 from .change import pairs, rotated, rotation_strides
 from .launch import Launch, blocks, budget_stride, require, turns, upcast, weight_strides
 
-_BLOCK_F = 32  # the last of 33 or 129 features has an iteration to itself
+_BLOCK_F = 32  # features per iteration; of 33 or 129 features, the last has an iteration to itself
 
 
 @triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "D"))
