@@ -115,7 +115,7 @@ class ToMABenchmark(io.ComfyNode):
 
 
 class Measured(MessageId):
-    """The result of a measurement."""
+    """Messages on the result of a measurement. Comments name the parameters."""
 
     WITHOUT_TOMA = "without_toma"
     RATIO = "at_ratio"  # ratio

@@ -38,7 +38,7 @@ from .widgets import CATEGORY, SEARCH_ALIASES
 
 # Target -> the preset and ratio whose work a choice has.
 TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
-_PROBES = 1.2  # evaluations for probes, as a share of those in a run: about two runs together with the preset's run
+_PROBES = 1.2  # evaluations for probes, as a share of a run's; probes and the preset's run take about two runs' time
 _MIN_SITES, _MAX_SITES = 6, 12
 
 
@@ -124,7 +124,7 @@ class ToMACalibrate(io.ComfyNode):
 
 
 class Found(MessageId):
-    """The result of a calibration, or the reason why nothing was chosen."""
+    """Messages on the result of a calibration, or on why nothing was chosen. Comments name the parameters."""
 
     LESS_ERROR = "less_error"  # error, before, percent
     PRESET_KEPT = "preset_kept"  # preset, error

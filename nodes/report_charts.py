@@ -30,7 +30,7 @@ _ROW, _THICK, _THIN = 84, 28, 10  # for `bar_chart`: height of a row, and of its
 
 
 class Caption(MessageId):
-    """What pictures show."""
+    """Captions that explain the pictures."""
 
     PICTURE = "picture"
     MAP = "caption_map"

@@ -47,12 +47,12 @@ class Task:
 
     @property
     def conditions(self) -> int:
-        """Number of conditions that the model is evaluated for in every step."""
+        """Number of conditions for which the model is evaluated in every step."""
         return 1 if self.negative is None or self.cfg == 1.0 else 2
 
     def sample(self, model: ModelPatcher, stepped: Callable[..., None]) -> Tensor:
-        """Number of conditions for which the model is evaluated in every step. Returns the final latent, fp32 on the
-        CPU; if it has several streams, that of the first."""
+        """Sample, and return the final latent, fp32 on the CPU; if it has several streams, the first. stepped: called
+        by ComfyUI after each step."""
         with torch.random.fork_rng(devices=()):  # ComfyUI seeds the global generator
             noise = comfy.sample.prepare_noise(self.latent, 0) if self.noise is None else self.noise
         latent = comfy.sample.sample(

@@ -46,7 +46,7 @@ class Timing:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Seconds per step below which one fifth of the runs lie, and four fifths."""
+        """The seconds per step that a fifth of the runs do not reach, and those that four fifths do not reach."""
         low, _, _, high = statistics.quantiles(self.seconds, n=5, method="inclusive")
         return low, high
 

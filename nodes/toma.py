@@ -42,7 +42,7 @@ def complaint(**values: Any) -> bool | str:
 
 
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
-    """Return the patched model. The node shows its runs. A node that is switched off shows this immediately."""
+    """Return the patched model, whose runs the node shows. A node that is switched off shows so at once."""
     with status_of(hidden) as status:
         settings = UserSettings(preset, overrides)
         model = validate_inputs.model(model)

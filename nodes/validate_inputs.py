@@ -12,7 +12,7 @@ from .adapters.streams import first_of_nested
 
 
 class WrongInput(MessageId):
-    """The messages for wrong inputs: the type that the input takes, and what to connect."""
+    """The messages for wrong inputs. Each names the type that the input takes, and what to connect."""
 
     MODEL = "wrong_model"  # parameters of all four: setting, value
     LATENT = "wrong_latent"
@@ -21,7 +21,7 @@ class WrongInput(MessageId):
 
 
 def model(value: Any) -> Any:
-    """Return a MODEL. Return a MODEL. Raises `ConfigError` for other values, as do the other functions."""
+    """Return a MODEL. Raises `ConfigError` for other values, as do the other functions."""
     return _need("model", value, hasattr(value, "get_model_object"), WrongInput.MODEL)
 
 

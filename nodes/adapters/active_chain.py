@@ -71,7 +71,8 @@ class ActiveChain:
     def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
         """Whether (B, N, C) tokens of the image are merged. If not, note the reason in the run's stats.
 
-        reason: why not, if the caller found a reason. part: the part of the blocks that this concerns, for the report.
+        reason: why not, if the caller found a reason. part: name of the part of the blocks that gets these tokens, for
+        the report.
         """
         if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(self.evaluation.plan_keys)):
             reason = Reason.TOKENS_CHANGED()
@@ -178,8 +179,8 @@ class Reduction:
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
-        """Note the rotary positions of [before | N | rest] and of [before | D | rest]. Other rows are ignored, and so
-        are rotations of channels that are not adjacent: keys with such rotations are regressed without undoing the
+        """Note the image's rows in the rotary positions of [before | N | rest] and of [before | D | rest]. Rotations of
+        channels that are not adjacent are ignored: keys with such rotations are regressed without undoing the
         rotation."""
         axis, (tokens, destinations) = self.chain.signature.rope_token_dim, self.lengths[0]
         if self.chain.signature.rope_split_half:

@@ -15,7 +15,7 @@ from . import registry
 from .model_hooks import ATTACHMENT
 
 _MAX_REPORTS = 32
-_reports: dict[str, RunStats] = {}  # stats of each `Attachment`'s last run, by a lasting id; the latest come last
+_reports: dict[str, RunStats] = {}  # stats of each `Attachment`'s last run, by `report_id`; the latest run comes last
 
 
 class Watcher(Protocol):
@@ -35,7 +35,7 @@ class Attachment:
     settings: UserSettings | ToMAConfig  # as given by the caller; each run resolves them once, see `config_for`
     report_id: str  # id under which the stats of its runs are stored
     watcher: Watcher | None = None
-    ratio_schedule: RatioSchedule = ()  # a profile's; empty without
+    ratio_schedule: RatioSchedule = ()  # of the profile; empty without one
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:

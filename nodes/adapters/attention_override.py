@@ -105,8 +105,8 @@ def override_attention(
     preferred: Sequence[nn.Module] = (),
     note: Note | None = None,
 ) -> CallArguments:
-    """Return the arguments of a block, changed so that its self-attention uses the keys and values from `change`. They
-    are returned unchanged if ComfyUI passes the block neither options nor, as `attention_arg`, an attention
+    """Return the arguments of a block, changed so that its self-attention uses the keys and values from `change`. The
+    arguments are unchanged if ComfyUI passes the block neither options nor, as `attention_arg`, an attention
     function."""
     if attention_arg:
         override = KVOverride(change, spans, None, masked)

@@ -24,11 +24,11 @@ from .signature import Options
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """A block of a model."""
+    """What each family tells about a block."""
 
     name: str  # name in the report
     home: str  # only blocks with the same home may be merged in one chain
-    work: Block  # what it costs
+    work: Block  # cost of the block
     tokens: int  # image tokens at this block
     width: int  # channels of a token, 0 if unknown
 
@@ -105,7 +105,7 @@ def chain_hooks(
     """
     first, config = hooks[0], evaluation.run.config
     evaluation = evaluation.of(first.name)
-    # Merging a single block costs as much as granularity `block`.
+    # A chain of one block costs as much as granularity `block`.
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(hooks) == 1 else Granularity.STACK
     names = [hook.name for hook in hooks]

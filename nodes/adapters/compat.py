@@ -186,9 +186,9 @@ def check(module: nn.Module, hook: object) -> None:
     """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`.
 
     The hook's `BlockSignature`, or its own `__call__`, lists the known arguments. The hook's positional arguments must
-    be the first ones of the class's `forward`, with the same names (without names before a `/`). Its named arguments
-    must come after these in `forward`. All further arguments of `forward` must have defaults, and the hook must take
-    and check them by a `**rest`.
+    be the first ones of the class's `forward`, with the same names (names before a `/` do not count). The hook's named
+    arguments must come after these in `forward`. All further arguments of `forward` must have defaults, and the hook
+    must take and check them by a `**rest`.
     """
     module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes any argument
     try:
@@ -196,7 +196,7 @@ def check(module: nn.Module, hook: object) -> None:
     except ValueError as error:  # compiled code may hide its arguments
         raise UnsupportedApiError(f"{type(module).__name__}.forward: {error}") from error
     if any(p.kind is Parameter.VAR_POSITIONAL for p in theirs):
-        return  # it passes on all arguments
+        return  # this `forward` passes on all arguments
     taken = getattr(hook, "signature", None)
     if taken is None:
         ours = list(signature(type(hook).__call__).parameters.values())[1:]

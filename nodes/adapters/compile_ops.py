@@ -2,8 +2,8 @@
 
 Merging depends on content, step and run, and tracing would freeze all of these in the graph. Merging outside of graphs
 would break the graph within the loop over blocks: each block would be a separate graph, and guards would cost most of
-the time that compiling gains. Therefore a graph contains operators that get shapes and the number of a site in the
-model.
+the time that compiling gains. Therefore a graph contains operators that get shapes and the number of a
+`chain.ChainSite`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
 def compiled(model_options: dict[str, Any]) -> bool:
-    """Whether ComfyUI compiles the model with Inductor. A CUDA graph would replay the work that the operators did when
-    it was recorded. With CUDA graphs, or with unknown options, merging therefore stays outside of graphs."""
+    """Whether merging takes place inside the graphs of this model: ComfyUI compiles the model with Inductor, without
+    CUDA graphs and in a known mode. A CUDA graph would replay the work that the operators did when it was recorded."""
     kwargs = model_options.get("torch_compile_kwargs") or {}
     options = kwargs.get("options") or {}
     return kwargs.get("backend") == "inductor" and kwargs.get("mode") in _MODES and not options.get("triton.cudagraphs")
@@ -42,7 +42,7 @@ def allow_more_graphs() -> None:
     remain."""
     from torch._dynamo import config  # takes seconds, so runs that compile nothing do not import it
 
-    for name in ("recompile_limit", "cache_size_limit"):  # before PyTorch 2.6
+    for name in ("recompile_limit", "cache_size_limit"):  # the latter before PyTorch 2.6
         if hasattr(config, name):
             setattr(config, name, max(getattr(config, name), _GRAPHS))
             return

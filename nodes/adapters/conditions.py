@@ -99,7 +99,7 @@ def set_keyframes(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tens
 
 
 def weights_of(cond: Mapping[str, Any]) -> Hashable:
-    """Return the current strength of each weight hook of a condition; it changes with the keyframes of a LoRA."""
+    """Return the current strength of each weight hook of a condition; keyframes of a LoRA change its strength."""
     hooks = getattr(cond.get("hooks"), "hooks", ())
     return tuple((id(hook), hook.strength) for hook in hooks if hasattr(hook, "strength"))
 

@@ -1,4 +1,4 @@
-"""Find conditions of equal content, such as prompts of a schedule: conditions of equal content share caches.
+"""Find conditions of equal content, such as prompts of a schedule, so that they share caches.
 
 ComfyUI gives each condition an id, even if several hold the same text. Contents are compared by digests of their
 tensors. The conditions of a run are compared before sampling; conditions that another node adds later, only where

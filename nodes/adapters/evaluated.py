@@ -32,7 +32,7 @@ Call = tuple[Sequence[Any], Hashable]  # groups of conditions that are evaluated
 
 # Methods of a guider that prepare what its `predict_noise` reads.
 _PREPARING = ("__call__", "outer_predict_noise", "outer_sample", "inner_sample")
-# Options of other nodes, whose functions decide or compute while sampling.
+# Beginnings of the names of options that hold functions of other nodes, or that choose devices.
 _FOREIGN = ("sampler_", "model_function_wrapper", "context_handler", "denoise_mask_function", "multigpu_")
 
 
@@ -144,7 +144,7 @@ def _asked(
     try:
         asked = copy(guider)
         for name, value in vars(guider).items():
-            if type(value) in (dict, list, set):  # the guider may use these as counters
+            if type(value) in (dict, list, set):  # the guider may count in these
                 setattr(asked, name, copy(value))
         options = {key: value for key, value in guider.model_options.items() if not key.startswith(_FOREIGN)}
         options["transformer_options"] = {

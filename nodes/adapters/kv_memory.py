@@ -121,8 +121,8 @@ def _numbers(
     windows: float,
     config: ToMAConfig,
 ) -> tuple[int, int, int]:
-    """Return the largest number of elements that a run with these settings holds at a time, of updates and of keys and
-    values, and the count of conditions that have keys and values. steps: see `evaluated_parts`. windows: see
+    """Return three numbers for a run with these settings: the elements of updates that it holds at a time, at most; the
+    same for keys and values; how many conditions have keys and values. steps: see `evaluated_parts`. windows: see
     `windows_of`."""
     conds = _conds(guider)
     of_an_area = partial(
@@ -150,7 +150,7 @@ def _numbers(
 def _four_bits(
     updates: int, keys: int, left: float, staging: float = 0.0, main: float = 0.0, skipped: float = 0.0
 ) -> KVCachePlan:
-    """Return the plan of a cache in four bits, of which as much lies on the card as fits into `left` bytes.
+    """Return the plan of a cache in four bits, with as much of it on the card as fits into `left` bytes.
 
     updates, keys: bytes. staging: bytes for copies, as a share of the bytes of keys and values. The other arguments are
     fields of `KVCachePlan`.

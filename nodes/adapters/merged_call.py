@@ -60,8 +60,8 @@ def _sites(hooks: Iterable[Hook]) -> list[ChainSite]:
 
 
 def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> tuple[Hashable, ...]:
-    """Return everything except the conditions on which a call's caches depend: shape, dtype and device of x, and
-    chains."""
+    """Return the properties of a call, besides its conditions, on which its caches depend: shape, dtype and device of
+    x, and chains."""
     chains = [site.chain for site in _sites(hooks) if site.chain is not None]
     images = len(x) // len(evaluation.cond_keys)
     return x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)

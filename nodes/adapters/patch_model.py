@@ -110,7 +110,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             noise = streams.first(packed, shapes)
             config, kv_plan = run_config(attachment, guider, noise, sampler, packed.shape, sigmas)
             if config.kv_cache and enlarges(sampler):
-                kv_plan = KVCachePlan(reason=kv_plan.reason)  # all steps are full
+                kv_plan = KVCachePlan(reason=kv_plan.reason)  # no cache, because all steps are full
             video = noise.ndim > 4 and getattr(registry.find(model.model.diffusion_model), "takes_frames", False)
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, video)
             sampling.shapes = shapes

@@ -123,7 +123,7 @@ def without_caches(model: ModelPatcher) -> ModelPatcher:
             for key in _LEFT_OUT:
                 wrappers.pop(key, None)
     with optional_api("ModelPatcher.object_patches"):
-        # Some packs compile block by block.
+        # Some packs put torch.compile's wrapper around each block.
         plain = {key: module for key, module in patched.object_patches.items() if unwrapped(module) is module}
         patched.object_patches = plain
     patched.model_options.pop("torch_compile_kwargs", None)

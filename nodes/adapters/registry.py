@@ -35,8 +35,8 @@ _unavailable: list[str] = []
 
 @contextmanager
 def _of(family: str) -> Iterator[None]:
-    """Guard the import of a family. A ComfyUI older than the family's models has no folder for these and cannot load
-    them."""
+    """Guard the import of a family. A ComfyUI older than the family's models has no folder for these models and cannot
+    load them."""
     try:
         with require_api(f"the classes of {family}"):
             yield

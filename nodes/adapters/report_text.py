@@ -20,7 +20,7 @@ _CHOSEN = {Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Re
 
 
 class Line(MessageId):
-    """The lines of a report."""
+    """The lines of a report. Comments name the parameters."""
 
     NOTHING_MERGED = "nothing_merged"  # reason
     ON = "on"  # parameters: share, merged_blocks, blocks, merged_steps, steps
@@ -35,7 +35,7 @@ class Line(MessageId):
     WHEN = "when"
     NOT_MERGED = "not_merged"
     HOW = "how"
-    # what sections say
+    # lines of sections
     TOKENS = "tokens"  # sizes
     MERGED_BLOCKS = "merged_blocks"  # blocks
     MERGED_STEPS = "merged_steps"  # steps, ratios
@@ -103,7 +103,7 @@ reasons.reader = _english
 
 
 def headline(stats: RunStats) -> Message:
-    """Return the verdict."""
+    """Return the first line: the share of tokens that is merged, in how many blocks and steps, or why none is."""
     unmerged = stats.unmerged_reasons()
     total = len(stats.blocks)
     ratios = stats.ratios_in_blocks

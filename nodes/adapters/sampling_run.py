@@ -1,4 +1,4 @@
-"""One sampling run: which evaluation this is, which conditions take part in it, and the tiles of each call."""
+"""One sampling run: the evaluation in progress, the conditions that take part in it, and the tiles of each call."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class SamplingRun:
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # the area of each condition that has one
     trajectory: Trajectory = field(default_factory=Trajectory)
     begun: int = 0  # evaluations of the sampler so far
-    observed: int = 0  # calls of `observe` so far
+    observed: int = 0  # calls of `observe` in all evaluations so far
     # State of the evaluation in progress.
     sigma: float | None = None  # as passed to the model; None before the run's first evaluation
     latent_shape: tuple[int, ...] = ()  # () if unknown
     patches: Hashable = ()  # patches of the model, by name
     several_devices: bool = False  # whether its conditions may run on several devices
     counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)  # calls by condition and content
-    calls: int = 0  # calls of `observe`
+    calls: int = 0  # calls of `observe` in this evaluation
     merged_calls: int = 0
     tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)  # by shape and device
     _lock: Lock = field(default_factory=Lock)
@@ -87,7 +87,7 @@ class SamplingRun:
         takes_frames: bool = False,
     ) -> SamplingRun:
         """Start a run. sigmas: one per step, then that at the run's end. ratio_schedule: see `Schedule`.
-        takes_frames: whether the model is for videos; such a model may come as two, for one run after the other."""
+        takes_frames: whether the model is for videos; such a model may be split into two, with a run for each."""
         start, end = float("inf"), float("-inf")
         if config.start_percent > 0:
             start = float(model_sampling.percent_to_sigma(config.start_percent))
@@ -153,8 +153,8 @@ class SamplingRun:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
     def awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether plans need a prediction that does not exist yet: the first of the run or, with a KV cache, where all
-        plans are made from predictions, one for the conditions in progress."""
+        """Whether plans need a prediction that does not exist yet: the run's first one or, with a KV cache, the first
+        one for the conditions in progress, because all plans are then made from predictions."""
         if not self.run.config.uses_prediction or self.begun < 2:
             return self.run.config.uses_prediction and self.begun == 1
         windows = transformer_options.get("context_window") is not None

@@ -60,7 +60,7 @@ _PASSIVE = {
 class SigmaStep(NamedTuple):
     """The position of a sampler in its schedule when it evaluates the model."""
 
-    sigma: float  # its noise level
+    sigma: float  # the sampler's noise level
     step: int | None  # 0-based, None without a schedule
     model_sigma: float  # the noise level that the model gets; nodes such as Detail Daemon change it
     unreported: int = 0  # how often the noise level has changed while the sampler reported no steps
@@ -90,7 +90,8 @@ class SigmaTracker:
         self._kept = True  # whether all noise levels so far are in the schedule
         self._reported: int | None = None  # the last step that was reported
         self._wraps = _wraps_known(sampler)
-        self._since, self._each = 0, int(self._wraps)  # evaluations since the last report, and between the last two
+        # Evaluations since the last report, and between the last two reports.
+        self._since, self._each = 0, int(self._wraps)
         self._reports = bool(self._sigmas)
 
     def measures_noise(self, kv_cache: bool) -> bool:
@@ -142,7 +143,7 @@ class SigmaTracker:
         self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
-        # The noise level of the sampler lies within the step.
+        # If a node changes the model's noise level, the sampler's is still one of the step's.
         ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
         sigma = min(max(given, min(ends)), max(ends))
         self._unreported += by_sigma and given != self._last_given

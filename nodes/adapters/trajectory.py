@@ -30,12 +30,12 @@ class Trajectory:
     _histories: dict[Hashable, History] = field(default_factory=dict)
     _kind: Hashable = None  # conditions that take part in the evaluation in progress
     _place: Hashable = None  # step, noise level and conditions of the evaluation in progress
-    _repeats: set[int | None] = field(default_factory=set)  # steps that evaluate another latent of the same size
+    _repeats: set[int | None] = field(default_factory=set)  # steps that evaluated more than one latent
 
     @property
     def tiles(self) -> bool:
-        """Whether the latent in progress must be treated as a tile. It differs from the one before, or several steps
-        have evaluated more than one latent, so that latents may come in any order."""
+        """Whether the latent in progress must be treated as a tile: it differs from an earlier one of this step, or
+        several steps have evaluated more than one latent, so that latents may come in any order."""
         return self.another or len(self._repeats) > 1
 
     def next(self) -> None:
