@@ -150,13 +150,14 @@ class Row:
     batch: int
     variant: str
     tokens: str = ""
-    p20: float = 0.0  # quantiles of the turns in seconds
+    p20: float = 0.0  # seconds that a fifth of the turns do not reach; likewise below
     p50: float = 0.0
     p80: float = 0.0
-    speedup: float | None = None  # median over the turns of unpatched time / time; None if the gate is red
+    # Time of the unpatched model / time of the variant, as the median of the turns; None if the gate is red.
+    speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
-    ceiling: float | None = None  # unpatched FLOPs / FLOPs
+    ceiling: float | None = None  # FLOPs of the unpatched model / FLOPs of the variant
     error: float | None = None  # relative error of the output
     host: float | None = None  # seconds until the host has launched all operations
     gpu: float | None = None  # seconds of the kernels, if profiled
@@ -168,7 +169,7 @@ class Row:
 
 
 def relative_error(output: Tensor, base: Tensor) -> float:
-    """|output - base| / |base|."""
+    """Return |output - base| / |base|."""
     return float((output - base).norm() / base.norm())
 
 
@@ -243,7 +244,7 @@ def write(
 
 
 def command_line(about: str | None, name: str, repeats: int) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark: --repeats, --dtype, --out. about: its module's docstring."""
+    """Return a parser with the options of every benchmark: --repeats, --dtype, --out. about: the module's docstring."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])

@@ -128,8 +128,8 @@ def count(
     """Count the cost of one evaluation of a full-width model. blocks: number of blocks of each kind, all if None.
 
     kernels: count ToMA's fused Triton kernels, see `Fused`, in place of plain PyTorch. plan: whether the evaluation
-    also makes its plans; otherwise they exist. step: its index in a run of `STEPS`. regression: whether changes are
-    regressed on the latent. modules: for each name of a kind of module, the part under which its work is counted.
+    also makes its plans; otherwise they exist. step: the evaluation's index in a run of `STEPS`. regression: whether
+    changes are regressed on the latent. modules: class name of a module -> part under which its work is counted.
     """
     patched = variant.patch(on_meta(shape.model, blocks))
     model, meter = patched.model.diffusion_model, Meter()

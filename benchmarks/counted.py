@@ -34,7 +34,7 @@ def by_preset(name: str, ratio: float = 0.5) -> variants.Variant:
     return variants.preset(name, ratio=ratio)
 
 
-# Tables share many counts.
+# Results are stored, because tables share many counts.
 count = functools.lru_cache(cost.count)
 
 
@@ -188,8 +188,8 @@ def videos() -> str:
 
 
 def templates() -> str:
-    """Tabulate the savings of complete runs of ComfyUI's templates of videos with sound, with consecutive sizes and
-    steps."""
+    """Tabulate the savings of complete runs of ComfyUI's templates of videos with sound: LTX-2.3 by stage and
+    together, H3 at two sizes."""
     half, full = _SOUND["ltx_av"].values()
     small, large = _SOUND["h3"].values()
     graphs: dict[str, list[tuple[Shape, int]]] = {

@@ -6,7 +6,7 @@ waits for its host.
 It needs no GPU. Triton compiles for a GPU offline and its driver is stubbed: a launch ends before the launcher in C.
 The time of that launcher and of CUDA's driver is excluded, for torch.add too. Plain PyTorch runs on CPU tensors of 20
 tokens, whose sums take little time compared with the calls. A turn times some hundred calls of torch.add, of an
-operation, and of torch.add again, in the time of this thread, and divides the times. A row is the median of its turns.
+operation, and of torch.add again, by this thread's CPU time, and divides the times. A row is the median of its turns.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ SCALE = 300.0
 _REPLAYED = 60
 # Bytes of tokens that calls cycle through: several times the last-level cache of any card.
 _ROTATED = 300_000_000
-# For destinations: the least value relative to the best, and the share of windows that may differ (ties in half
-# precision).
+# Selected destinations are right if their objective is at least this share of that of the search in fp64, and if less
+# than this share of windows has other destinations (ties in half precision).
 _WORTH, _APART = 0.9999, 0.1
 
 
@@ -199,7 +199,7 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
 
 
 def _in_turn(call: Callable[[Operands], Any], copies: Sequence[Operands]) -> Callable[[], Any]:
-    """Wrap the call so that it uses other operands each time."""
+    """Wrap the call so that it uses the next copy of the operands each time."""
     turns = itertools.cycle(copies)
     return lambda: call(next(turns))
 

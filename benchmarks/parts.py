@@ -12,7 +12,7 @@ import torch
 
 from scripts.comfy_pack import pack_module
 
-# Modules that call these functions.
+# Modules of the adapters that call the functions in `PARTS`.
 ADAPTERS = ("active_chain", "families.unet_layers")
 # Functions that the adapters call -> the part of a step.
 PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerge", "restore": "unmerge"}
@@ -49,8 +49,8 @@ def marked(around: Callable[[str], Any]) -> Iterator[None]:
 class Profile:
     """The profile of one call."""
 
-    shares: dict[str, float]  # shares of its time by part; on a GPU, of the time of its kernels
-    seconds: float  # that time
+    shares: dict[str, float]  # shares of `seconds`, by part
+    seconds: float  # time of the call; on a GPU, that of its kernels
     launches: int  # number of kernels on a GPU, of operators elsewhere
     top: str  # the slowest operations, as text
 

@@ -124,8 +124,8 @@ _SETTINGS = (
 
 
 def runs() -> str:
-    """Tabulate the savings of a run by its number of steps: with each preset on SDXL and Flux, with the first preset
-    elsewhere."""
+    """Tabulate the savings of a run by its number of steps: with each preset on SDXL and Flux, with the first preset on
+    other models."""
 
     def rows() -> Iterator[list[str]]:
         for model in TITLES:
@@ -144,14 +144,14 @@ def runs() -> str:
 
 
 def planning() -> str:
-    """Tabulate the cost of the balanced preset's plans, and the number of steps that share it."""
+    """Tabulate the cost of the balanced preset's plans, and the number of steps that share a plan."""
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             every = settings_of(model, "balanced").selection_interval
             # A full step makes no plans if plans are made from its prediction.
             step = merged_steps(model, "balanced", cost.STEPS)[0]
-            count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes the windows, once per process
+            count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes windows, which later counts reuse
             for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                 made = count(Shape(model), by_preset("balanced"), kernels=kernels, plan=True, step=step)
                 plan = made.parts["plan"]

@@ -49,7 +49,7 @@ def usual_variants(ratio: float, **more: Any) -> list[Variant]:
     return [every, balanced, *caches, *(variants.stacked(every, cache) for cache in caches)]
 
 
-# Steps of a profiled run. They are the interval of a plan, so that its share is no smaller than in a longer run.
+# Steps of a profiled run: as many as share a plan, so that plans take no smaller share of it than of a longer run.
 PROFILED = 5
 
 

@@ -34,7 +34,7 @@ from benchmarks.sections import CPU, GPU, Section, Suite
 from scripts.comfyui import ROOT
 from testbed import stand_ins
 
-# A dry run may take place on a slow and busy machine.
+# Factor on the time limits of a dry run, which may take place on a slow and busy machine.
 _DRY = 4
 
 

@@ -21,7 +21,7 @@ from scripts.console import SetupError, say
 
 PACKED = "node.zip"  # comfy-cli determines this name
 COMPLAINTS = ("Warning", "Error", "found:", "File not found")
-NO_GIT = "Warning: Not in a git repository"  # .comfyignore alone then decides, and it names build outputs
+NO_GIT = "Warning: Not in a git repository"  # harmless: .comfyignore also names build outputs
 
 
 def main() -> int:

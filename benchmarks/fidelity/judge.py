@@ -60,7 +60,7 @@ class Drawn:
 
 
 class Judge:
-    """Samples and measures."""
+    """Samples with one model, and measures the pictures."""
 
     def __init__(self, conditions: Conditions, weights: Path) -> None:
         from demo.checker import FIRST_TEST_SEED, load_checker
@@ -98,7 +98,7 @@ class Judge:
         return float(relative_error(self.plain.latents[0][:count], latent).mean())
 
     def row(self, setting: Setting | None) -> tuple[dict[str, Any], Tensor]:
-        """Measure every column for one setting (None: the unmerged model), and return it with the first pictures."""
+        """Return the row of one setting (None: the unmerged model) with every column, and the first pictures."""
         from demo.checker import accuracy, frechet_distance
         from demo.latents import decode
         from demo.models import token_pixels

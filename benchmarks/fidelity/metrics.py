@@ -40,8 +40,8 @@ def high_frequency_energy(image: Tensor) -> Tensor:
 
 
 def seam_energy(image: Tensor, window: int, token: int = PIXELS_PER_TOKEN) -> Tensor:
-    """Compute the squared steps across the borders of windows of `window` tokens of `token` pixels, divided by those at
-    other token borders.
+    """Compute the squared differences of pixels across the borders of windows of `window` tokens of `token` pixels,
+    divided by those across other token borders.
 
     A value of 1 means that borders of windows do not differ from other token borders. (n, 3, H, W) -> (n,).
     """

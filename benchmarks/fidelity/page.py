@@ -29,12 +29,12 @@ MODELS = {
     "Wan": ("wan", "report"),
 }
 HEAD = re.compile(rf"\| ({'|'.join(MODELS)}), (\d+) steps \| error \|")
-# Advice for N steps: "| DiT | setting | error | ...", with a row "| 4 steps | balanced | ...". A setting is identified
-# by the end of its name; columns that are not in FORMATS stay unchanged.
+# Head of a table of advice for N steps: "| DiT | setting | error | ...", with a row "| 4 steps | balanced | ...". A
+# setting is identified by the end of its name; columns that are not in FORMATS stay unchanged.
 ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| error \|")
-# Gain of a calibration: "| Deep UNet | `balanced` | calibrated | ...", with a row "| 4 steps | ...".
+# Head of the table of calibrations: "| Deep UNet | `balanced` | calibrated | ...", with a row "| 4 steps | ...".
 GAINS = re.compile(r"\| Deep UNet \| `(\w+)` \| calibrated \|")
-# Samplers: "| sampler | few-step DiT, 4 steps | ...", with a row "| `er_sde` | ...".
+# Head of the table of samplers: "| sampler | few-step DiT, 4 steps | ...", with a row "| `er_sde` | ...".
 SAMPLERS = re.compile(r"\| sampler \| .*, \d+ steps \|")
 # A column's name -> the key of its rows, see `samplers.RUNS`.
 SAMPLED = {

@@ -2,8 +2,8 @@
 
 Each merged picture is compared with the unmerged one of the same scene, noise and sampler. The error is that of the
 final latent, relative to the norm of the unmerged one. A sampler's name may include its eta: `euler_ancestral@0.25`. If
-all steps are full, one batch is enough to show it. Rows in the result file are not measured again; remove them after a
-change. Choose settings with `--scenes choose`, report on `--scenes report`.
+a sampler makes all steps full, only one batch is measured. Rows in the result file are not measured again; remove them
+after a change. Choose settings with `--scenes choose`, report on `--scenes report`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .start import SCENES, command, start
 
 # Samplers without new noise, samplers with a known share of it, and samplers that model cards name.
 REPORTED = ("euler", "er_sde", "euler_ancestral@0.25", "euler_ancestral", "dpmpp_2m_sde", "sa_solver", "lcm")
-# Trained model and number of steps.
+# Name of a run -> trained model and number of steps.
 RUNS = {"few4": ("few", 4), "few8": ("few", 8), "wan8": ("wan", 8), "few8_all": ("few", 8)}
 WEIGHTS = Path("demo/weights")
 RESULTS = Path("benchmarks/results/fidelity/samplers.json")
@@ -93,7 +93,7 @@ def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> di
         own = drawn(kind, model, part, steps, sampler)
         errors += relative_error(drawn(kind, merged, part, steps, sampler), own).tolist()
         stats = pack_module("nodes.adapters.attachment").last_stats(merged)
-        if not stats.merged_steps:  # nor are there any in other pictures, because the noise depends only on the sampler
+        if not stats.merged_steps:  # other batches merge none either, because the noise depends only on the sampler
             break
     return {
         "mean": round(statistics.fmean(errors), 4),

@@ -15,7 +15,7 @@ from testbed.selectors import replaced
 
 @dataclass(frozen=True)
 class Setting:
-    """A row."""
+    """A setting to measure: how it patches the model, and how it samples."""
 
     patch: Patch
     steps: float = 1.0  # share of the sampling steps

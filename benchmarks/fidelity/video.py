@@ -1,10 +1,14 @@
 """The error of merged clips against unmerged ones: `python -m benchmarks.fidelity.video --weights wan.safetensors`.
 
-All settings use the same clips and noise, and rows in the result folder are not measured again. error: error of the
-final latents, relative to the norm of the unmerged one; spread: deviation of its mean over the clips; flicker: energy
-of the changes from frame to frame, divided by that of the unmerged clip; seams: see `metrics`, per frame; attributes:
-share of the attributes that the checker reads in the middle frame as the prompt gives them; cost: share of the matrix
-products that remains. Choose settings with `--scenes choose`, report on `--scenes report`.
+All settings use the same clips and noise, and rows in the result folder are not measured again. Choose settings with
+`--scenes choose`, report on `--scenes report`.
+
+error       mean error of the final latents, relative to the norm of the unmerged ones
+spread      deviation of the mean error over the clips
+flicker     energy of the changes from frame to frame, divided by that of the unmerged clip
+seams       `metrics.seam_energy` of all frames, divided by that of the unmerged clip
+attributes  share of the prompt's attributes that the checker finds in the middle frame
+cost        share of the matrix products that remains
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from benchmarks.variants import Patch
 from .settings import packed
 from .start import SCENES, command, start
 
-# Side of windows in tokens, in a frame of 16 x 16 tokens. Real frames have windows of this size.
+# Side of windows in tokens, in a frame of 16 x 16 tokens.
 WINDOW = 8
 # Makes plans at every step, from the previous step's prediction.
 PREDICTED: dict[str, Any] = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1}

@@ -33,8 +33,8 @@ _FEATURES, _PAIRS = 129, 64
 
 @dataclass(frozen=True)
 class Case:
-    """A grid of (frames,) rows, columns. adaptive: the budget follows the tokens. beside: number of other tokens that
-    lie before them in memory, as in a common stream; these hold NaN."""
+    """A grid of (frames,) rows, columns. adaptive: the budget follows the tokens. beside: number of other tokens, which
+    hold NaN, that lie before those of the grid in memory, as in a common stream."""
 
     name: str
     grid: tuple[int, ...]
@@ -47,14 +47,14 @@ class Case:
     beside: int = 0
 
     def layout(self, device: torch.device) -> tuple[Any, Any]:
-        """Windows and budget."""
+        """Return the windows and the budget."""
         config, module = pack_module("toma_core.config"), pack_module("toma_core.windows")
         *frames, height, width = self.grid
         windows = module.make_windows(height, width, config.WindowShape.TILE, self.window, False, *frames).to(device)
         return windows, module.make_budget(windows.counts, self.ratio, windows.frames).to(device)
 
     def noise(self, count: int, device: torch.device, seed: int = 0) -> Tensor:
-        """(B, count, C)"""
+        """Return normal noise, (B, count, C)."""
         generator = torch.Generator(device).manual_seed(seed)
         x = torch.randn(self.batch, count, self.channels, device=device, generator=generator)
         return x.to(self.dtype)
@@ -205,8 +205,8 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
 
 
 def propagations(case: Case, cached: Tensor, plan: tuple[Any, ...], kernels: Any) -> Iterator[Row]:
-    """Check the propagation of cached values and keys, (B, N, C), with a regression on random features. Count its
-    launches, with the regression and without."""
+    """Check the propagation of cached values and keys, (B, N, C), with a regression on random features. Count the
+    launches of the propagation, with the regression and without."""
     core, module = pack_module("toma_core.merge"), pack_module("toma_core.latent_regression")
     device, (_, N, C) = cached.device, cached.shape
     features = replace(case, channels=_FEATURES, dtype=_F).noise(N, device, 3)

@@ -13,7 +13,7 @@ from benchmarks.variants import Variant
 from scripts.comfy_pack import pack_module
 
 HOST = "in main memory"
-_COPIED = 256 << 20  # bytes
+_COPIED = 256 << 20  # bytes of the copies that are timed
 
 
 class _NoStream:

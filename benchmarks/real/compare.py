@@ -20,7 +20,7 @@ from .pictures import UNMERGED, Folder, Job, say
 
 # The unmerged picture of another seed. It shows how much unrelated pictures of one prompt differ.
 OTHER_SEED = "another seed"
-# This is above the PSNR of 8-bit pictures that differ in one value; for equal pictures PSNR is infinite.
+# Stands for the infinite PSNR of equal pictures. 8-bit pictures that differ in one value have less.
 PSNR_OF_EQUAL = 120.0
 
 Array = np.ndarray[Any, np.dtype[Any]]

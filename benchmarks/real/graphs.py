@@ -79,7 +79,7 @@ def read_graph(path: Path) -> Graph:
 
 
 class Template:
-    """A checked graph. output: id of the node whose picture is compared, None if there is only one.
+    """A checked graph. output: id of the node whose picture is compared, None if only one node shows a picture.
 
     Attributes:
         graph: the nodes that lead to the picture, which goes to the server's temporary folder.

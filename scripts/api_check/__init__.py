@@ -3,7 +3,7 @@
 uses.py     what the pack uses, read from its own source
 families.py the same for models and blocks
 source.py   names, classes and signatures of a folder of Python files
-facts.py    what a ComfyUI has of each use, as text
-known.json  those texts of the releases that the pack was tried on
-compare.py  what of a ComfyUI differs from them, and what of that stops merging
+facts.py    a fact on each use, read from a folder of ComfyUI, as a line of text
+known.json  the facts of the releases on which the pack was tried
+compare.py  the differences of a ComfyUI from these releases, and those that stop merging
 """

@@ -15,7 +15,7 @@ from scripts.api_check.uses import StandIn, Use, Uses
 
 FILE = Path(__file__).with_name("known.json")
 
-Known = dict[str, dict[str, str]]  # by item, see `Use`: texts by release
+Known = dict[str, dict[str, str]]  # item of a `Use` -> release -> text
 
 
 class Kind(Enum):
@@ -40,7 +40,7 @@ class Difference:
 
     @property
     def fatal(self) -> bool:
-        """Whether something stops merging."""
+        """Whether the difference stops merging."""
         return self.kind in (Kind.GONE, Kind.UNFIT) and not self.use.optional
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def write(known: Known, file: Path = FILE) -> None:
         for release in sorted(known[item], key=number_of):
             texts.setdefault(known[item][release], []).append(release)
         joined = {text: " ".join(releases) for text, releases in texts.items()}
-        if set(texts) != {GONE} or not item.startswith(("key ", "trait ")):  # the pack's own
+        if set(texts) != {GONE} or not item.startswith(("key ", "trait ")):  # if no release has it, it is the pack's
             lines.append(f"{json.dumps(item)}: {json.dumps(joined)}")
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
@@ -88,8 +88,8 @@ def newest(known: Known) -> str:
 
 
 def nearest(known: Known, version: str) -> str:
-    """Return the release with which a version is compared: the same one, else the next older one. For an unknown
-    version, it is the newest."""
+    """Return the release with which a version is compared: the same one, else the next older one; for an unknown
+    version the newest one."""
     older = [r for texts in known.values() for r in texts if number_of(r) <= number_of(version)]
     return max(older, key=number_of, default=newest(known))
 
@@ -108,7 +108,7 @@ def differences(uses: Uses, facts: Facts, known: Known, release: str, folder: Pa
         if use.kind in ("derived", "path", "block", "loop") and use.subject.partition(" ")[0] in missing:
             continue
         if use.kind == "call" and now == GONE:
-            continue  # the name is enough
+            continue  # the name is missing, and the use of kind "name" lists it
         if now != texts[release]:
             kind = _kind(use, texts[release], now, folder)
             if kind is not None:
@@ -163,7 +163,7 @@ def stands_in(stand_in: StandIn, form: str) -> bool:
     """Whether a hook can stand in for a block of "Name(arguments)": the rule of `nodes.adapters.compat.check`."""
     names = _names(form)
     if any(name.startswith("*") and name.strip("*") and not name.startswith("**") for name in names):
-        return True  # it takes any arguments
+        return True  # the block takes any arguments
     places = [name.rstrip("=") for name in names][: len(stand_in.places)]
     if places != [mine or theirs for mine, theirs in zip_longest(stand_in.places, places)]:
         return False

@@ -175,7 +175,7 @@ class _Reader:
         if not models:
             return UNSEEN if self.partial else GONE
         bases, names = [_name_of(models[0])], list[str]()
-        for base in bases:  # which grows
+        for base in bases:  # the loop adds to the list
             pattern = rf"(?ms)^class \w+\([^)]*\b{base}\b"
             for module in self.source.modules("comfy", pattern):
                 for node in module.names.values():
