@@ -2,9 +2,9 @@
 
 1. With ToMA idle (nothing to merge) and off (outside of its steps), in either order of the nodes, the result is bit
    for bit that of the feature alone.
-2. With ToMA on it is finite, of the same shape, the same in either order, and the report names the merged and the
-unmerged parts that the row expects.
-3. The feature still acts: its change of the latent with merged tokens has the direction of its change without.
+2. With ToMA on, the result is finite, of the same shape, the same in either order, and the report names the merged and
+   the unmerged parts that the row expects.
+3. The feature still acts: it changes the latent in the same direction with merging as without.
 4. The model is unchanged.
 """
 
@@ -25,7 +25,7 @@ from .row import Expected, Graph, NotFor, Refused, Row
 
 # Small models have small grids and few blocks: merge all of them.
 EVERYTHING = {"min_tokens": 4, "skip_first_blocks": 0, "skip_last_blocks": 0}
-# Attributes with the transformer blocks of models other than UNets, which have them in stacks.
+# Attributes that hold the transformer blocks of a model; UNets have theirs in stacks.
 _LISTS = ("double_blocks", "single_blocks", "layers", "blocks", "transformer_blocks", "joint_blocks")
 # Merges nothing: idle with its hooks in place in the first half of the steps, off in the second.
 NEVER = {"min_tokens": 1_048_576, "end_percent": 0.5}
@@ -216,7 +216,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding, as of other batch sizes and orders of summation."""
+    """Return whether two tensors are equal up to rounding, which batch sizes and orders of summation change."""
     return bool((a - b).norm() <= 1e-5 * b.norm())
 
 

@@ -24,13 +24,13 @@ PRESET = os.environ.get("TOMA_PRESET", "")
 SIDE = 24
 # Under presets the first, the last and some other steps are full.
 STEPS = 4 if PRESET else 2
-# Options of sampling for rows of many graphs.
+# Options of sampling for rows that have many graphs.
 SMALL = {"height": 16, "width": 16}
 # Blocks per resolution of the encoder and the decoder: SDXL's with one residual block instead of two.
 _SDXL = {"transformer_depth": [0, 1, 2], "transformer_depth_output": [0, 0, 1, 1, 2, 2]}
 _SD15: dict[str, Any] = {"transformer_depth": [1, 1, 0], "transformer_depth_output": [1, 1, 1, 1, 0, 0], "middle": 1}
 
-# Models of Wan's family that have something beside the text.
+# Models of Wan's family with inputs in addition to the text.
 _WAN: dict[str, dict[str, Any]] = {
     "scail": {"base": "WAN21_SCAIL", "kind": "WAN21_SCAIL", "model_type": "scail", "in_dim": 20},
     "wandancer": {
@@ -99,7 +99,7 @@ def community(pack: str) -> Callable[[str], Callable[..., Any]]:
         server = importlib.import_module("server").PromptServer
     folder = found(pack)
     if not hasattr(server, "instance"):
-        server(asyncio.new_event_loop())  # packs add routes to it while they load
+        server(asyncio.new_event_loop())  # packs add routes to the server while they load
     if pack not in _loaded:
         _loaded[pack] = asyncio.run(nodes.load_custom_node(str(folder), module_parent="custom_nodes"))
     if not _loaded[pack]:
@@ -163,7 +163,7 @@ class Kit:
         try:
             if self.name in _WAN:
                 return models.wan(seed, **{**_WAN[self.name], **config})
-            if self.name == "qwen_image21":  # with ComfyUI's cache, which is on where no node switches it off
+            if self.name == "qwen_image21":  # ComfyUI's cache is on unless a node switches it off
                 config = {"cache": "auto", **config}
             return models.TRANSFORMERS[self.name](seed, **config)
         except (ImportError, AttributeError):
@@ -184,7 +184,7 @@ class Kit:
         return self.build(seed=1)
 
     def prompt(self, seed: int = 1, tokens: int = 7, **options: Any) -> list[Any]:
-        """Return CONDITIONING of random text, with what the model has beside it."""
+        """Return CONDITIONING of random text, with the other inputs of the model."""
         beside: dict[str, Any] = {}
         if self.name == "scail":
             beside = {"pose_video_latent": random(1, 16, 3, 10, 14)}

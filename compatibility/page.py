@@ -26,7 +26,7 @@ The same on small models of 2 to 5 blocks, for features that depend on the model
 model. *not tried*: left out for its time; the verdict of another model holds. Compiled graphs of every model are
 counted by tests/nodes/adapters/compile/test_compile.py. Qwen-Image 2.1 is a stand-in for its class, which is newer than
 this ComfyUI, with ComfyUI's cache of the prompt on."""
-# Before the table of the last ones.
+# The text before the table of the families in LATEST.
 LAST = """### Further models
 
 The rows that depend most on the model. SCAIL has a video of poses, WanDancer music."""
@@ -60,7 +60,7 @@ def record(results: Results, row: Row, family: str, verdict: Mapping[str, Any]) 
     result[family] = verdict
     if row.pack:
         if isinstance(row.expected[family], NotFor):
-            return  # known without the pack
+            return  # this verdict needs no installed pack, so there is no version
         result["tried"] = f"{version_of(row.pack)}, with ComfyUI {versions()['comfyui']}"
     else:
         results.update(versions())

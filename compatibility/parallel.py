@@ -72,9 +72,9 @@ class InTurn:
 class Shares:
     """Patches a Flux with a sequence-parallel forward while it samples.
 
-    rejoin: as raylight. Double blocks receive the RoPE rows of the image only; [text | image] is joined and split again
-    for the single blocks, whose `img_slice` still refers to the joined sequence. Otherwise as xDiT's own Flux: each
-    process holds [its text | its image].
+    rejoin: if True, as raylight: double blocks receive the RoPE rows of the image only; [text | image] is joined and
+    split again for the single blocks, whose `img_slice` still refers to the joined sequence. If False, as xDiT's own
+    Flux: each process holds [its text | its image].
     """
 
     def __init__(self, group: Any, rejoin: bool = True) -> None:

@@ -28,7 +28,7 @@ OTHERS = {
 }
 # Families whose latents are a video and its sound: only tried if a row has `sound`.
 SOUND = ("ltx_av", "h3")
-# In a last table, of those rows alone.
+# Families with a last table, which has only the rows with `sound` or `latest`.
 LATEST = {
     "omnigen2": "OmniGen2",
     "ernie": "ERNIE-Image",
@@ -59,7 +59,7 @@ class Graph:
     # The same graph with the feature turned off or set differently; None: plain sampling. The change of the latent
     # between the two must have the same direction when tokens are merged.
     without: Graph | None = None
-    # Whether `without` has no effect, so that with ToMA it is exactly ToMA alone.
+    # Whether the feature has no effect in `without`, whose result with ToMA is then exactly that of ToMA alone.
     off: bool = False
     # False if there is nothing to compare with, as for a choice of sampler.
     steered: bool = True
@@ -164,9 +164,9 @@ class Table:
         pack: str = "",
     ) -> Callable[[Callable[[Kit], Any]], Callable[[Kit], Any]]:
         """Decorate the function that makes the graphs. others: the outcome of all other families, or by family of those
-        that have the feature. only: the same, if the first two families do not have it. quick: run on the oldest
-        supported ComfyUI too. sound: whether one outcome of all others includes the families of `SOUND` and `LATEST`.
-        latest: outcomes by family of `LATEST`, MERGED for the others. pack: the folder of the feature's community
+        that have the feature. only: as `others`, for a feature that SDXL and Flux do not have. quick: run on the oldest
+        supported ComfyUI too. sound: whether the row is also tried on the families of `SOUND` and `LATEST`. latest:
+        outcomes by family of `LATEST`, MERGED for those not named. pack: the folder of the feature's community
         pack."""
         expected: dict[str, Outcome] = {} if only else {"sdxl": sdxl, "flux": flux}
         others = only or others

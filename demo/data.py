@@ -19,7 +19,7 @@ KINDS = ("dit", "unet", "wan")
 # Scenes below this seed are for contact sheets and evaluation; training never sees them.
 FIRST_TRAINING_SEED = 1_000_000
 MOST_PER_STEP = 4096
-# Side of a token of both shipped models, in pixels. A scene has 32 x 32 tokens of any size.
+# Side of a token of both shipped models, in pixels. A scene has 32 x 32 tokens, whatever their size.
 PIXELS_PER_TOKEN = 4
 # Side of a frame in pixels: 16 x 16 tokens of 2 x 2.
 CLIP_SIZE = 32
@@ -111,7 +111,7 @@ class Batch:
     sort: str  # "half", "full", "crop", "still" or "clip"
     view: View
     clean: torch.Tensor  # (B, 16, h, w) or (B, 16, frames, h, w), in model space
-    noise: torch.Tensor  # as `clean`
+    noise: torch.Tensor  # of the shape of `clean`
     weight: torch.Tensor  # (B, 1, h, w): loss weight of each pixel, with mean 1 over a full scene
     tokens: torch.Tensor  # (B, T, TEXT_DIM)
     quantile: torch.Tensor  # (B,) in 0..1: quantile of each picture's sigma; stratified over the batch

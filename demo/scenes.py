@@ -199,11 +199,8 @@ def _paint(image: np.ndarray, box: tuple[slice, slice], cover: np.ndarray, colou
 def render(
     scene: Scene, size: int = CANVAS, shape_shift: Shift = (0.0, 0.0), objects_shift: Shift = (0.0, 0.0)
 ) -> np.ndarray:
-    """Draw a scene as float32 RGB of shape (size, size, 3) in -1..1.
-
-    `size` is in pixels and must be a multiple of 32, else ValueError; edges are smoothed over one pixel. The shifts
-    move the shape and the group of small objects.
-    """
+    """Draw a scene as float32 RGB of shape (size, size, 3) in -1..1, with edges smoothed over one pixel. size: pixels,
+    a multiple of 32, else ValueError. The shifts move the shape and the group of small objects."""
     if size < 32 or size % 32:
         raise ValueError(f"size must be a positive multiple of 32, not {size}")
     rng = np.random.default_rng(scene.detail_seed)
@@ -317,11 +314,9 @@ def spare_codes(count: int) -> torch.Tensor:
 
 
 def scene_tokens(scene: Scene | None) -> torch.Tensor:
-    """Encode the scene as text tokens: float32 of shape (len(ATTRIBUTES), TEXT_DIM), rows of mean square 1.
-
-    Each attribute value has one fixed code, orthogonal to all others. None gives the tokens of the empty prompt, for
-    classifier-free guidance.
-    """
+    """Encode the scene as text tokens: float32 of shape (len(ATTRIBUTES), TEXT_DIM), rows of mean square 1. Each
+    attribute value has one fixed code, orthogonal to all others. None gives the tokens of the empty prompt, for
+    classifier-free guidance."""
     codes, starts = _codes()
     if scene is None:
         return codes[-1:].repeat(len(starts), 1)

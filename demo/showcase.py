@@ -34,7 +34,7 @@ _HERE = "127.0.0.1"
 # Pictures at once. The models are narrow, so one picture is too little work for merging to pay, above all on a GPU.
 BATCH = {"cpu": 4, "cuda": 64}
 WARM_UP_STEPS = 3  # the first and the last step of a run are full
-TIMING_STEPS = 5  # maximum for runs that are only timed, whose share of merged steps is that of longer runs
+TIMING_STEPS = 5  # maximum for runs that are only timed: the share of merged steps is as large as in longer runs
 
 
 class DemoError(RuntimeError):

@@ -59,7 +59,7 @@ class Case:
 
     @property
     def draws(self) -> bool:
-        """Return whether its pictures show a scene: at sizes other than that of training they are noise."""
+        """Return whether the case's pictures show a scene: at sizes other than that of training they are noise."""
         return self.kind.trained and self.pixels == CANVAS
 
     @property

@@ -17,8 +17,8 @@ _NOISE = 1 << 24
 
 # Models without a small model in testbed.models, and the one that stands in.
 _LIKE = {"klein": "flux2"}
-# Number of text tokens, their width, and the width of the pooled vector in testbed.models; SDXL's vector is that of the
-# full model.
+# Number of text tokens, their width, and the width of the pooled vector in testbed.models; SDXL's vector is as wide as
+# that of the full model.
 _TINY = (32, 48, 24)
 
 

@@ -99,8 +99,8 @@ class Meter(TorchDispatchMode):
 
 
 def _known(value: Any) -> Any:
-    """Return the key of a result's shape. Raises TypeError for a tensor with values, because they may affect the
-    shape."""
+    """Return an argument as a part of the key in `_results`. Raises TypeError for a tensor with values, because values
+    may affect the shape of a result."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise TypeError

@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model."""
+    """The classes, sizes and inputs of one model."""
 
-    base: str  # its class in `comfy.model_base`
-    kind: str  # its class in `comfy.supported_models`
+    base: str  # the model's class in `comfy.model_base`
+    kind: str  # the model's class in `comfy.supported_models`
     config: Mapping[str, Any]  # of `kind`
     depths: tuple[str, ...] = ()  # keys of `config` with the number of blocks of each kind
     few: tuple[int, ...] = ()  # numbers of blocks that fit in 10 GB at full width

@@ -43,7 +43,7 @@ def _parts(x: Tensor, prefix_len: int) -> tuple[Tensor, ...]:
 
 
 def _stored(x: Tensor, asked: Mapping[str, Any]) -> Tensor:
-    """Return keys or values as the cache holds them: if the node asks for it, rounded by token and head."""
+    """Return keys or values as the cache holds them, rounded by token and head if the node asks for fewer bits."""
     if bits := _BITS.get(asked.get("dtype", "")):
         unit = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
         x = (x / unit).round() * unit
@@ -115,7 +115,7 @@ class QwenImage21TransformerBlock(nn.Module):
 
 
 class QwenImage21Transformer2DModel(nn.Module):
-    """in_place: whether blocks are called, and add to their input, as in later releases, see the head of this file."""
+    """in_place: whether blocks add to their input and are called as in later releases, see the head of this file."""
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ class _NewerModels(MetaPathFinder, Loader):
         """Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute nothing: a folder."""
+        """Execute nothing, because a folder has no code."""
 
 
 def use_newer_models() -> None:

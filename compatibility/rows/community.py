@@ -81,7 +81,7 @@ def advanced_controlnet(kit: Kit) -> Graph:
 
 @row(GROUP, "GGUF: weights quantised to 8 bits (Q8_0)", pack="ComfyUI-GGUF")
 def gguf(kit: Kit) -> Graph:
-    """Load a file written here with the pack's loader into its layers, which dequantise in their forward."""
+    """Write a file and load it with the pack's loader, into the pack's layers, which dequantise in their forward."""
     import comfy.model_patcher
 
     community("ComfyUI-GGUF")
@@ -262,8 +262,8 @@ def pulid(pack: str, module: str, name: str) -> tuple[Any, Any]:
     pack="PuLID_ComfyUI",
 )
 def pulid_unet(kit: Kit) -> Iterator[Graph]:
-    """Use a narrow UNet with SDXL's number of blocks: attention to a face in all of them except the middle ones, which
-    the pack names differently from ComfyUI."""
+    """Use a narrow UNet with SDXL's number of blocks. All of them attend to a face except the middle blocks, which the
+    pack names differently from ComfyUI."""
     apply, code = pulid("PuLID_ComfyUI", "pulid", "ApplyPulid")
     model = models.unet(depths=(0, 2, 10), middle=10)
     layers, widths = {}, [64] * 4 + [128] * 50 + [64] * 6 + [128] * 10

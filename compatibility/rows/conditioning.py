@@ -1,4 +1,4 @@
-"""Forms of prompts: in areas, with masks, with times, in batches, in one model call or several."""
+"""Forms of prompts: for areas, masks or ranges of steps, in batches, and in one model call or several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIXELS = 8 * SIDE
 
 @row(GROUP, "Areas (ConditioningSetArea)", others=MERGED, quick=True)
 def areas(kit: Kit) -> Graph:
-    """Give left and right a prompt each: in one step, another prompt on the left changes only the left."""
+    """Give each half of the picture a prompt. In one step, another prompt for the left changes only the left half."""
     area, combine = node("nodes.ConditioningSetArea"), node("nodes.ConditioningCombine")
 
     def sample(model: Any, seed: int) -> Tensor:
@@ -40,7 +40,7 @@ def areas(kit: Kit) -> Graph:
 
 @row(GROUP, "Masks (ConditioningSetMask, also with their bounds)", others=CHEAP, quick=True)
 def masks(kit: Kit) -> Iterator[Graph]:
-    """Add a masked prompt to a global one: in one step, it changes the area of the mask."""
+    """Add a masked prompt to a global one. In one step, the masked prompt changes the area of the mask."""
     put, combine = node("nodes.ConditioningSetMask"), node("nodes.ConditioningCombine")
     mask = torch.zeros(1, SIDE, SIDE)
     mask[:, 4:16, 8:20] = 1.0
@@ -105,8 +105,8 @@ def batch_of_prompts(kit: Kit) -> Graph:
 
 @row(GROUP, "Split CFG: positive and negative in calls of their own, for want of memory", others=MERGED, sound=True)
 def split_cfg(kit: Kit) -> Graph:
-    """Check that the result equals that of the joined call up to rounding, which selection by grid and soft weights do
-    not amplify."""
+    """Check that separate calls give the result of one joined call up to rounding. Selection by grid and soft weights
+    do not amplify the rounding."""
     smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}
 
     def sample(model: Any) -> Tensor:

@@ -35,7 +35,7 @@ def slg(kit: Kit) -> Iterator[Graph]:
     without = Graph(lambda m: dit(m, 0.0, 0.0, 1.0, "1", "1"))
     yield Graph(lambda m: dit(m, 3.0, 0.0, 1.0, "1", "1"), without=without, off=True, name="DiT")
     yield Graph(lambda m: dit(m, 3.0, 0.0, 1.0, "1", "2", 0.5), name="DiT, rescaled")
-    if kit.name != "qwen_image21":  # it skips double blocks, which that model has none of
+    if kit.name != "qwen_image21":  # the node skips double blocks, and this model has none
         yield Graph(lambda m: sd3(m, "0, 2", 3.0, 0.0, 1.0), name="SD3")
     yield Graph(lambda m: simple(m, 0.0, 1.0, "1", "1"), name="DiT simple")
 
@@ -133,7 +133,7 @@ def context_windows_of_a_video(kit: Kit) -> Graph:
 
 
 def _second(patch: Any, inputs: tuple[Any, ...], model: Any) -> Any:
-    """Call the node with its other inputs and the model."""
+    """Call a node with the model and its other inputs."""
     return patch(model, *inputs)
 
 

@@ -82,7 +82,7 @@ def uso(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, style, seen), options={"cfg": 1.0})
 
 
-# ComfyUI has no hook for it in SD3.
+# ComfyUI has no hook for EasyCache in SD3.
 @row(
     GROUP,
     "EasyCache",
@@ -93,7 +93,7 @@ def uso(kit: Kit) -> Graph:
 def easycache(kit: Kit) -> Graph:
     patch, steps = node("nodes_easycache.EasyCacheNode"), {"steps": 5}
     without = Graph(lambda m: patch(m, 0.0, 0.0, 1.0, False), options=steps)
-    # A threshold at which it skips the same steps with and without merging.
+    # A threshold at which EasyCache skips the same steps with and without merging.
     reuse = 3.0 if kit.name in FAMILIES else 1e6
     return Graph(lambda m: patch(m, reuse, 0.0, 1.0, False), options=steps, without=without, off=True)
 

@@ -16,7 +16,7 @@ from .table import row
 
 GROUP = "Sampling"
 
-Maker = Callable[[Any], Any]  # makes something for a model
+Maker = Callable[[Any], Any]  # makes a part of sampling, such as a guider, for a model
 
 
 @row(GROUP, "Every sampler that ComfyUI lists", others={**dict.fromkeys(OTHERS, NOT_TRIED), "qwen_image": MERGED})
@@ -111,7 +111,7 @@ def guiders(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Dual-model guider", others=CHEAP)
 def dual_model(kit: Kit) -> Graph:
-    """Run the negative prompt on a model with other weights and the options of the first; it is merged too."""
+    """Run the negative prompt on a second model, with other weights and the first one's options; both are merged."""
     make = node("nodes_custom_sampler.DualModelGuider")
     positive, negative = kit.prompts
 
@@ -171,7 +171,7 @@ def tiles(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Unsampling: sigmas from low to high (FlipSigmas)", others=CHEAP)
 def unsampling(kit: Kit) -> Graph:
-    """Stop before pure noise, where ComfyUI cannot convert a Flux latent."""
+    """Stop before pure noise, because ComfyUI cannot convert a Flux latent there."""
     flip, still = node("nodes_custom_sampler.FlipSigmas"), node("nodes_custom_sampler.DisableNoise")
     make, part_of = node("nodes_custom_sampler.CFGGuider"), node("nodes_custom_sampler.SplitSigmasDenoise")
 
