@@ -16,7 +16,7 @@ class Text:
 
 
 class Pictures:
-    """A VAE whose pixels of the latent are 16 wide."""
+    """A VAE whose latent has one pixel for 16 x 16 pixels of the picture."""
 
     def encode(self, pixels):
         return random(1, 64, pixels.shape[1] // 16, pixels.shape[2] // 16)

@@ -1,5 +1,5 @@
-"""The arguments that ComfyUI passes to wrappers and blocks while it samples: shapes, order and keys that no signature
-shows.
+"""The arguments that ComfyUI passes to wrappers and blocks while it samples: their shapes, order and keys, which no
+signature shows.
 
 `scripts/api_check` compares names and signatures, and `nodes/adapters/compat.py` checks at run time.
 """

@@ -100,7 +100,7 @@ def test_every_message_has_a_text_and_every_text_a_message() -> None:
 
 @every_translation
 def test_every_text_is_translated(language: str) -> None:
-    """Numbers and quoted choices of nodes, and parameters of messages, are those of the English text."""
+    """Translations have the numbers, the quoted choices and the message parameters of the English text."""
     wanted, found = dict(leaves(english())), dict(leaves(texts(language)))
     assert set(found) ^ set(wanted) == set()
     for path, text in wanted.items():

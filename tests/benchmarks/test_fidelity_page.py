@@ -103,8 +103,8 @@ def test_a_sheet_needs_all_of_its_pictures(name: str, tmp_path: Path, monkeypatc
 
 
 def test_every_sampler_is_as_close_as_euler_or_full(pack: Any) -> None:
-    """Its error is at most twice that of Euler on trained models; steps whose noise or errors would exceed this are not
-    merged."""
+    """On trained models, a sampler's error is at most twice that of Euler; steps whose new noise would cause more are
+    not merged."""
     from comfy.samplers import KSampler
 
     found = json.loads((RESULTS / SAMPLER_ROWS).read_text(encoding="utf-8"))

@@ -87,8 +87,8 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
         values = [0.6, "balanced", True, 4, 2]
         if last == "ToMACalibrate":
             outputs = [("MODEL", []), ("STRING", []), ("IMAGE", [])]
-            values = ["balanced", STEPS, 2 + next(SEEDS) / 10, "euler", "normal"]  # with another cfg it is measured
-            # again
+            # The cfg is new each time, so that ComfyUI measures again.
+            values = ["balanced", STEPS, 2 + next(SEEDS) / 10, "euler", "normal"]
         nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]

@@ -205,8 +205,8 @@ class BlockCall:
 
 @pytest.fixture
 def record(plan_calls: list[PlanCall], monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.nn.Module], list[BlockCall]]:
-    """record(module): record its calls from now on. PyTorch's hooks cannot be used, because chains end at modules with
-    hooks."""
+    """record(module): record the module's calls from now on. PyTorch's hooks cannot be used, because chains end at
+    modules with hooks."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -102,7 +102,7 @@ def test_what_most_people_touch_is_in_front() -> None:
 
 @pytest.mark.compat
 def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
-    """A graph in API format may still name it: ComfyUI passes only the node's inputs, and all links."""
+    """A graph in API format may still have such a setting: ComfyUI passes only the node's inputs, and all links."""
     from execution import get_input_data
 
     saved = {"model": unet, **defaults(nodes.ToMAAdvanced), "unmerge": "pseudo-inverse"}

@@ -125,8 +125,8 @@ def test_bad_settings_are_refused_with_range_and_fix(
 
 
 def test_bad_settings_over_a_link_fail_their_prompt_only(tiny_server: ComfyServer) -> None:
-    """They are refused only when the graph runs: the ToMA node shows the error, and the prompt queued behind it
-    runs."""
+    """Such settings are refused only when the graph runs: the ToMA node shows the error, and the next prompt in the
+    queue runs."""
     toma = advanced(tiny_server, window_size=["20", 0])
     linked = {**graph(toma), "20": node("PrimitiveInt", value=0)}
     bad = tiny_server.queue(linked)

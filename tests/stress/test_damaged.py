@@ -1,6 +1,6 @@
 """Damaged files give an error that names the file, or they run; no process hangs or ends.
 
-`make fuzz` tries more of them; TOMA_FUZZ sets the number, see conftest.py.
+`make fuzz` tries more files; TOMA_FUZZ sets the number, see conftest.py.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
 
 
 def test_damaged_checkpoint_is_refused_in_words_or_runs(steady: ComfyServer, outcome: Any) -> None:
-    """ComfyUI's own loader reads it, as a user's broken download. ComfyUI's own loader reads the file, as it would read
-    a broken download of a user."""
+    """ComfyUI's own loader reads the file, as it would read a user's broken download."""
     intact = (steady.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").read_bytes()
     seen = set()
     for seed in range(max(7, CASES // 40)):

@@ -117,7 +117,7 @@ def test_fault_inside_a_merged_block(
     assert hooked, "the fault was to be inside a merged block"
     assert hooks_left(model) == []
     nothing_alive()
-    # There are fewer if the report of an aborted run has no drawings.
+    # There are fewer tensors if the report of an aborted run has no drawings.
     assert tensors() <= before
 
     assert prompt.digest(prompt.sample(patched)) == fresh[kind][case]
@@ -221,7 +221,6 @@ def test_no_memory_while_a_graph_is_prepared(
     """For torch.compile the layout is made before the model runs, when its hook is not installed yet."""
     compiled = model.clone()
     compiled.model_options["torch_compile_kwargs"] = {"backend": "inductor"}  # the model is only marked as compiled
-    # compiled
     patched = attach(compiled, **prompt.CASES["stack"])
     expected = prompt.digest(prompt.sample(patched))
     nothing_alive()
@@ -303,7 +302,7 @@ def unet_wrapper(model: Any) -> None:
 
 
 def diffusion_wrapper(model: Any) -> None:
-    """Raise inside of ToMA's wrapper, after the model has run."""
+    """Add a wrapper inside ToMA's that raises after the model."""
     from comfy.patcher_extension import WrappersMP
 
     model.add_wrapper_with_key(
@@ -326,7 +325,7 @@ def cleanup(model: Any) -> None:
 PATCHES = (outer_wrapper, after_cfg, unet_wrapper, diffusion_wrapper, before_run, cleanup)
 
 
-# Wrappers around all wrappers of ToMA do not depend on the family; ERNIE-Image, SD3 and OmniGen2 call none inside.
+# Only wrappers inside ToMA's depend on the family; ERNIE-Image, SD3 and OmniGen2 call no such wrappers.
 @pytest.mark.parametrize(
     ("kind", "patch", "first"),
     [(kind, patch, first) for kind in BOTH for patch in PATCHES for first in (True, False)]

@@ -42,8 +42,8 @@ def plan_of(x: Tensor, **settings: Any) -> Any:
 
 
 def check_picks(plan: Any) -> None:
-    """Check destination slots: they number each window's budget, ascend, are distinct and contain no padding; after
-    them the first one is repeated."""
+    """Check destination slots: each window has as many as its budget, ascending, distinct and without padding; unused
+    slots repeat the first."""
     for image in plan.dest_slots.tolist():
         for row, used, count in zip(image, plan.budget.counts, plan.windows.counts, strict=True):
             assert row[:used] == sorted(set(row[:used]))

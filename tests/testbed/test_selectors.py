@@ -98,8 +98,8 @@ def test_images_of_a_batch_do_not_meet(kind: str) -> None:
 
 
 def test_farthest_point_by_hand() -> None:
-    """Tokens at 0, 10, 20 and 170 degrees. The token at 20 is the central one (cosines 1 + 0.98 + 0.94 - 0.87); the one
-    at 170 is farthest from it, then the one at 0."""
+    """Tokens lie at 0, 10, 20 and 170 degrees. The most central one is that at 20 (cosines 1 + 0.98 + 0.94 - 0.87). The
+    token at 170 is farthest from it, then the token at 0."""
     angles = torch.deg2rad(torch.tensor([0.0, 10.0, 20.0, 170.0]))
     S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
     assert S.sum(1).argmax(1).item() == 2
@@ -107,7 +107,7 @@ def test_farthest_point_by_hand() -> None:
 
 
 def test_tome_by_hand() -> None:
-    """8 tokens, candidates 0 and 4. Sources remain in the order of least similarity to a candidate."""
+    """Of 8 tokens, 0 and 4 are candidates. Sources remain in the order of least similarity to a candidate."""
     S = torch.full((1, 8, 8), -0.5)
     for token, likeness in {1: 0.9, 2: 0.1, 3: 0.5, 5: 0.3, 6: 0.7, 7: 0.2}.items():
         S[0, token, 4] = likeness
@@ -116,7 +116,7 @@ def test_tome_by_hand() -> None:
 
 
 def test_tome_below_a_quarter_spreads_its_candidates() -> None:
-    """64 tokens, 4 destinations, the last window shorter: no window has destinations only in its first rows."""
+    """In windows of 64 and of 56 tokens, the 4 destinations are not all in the first rows."""
     windows = make_windows(8, 15, WindowShape.TILE, 8)
     assert windows.counts == (64, 56)
     S = cosine_similarity(windows.split(smooth(0, 1, 8, 15))).flatten(0, 1)
@@ -127,7 +127,7 @@ def test_tome_below_a_quarter_spreads_its_candidates() -> None:
 
 
 def test_grid_by_hand() -> None:
-    """Destinations are the middles of equal runs: 3 of 9 are 1, 4 and 7; 2 of 4 are 1 and 3."""
+    """Destinations are in the middle of equal runs of slots: 3 of 9 are 1, 4 and 7; 2 of 4 are 1 and 3."""
     assert strided_grid((9, 4), (3, 2), 3)[0].tolist() == [1, 4, 7]
     assert strided_grid((9, 4), (3, 2), 3)[1, :2].tolist() == [1, 3]
     assert strided_grid((5,), (5,), 5).tolist() == [[0, 1, 2, 3, 4]]

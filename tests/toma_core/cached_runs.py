@@ -44,7 +44,7 @@ def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
 
 
 def block(x: Tensor) -> Tensor:
-    """A block whose residual cannot be represented by a mean of tokens."""
+    """Return x plus a residual that a mean of tokens cannot represent."""
     return x + x.roll(1, dims=1).sin()
 
 

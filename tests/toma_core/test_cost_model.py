@@ -26,7 +26,7 @@ WORK = Reason.TOO_LITTLE_WORK()
 
 STACK = Granularity.STACK
 cards = st.sampled_from([None, *CARDS])
-# As declared by their families.
+# The families' own `COST`.
 UNET_BLOCK = Block(18, 20, (1, 2, 6))
 FLUX_DOUBLE, FLUX_SINGLE = Block(12, 75, (2, 19, 4), beside=256), Block(12, 31, (2, 20, 5), beside=256)
 FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
@@ -187,7 +187,7 @@ def test_other_devices_are_no_cards(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_amd_cards_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch treats them as CUDA devices, but their numbers have another meaning."""
+    """PyTorch treats AMD cards as CUDA devices, but their numbers have another meaning."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("it was asked"))
     assert card_of.__wrapped__(torch.device("cuda", 0)) is None

@@ -13,7 +13,7 @@ from toma_core.reasons import Reason
 
 
 def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
-    """Without a refresh no order of steps gives a plain merge; several signatures have separate caches."""
+    """An evaluation without a valid cache is a refresh, in any order of steps; signatures have separate caches."""
     assert modes(run_of(), *((n, f"{n}") for n in range(4))) == "rrrr", "another at every step"
     assert modes(run_of(), (0, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (4, "ab")) == "rrmmrrm"
     assert modes(run_of(), (0, "a"), (2, "a"), (4, "a"), (5, "a")) == "rmrm", "the scheduled one was skipped"
@@ -43,7 +43,7 @@ def test_an_increasing_sigma_is_not_covered() -> None:
 
 @loop("refreshed", [10.0, 7.0, 2.0])
 def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> None:
-    """The step does not matter, because another node may change the noise level that the model gets."""
+    """Only noise levels are compared, not steps, because another node may change the level that the model gets."""
     run = run_of()
     assert decide(run, Facts(7.0, 3, refreshed, conditions={"c": None})).mode is StepMode.REFRESH
     run.coverage.store((("block", "c"),), features(0))
@@ -52,7 +52,7 @@ def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> 
 
 
 def test_another_state_is_not_covered() -> None:
-    """This occurs when a ControlNet begins."""
+    """The state changes, for example, when a ControlNet begins."""
     run = run_of()
     for step, state, mode in ((0, "off", "refresh"), (1, "off", "merged cached"), (2, "on", "refresh")):
         assert decide(run, Facts(10.0 - step, conditions={"c": state})).mode.value == mode
@@ -76,7 +76,7 @@ def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are then full. The limit applies to videos only."""
+    """Beyond the limit, which applies to videos only, steps are full."""
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     picture = run_of()
     for name in ("a", "b", "c"):

@@ -48,7 +48,7 @@ def features_of(change: LatentChange, plan: MergePlan) -> Tensor:
 def regression_of(change: LatentChange, plan: MergePlan) -> Regression:
     found = change.regression(plan)
     assert found is not None
-    assert change.regression(plan) is found  # the regression is made once for all blocks
+    assert change.regression(plan) is found  # one regression serves all blocks
     return found
 
 

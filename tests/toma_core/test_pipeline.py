@@ -42,8 +42,8 @@ def near(a: torch.Tensor, b: list[list[float]]) -> None:
 
 
 def test_a_block_that_doubles_its_input() -> None:
-    """Reduced: cluster means (2, 0) and (0, 4). The block gives (4, 0) and (0, 8): updates of (2, 0) and (0, 4). Each
-    token keeps its own value and gets its cluster's update: (1 + 2, 0), (3 + 2, 0), (0, 2 + 4), (0, 6 + 4)."""
+    """The block gets the cluster means (2, 0) and (0, 4) and returns (4, 0) and (0, 8), so it adds (2, 0) and (0, 4).
+    Each token gets this update of its cluster: (1 + 2, 0), (3 + 2, 0), (0, 2 + 4), (0, 6 + 4)."""
     x, plan = toy()
     reduced = reduce(x, plan)
     near(reduced, [[2.0, 0.0], [0.0, 4.0]])
@@ -102,8 +102,8 @@ def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool, settings: dict[s
 
 
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """576 tokens of 64 channels take an H100 too little time; those of a large batch take enough. A number overrides
-    Auto."""
+    """576 tokens of 64 channels take an H100 too little time, but those of a large batch enough. A number in place of
+    Auto overrides this decision."""
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
     few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None

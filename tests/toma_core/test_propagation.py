@@ -17,7 +17,7 @@ from toma_core.reasons import Reason
 
 
 def merged(x: Tensor, plan: MergePlan) -> Tensor:
-    """Compute plain merging, by means, without a cache."""
+    """Return x after a block on merged tokens (weighted means), without a cache."""
     reduced = merge(x, plan)
     return x + unmerge(block(reduced) - reduced, plan)
 
@@ -49,7 +49,8 @@ def test_a_full_step_is_the_block_itself_and_merged_ones_start_from_its_residual
 
 @loop(("factor", "size"), [(1.0, 1.0), (0.6, 1.0), (0.0, 1.0), (-2.0, 1.0), (3.0, 1.0), (1.0, 0.0)])
 def test_as_much_is_reused_as_destinations_still_show(factor: float, size: float) -> None:
-    """A smaller residual scales the cached one; a zero or opposite one removes it; the cached residual never grows."""
+    """If destinations show a smaller residual, the cached one is scaled down; if they show none or the opposite, it is
+    not used; it is never scaled up."""
     run, x = run_of(), features(0, 2)
     cond_keys = ("cond", "uncond")
     first = at(run, 0, *cond_keys)

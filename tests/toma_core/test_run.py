@@ -141,7 +141,7 @@ def test_areas_have_plans_of_their_own() -> None:
 
 
 def test_plans_of_several_areas_are_put_together_once() -> None:
-    """They are stacked once for all blocks, and again when one of them has new weights."""
+    """Plans of several areas are stacked once for all blocks, and again when one of the plans has new weights."""
     run, x = run_of(), features(1, 3)
     plan_keys = ("l", "r", "l")
     first = run.plan(x, GRID, "a", at(), plan_keys)
@@ -164,8 +164,8 @@ def test_windows_shift_at_every_other_selection() -> None:
 @loop("similarity_from", ["tokens", "prediction"])
 @loop("keys", [("left", "right"), ("right", "left"), ("left",)], ids=str)
 def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, ...], similarity_from: str) -> None:
-    """For each part of a latent separately, and in any order: if the tokens do not change, other tokens are selected
-    until a refresh computes all of them. Steps that propagate nothing select the same tokens."""
+    """If the tokens of a part of a latent do not change, each step selects mostly others than the step before, until a
+    refresh computes all of them. Steps that propagate nothing select the same tokens. Parts may come in any order."""
     run = run_of(kv_cache=True, full_step_interval=4, similarity_from=similarity_from)
     pictures = (torch.randn(1, 4, 14, 18, generator=torch.Generator().manual_seed(3)),)
     given = pictures if similarity_from == "prediction" else ()

@@ -139,7 +139,7 @@ LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 
 @loop(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
 def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[int]) -> None:
-    """Their number is unchanged; caches hold until then."""
+    """The number of full steps is unchanged; caches hold until these steps at the end."""
     config = ToMAConfig(full_step_interval=every)
 
     def full_steps(sigmas: tuple[float, ...], **given: Any) -> list[int]:
@@ -159,7 +159,7 @@ def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[
 
 
 def test_full_steps_refresh_the_residual_cache() -> None:
-    """Refreshes occur at the same steps, with the ratio of their plans."""
+    """Steps that are full without a residual cache are refreshes with one, with the ratio of the merged steps."""
     settings: dict[str, Any] = {"ratio": 0.75, "full_step_interval": 3}
     plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
     reused = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
@@ -302,8 +302,8 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
 def test_the_last_of_two_steps_that_continue_another_run_is_merged(
     sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
 ) -> None:
-    """If it were full, half of a run of four steps would have no merged step. It is full with `quality`, where every
-    second step is full, and for blocks without a KV cache."""
+    """If the last step were full, the second half of a run of four steps would have no merged step. It is full with
+    `quality`, where every second step is full, and for blocks without a KV cache."""
     config = ToMAConfig(full_step_interval=every, kv_cache=looks)
     schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

@@ -128,7 +128,7 @@ def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shi
 
 @loop("ratio", [0.0, 0.33, 0.5, 0.9])
 def test_frames_keep_as_many_tokens_each(ratio: float) -> None:
-    """This holds with a remainder too."""
+    """Frames have equal budgets, also if the ratio leaves a fraction of a token per frame."""
     counts = make_windows(13, 9, WindowShape.TILE, 4).counts
     one, budget = make_budget(counts, ratio), make_budget(counts * 3, ratio, 3)
     assert budget.counts == one.counts * 3
@@ -193,7 +193,7 @@ def test_budget_by_hand() -> None:
     raised to 1, which leaves 1 for the second: 3 + 1 + 1 = 5, as required."""
     budget = make_budget((6, 3, 1), 0.5)
     assert budget.counts == (3, 1, 1)
-    # Of 8 windows with one token each, 4 destinations are wanted; each window keeps one, which is 4 too many.
+    # The ratio asks for 4 destinations in 8 windows of one token; each window keeps one, which makes 8.
     assert make_budget((1,) * 8, 0.5).total == 8
 
 

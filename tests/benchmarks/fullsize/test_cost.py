@@ -22,8 +22,7 @@ SDXL, FLUX = Shape("sdxl"), Shape("flux")
 
 @pytest.fixture(autouse=True)
 def loaded(pack: ModuleType) -> None:
-    """Launches are operations except views, counted in an evaluation that reuses its plans, and compared with those of
-    the unpatched model."""
+    """Load the pack before a model is built."""
 
 
 def toma(**settings: Any) -> variants.Variant:
@@ -49,7 +48,7 @@ def test_what_is_known_of_an_operation_counts_as_the_operation_does(monkeypatch:
     ],
 )
 def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, most: float) -> None:
-    """Operations except views, of an evaluation that reuses its plans, are compared with the unpatched model's."""
+    """Launches are operations except views. The evaluation reuses its plans, and is compared with the unpatched one."""
     base = cost.count(SDXL)
     assert base.launches == 1682
     merged = cost.count(SDXL, toma(granularity=granularity), kernels=kernels)
@@ -60,7 +59,7 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
 
 
 # With `balanced` on Flux, steps 0 and 4 are full and cache keys and values. Steps 1 to 3 are merged and attend to all
-# of them: that takes two copies per block, or two dequantized tensors joined with those of the text.
+# tokens. Per block this takes copies of keys and of values, or dequantized tensors that are joined with the text's.
 @pytest.mark.parametrize(
     ("shape", "step", "kernels", "most"),
     [
@@ -101,7 +100,7 @@ def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> 
 
 
 def two(name: str, double: int, single: int, width: int) -> dict[str, tuple[str, list[tuple[int, int, int]]]]:
-    """Return the blocks of a model with those of Flux, at 1024."""
+    """Return the entry of a model that has Flux's two kinds of blocks, at 1024 x 1024 pixels."""
     return {
         "DoubleStreamBlock": (f"{name}DOUBLE", [(double, 64**2, width)]),
         "SingleStreamBlock": (f"{name}SINGLE", [(single, 64**2, width)]),
@@ -229,8 +228,8 @@ def test_every_file_that_merges_is_counted() -> None:
 def test_what_auto_thinks_that_merging_adds(
     shape: Shape, name: str, number: int, skipped: dict[str, int], granularity: str
 ) -> None:
-    """Launches of each block are rounded up, with Triton, without plans, and with the residual cache where presets have
-    it; longer stacks have fewer."""
+    """Launches per block are rounded up. They are counted with Triton, without plans, and with the residual cache where
+    presets have it; blocks of longer stacks have fewer."""
     cost_model = pack_module("toma_core.cost_model")
     settings = {"full_step_interval": 3, "min_tokens": 4, "granularity": granularity, **skipped}
     merged = cost.count(shape, toma(**settings), kernels=True, step=1)

@@ -183,7 +183,7 @@ def test_picks_that_are_worse_are_seen() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter."""
+    """Kernels run in Triton's interpreter."""
     pytest.importorskip("triton")
     module = micro.pack_module("toma_core.kernels.triton")
     merge = module.TritonKernels.merge

@@ -3,7 +3,8 @@
 ComfyUI records the allocations of each block in an evaluation, and repeats their addresses in the next evaluation. So
 every recorded evaluation must make the same allocations, and the allocations of a block must be free when the next
 block ends. If an error leaves a recording open, it must be ended before the next one begins. This stand-in counts
-violations of these rules. It begins and ends where ComfyUI does; a block ends when the model calls the next one.
+violations of these rules. Its recordings begin and end where ComfyUI's do; a block ends when the model calls the next
+one.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Preference(nn.Module):
 
 @pytest.fixture
 def naming(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, int]]]:
-    """naming(kind, model, names): make the checkpoint name an attention for those with these names, in all blocks
-    except the last. Return a list of (queries, keys) that grows with each call of this attention."""
+    """naming(kind, model, names): make the checkpoint name a function for the attentions with these names, in all
+    blocks except the last. Return a list of (queries, keys) that grows with each call of this function."""
 
     def start(kind: str, model: Any, names: tuple[str, ...]) -> list[tuple[int, int]]:
         module, attentions, _ = KINDS[kind]

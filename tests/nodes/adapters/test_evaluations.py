@@ -92,12 +92,12 @@ def plain(plain_run: tuple[float, dict[int, float]]) -> float:
 
 @pytest.fixture(scope="module")
 def usual(plain_run: tuple[float, dict[int, float]]) -> dict[int, float]:
-    """Euler's method. It calls `between(model, x, level, step)` after each evaluation, and reports its steps."""
+    """Return the merged steps of the plain sequence, with their ratios."""
     return plain_run[1]
 
 
 def euler(between: Callable[..., None] = lambda *_: None) -> Callable[..., Tensor]:
-    """Euler's method, which calls `between(model, x, level, step)` after each evaluation and reports its steps."""
+    """Return Euler's method, which calls `between(model, x, level, step)` after each evaluation and reports steps."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         for step in range(len(sigmas) - 1):
@@ -234,8 +234,7 @@ def test_a_sigma_that_is_changed_on_purpose(
 
 @loop("kind", ["by turns", "refreshes", "unreported"])
 def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: float, kind: str) -> None:
-    """The noise level may be distant by the levels that the model gets, or by their number since then; the counted step
-    does not matter."""
+    """A cache is old if the model's noise level has changed much since, or often; the counted step does not matter."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         for step in range(trained.steps):

@@ -92,8 +92,8 @@ def golden() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model_of(pack: Any) -> Callable[[str], Any]:
-    """The tiny model of a family. Its biases are centred here: with biases of 1, as models are made, tokens are so
-    similar (a mean cosine of 0.998 in Flux) that rounding would select destinations."""
+    """model_of(family): return a tiny model. Its biases are centred here: with biases of 1, as models are made, tokens
+    are so similar (a mean cosine of 0.998 in Flux) that rounding would select destinations."""
     made: dict[str, Any] = {}
 
     def model(family: str) -> Any:
@@ -155,7 +155,7 @@ def assert_close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def runs_of(cases: list[str]) -> list[tuple[str, ...]]:
-    """Return the family and the run of each case, once."""
+    """Return every pair of family and run that occurs in the cases, once."""
     return [*dict.fromkeys((family, run) for family, _, run in map(str.split, cases))]
 
 

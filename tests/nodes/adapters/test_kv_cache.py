@@ -214,7 +214,7 @@ def test_where_full_steps_keep_nothing_the_preset_is_as_without(
 
 @loop("kind", ["qwen_image", "hunyuan"])
 def test_masked_text_is_no_obstacle(kind: str, model_of: Any, attach: Any) -> None:
-    """Queries attend to every key after the text, regardless of their number."""
+    """If text is masked, merged blocks attend to all tokens, too."""
     model = model_of(kind)
     mask = torch.ones(1, 7, dtype=torch.long)
     mask[:, 5:] = 0

@@ -21,7 +21,7 @@ SELECTED = RunState._selected
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> list[Any]:
-    """Limit memory to N plans. Return a list that grows with each attempt."""
+    """Limit memory to `since` plans. Return a list that grows with each attempt to make a plan."""
     made: list[Any] = []
 
     def selected(*args: Any, **kwargs: Any) -> Any:

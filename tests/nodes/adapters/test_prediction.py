@@ -89,7 +89,7 @@ def test_the_full_steps_prediction_plans_the_next_step(
 def test_a_picture_of_mostly_noise_is_not_trusted(
     flux: Any, attach: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is not trusted, the tokens themselves are compared, with an equal budget in every window; later steps
+    """In place of such a picture the tokens themselves are compared, with an equal budget in every window; later steps
     use the picture."""
     budgets: list[str] = []
     state = pack_module("toma_core.run")

@@ -80,7 +80,7 @@ def test_one_block_alone(model: Any, stats_of: Any) -> None:
 
 
 def test_skipping_a_kind_equals_the_setting(flux: Any) -> None:
-    """The other blocks are not merged, for a reason in the report, and the block has its own ratio."""
+    """A profile without the first block of each kind gives the picture of `skip_first_blocks` = 1."""
     ratios = {name: 0.5 for name in names(flux) if not name.endswith(".0")}
     plain = run.apply_toma(flux, ToMAConfig(min_tokens=4, skip_first_blocks=1))
     assert torch.equal(sampled(profiled(flux, (0.0, ratios))), sampled(plain))

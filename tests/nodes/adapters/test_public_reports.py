@@ -281,7 +281,7 @@ def a_range_in_which_nothing_happens(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#14389", "FearL0rd/ComfyUI-ParallelAnything#1")
 def a_batch_that_another_node_splits(lab: Lab) -> None:
-    """Each half has as many rows as there are conditions, but no row uses another row's cache."""
+    """Each half looks like one row per condition, but no row uses another row's cache."""
     from comfy.patcher_extension import WrappersMP
 
     def halves(executor: Any, x: Tensor, timestep: Tensor, *args: Any, **kwargs: Any) -> Tensor:

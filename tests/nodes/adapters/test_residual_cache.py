@@ -67,8 +67,8 @@ def rows_of(plan: Any) -> torch.Tensor:
 def reused(
     x: torch.Tensor, update: torch.Tensor, fresh: torch.Tensor, S: torch.Tensor, U: torch.Tensor
 ) -> torch.Tensor:
-    """Compute x + a u + U t (f - a S u), where f is the residual of destinations now, a its projection coefficient on S
-    u, and t = 1 - (1 - T) a."""
+    """Compute x + a u + U t (f - a S u). u: `update`, the cached residual. f: `fresh`, the residual of destinations
+    now. a: the projection coefficient of f on S u. t = 1 - (1 - DELTA_WEIGHT) a."""
     old = S @ update
     left = ((fresh * old).sum((1, 2), True) / (old * old).sum((1, 2), True)).clamp(0, 1)
     return x + left * update + U @ ((1 - (1 - DELTA_WEIGHT) * left) * (fresh - left * old))
@@ -79,7 +79,7 @@ def tokens_of(call: Any, name: str) -> torch.Tensor:
 
 
 def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
-    """The same rule holds for two consecutive blocks, whose joint residual is cached."""
+    """The rule of `reused` holds for two consecutive blocks, whose joint residual is cached."""
     first, last = unet.model.diffusion_model.middle_block[1].transformer_blocks
     starts, ends = record(first), record(last)
     models.sample(attach(unet, **REUSE), SIDE, SIDE, **FIRST[2])
@@ -96,7 +96,7 @@ def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
 def test_flux_blocks(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, kind: str, references: bool
 ) -> None:
-    """Image tokens follow the rule above; text and references are the outputs of the block."""
+    """Image tokens follow the rule of `reused`; text and references are the outputs of the block."""
     name = "img" if kind == "double" else "x"
     block = getattr(flux.model.diffusion_model, f"{kind}_blocks")[0]
     calls = record(block)

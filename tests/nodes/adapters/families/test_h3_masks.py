@@ -66,13 +66,13 @@ def by_token(segments: list[Any]) -> list[Any]:
 
 
 def by_token_of_both(segments: list[Any]) -> list[Any]:
-    """The audio also has rows per token."""
+    """Give the audio rows per token, too."""
     *others, (a, b, row), (start, stop, _) = segments
     return [*others, (a, b, torch.full((b - a,), row)), (start, stop, levels(segments))]
 
 
 def by_frame(segments: list[Any]) -> list[Any]:
-    """The video has several segments, one of them with rows per token."""
+    """Cut the video into several segments, one of them with rows per token."""
     *others, (start, stop, row) = segments
     middle, rows = start + 2 * FRAME, levels(segments)[: stop - start - 2 * FRAME]
     return [*others, (start, middle, row), (middle, stop, rows)]

@@ -193,7 +193,7 @@ def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: p
     prefix = (TEXT + 24 * 30) * 2 * 4 * 48 * 4  # tokens, keys and values, blocks, width, bytes
 
     def planned(cache: str, dtype: str, cfg: float, room: float) -> bool:
-        """Return whether full precision fits."""
+        """Return whether the KV cache fits in full precision."""
         placed = at(model, cache, dtype)
         guider = CFGGuider(placed)
         guider.set_cfg(cfg)

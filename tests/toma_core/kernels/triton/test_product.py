@@ -214,7 +214,7 @@ def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 8, FULL, batch=2, adaptive=True))
 def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
-    """Each plan has another budget; the number of prepared launches must not grow with their number."""
+    """Each plan has its own budget; the number of prepared launches must not grow with the number of plans."""
     first, second = random_plan(case), random_plan(case)
     x = case.tokens()
     # The windows are the same, with other numbers of destinations.

@@ -63,7 +63,7 @@ def rotation_of(case: Case, regression: Regression, pairs: int, images: int) -> 
 
 
 def reference(regression: Regression, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> Tensor:
-    """Return what plain PyTorch computes in fp32 of the same rounded operands."""
+    """Return the result of plain PyTorch in fp32 for the same rounded operands."""
     exact = Regression(in_fp32(regression.plan), regression.fit.float(), regression.spread.float())
     assert exact.plan.kernels is None
     return exact.propagate(cached.float(), fresh.float(), rotation and replace(rotation, dtype=torch.float32))

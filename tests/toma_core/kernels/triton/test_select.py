@@ -60,8 +60,8 @@ def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[li
 
 
 def check_slots(dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Check every window: its slots number its budget, ascend, are distinct and contain no padding; after them the
-    first one is repeated."""
+    """Check that every window has as many slots as its budget, ascending, distinct and without padding, and that unused
+    slots repeat the first."""
     for image, kept_here in zip(dest_slots.tolist(), destinations_of(budget, len(dest_slots)), strict=True):
         for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))
