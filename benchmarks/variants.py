@@ -185,7 +185,7 @@ def hypertile() -> Variant:
 
 
 def step_cache(name: str, threshold: float = 0.2) -> Variant:
-    """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range. It skips evaluations as long as little
+    """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range. Both skip evaluations as long as little
     changes."""
 
     def on_copies(model: Any) -> Any:

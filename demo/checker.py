@@ -20,7 +20,7 @@ from .scenes import ATTRIBUTES, CANVAS, Scene, render_batch, scene_from_seed, vi
 
 FEATURES = 64
 WEIGHTS = Path(__file__).parent / "weights" / "checker.safetensors"
-# These seeds differ from those of training (1,000,000 and up) and from the low seeds of contact sheets.
+# The checker's seeds differ from those of the models' training (1,000,000 and up) and of contact sheets (low ones).
 FIRST_TRAINING_SEED = 2_000_000_000
 FIRST_TEST_SEED = 500_000
 

@@ -91,8 +91,8 @@ class View:
     def rope_options(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the positions of the tokens for ComfyUI's Flux class.
 
-        They are tensors because torch.compile would recompile for every Python number. Tokens of half-size scenes have
-        the centre of the tokens that they replace, one step along the time axis.
+        Positions are tensors, because torch.compile would recompile for every Python number. Tokens of half-size scenes
+        have the centre of the tokens that they replace, one step along the time axis.
         """
         values = {
             "shift_y": self.offset[0] + (self.scale - 1) / 2,

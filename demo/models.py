@@ -212,7 +212,7 @@ def _widen_groups(network: nn.Module) -> nn.Module:
     """Set four groups in every GroupNorm, in place, and return the network.
 
     ComfyUI's UNet always uses 32 groups, of ten or more channels in SDXL. In this UNet each of 32 groups would be one
-    channel. It would lose its mean and variance, and with them the colour of a flat background.
+    channel, which would lose its mean and variance, and so the colour of a flat background.
     """
     for module in network.modules():
         if isinstance(module, nn.GroupNorm):

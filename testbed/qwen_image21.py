@@ -1,7 +1,7 @@
 """A stand-in for ComfyUI's Qwen-Image 2.1, for older ComfyUIs. It makes the same calls of the same blocks.
 
-There is one stream of [text with references in it | image]. The tokens before the image are the prefix. It never
-attends to the image and is modulated as at time 0, so its keys and values never change. A block is called
+There is one stream of [text with references in it | image]. The tokens before the image, the prefix, never attend to it
+and are modulated as at time 0, so their keys and values never change. A block is called
 
     with all tokens                  without a cache, and where the first release of the model fills it
     with the prefix, then the image  where later releases fill it, which also add into the tokens that they are given

@@ -30,8 +30,8 @@ CLOCK = 2.0e9
 _HALF = {(12, 0): 1024, (10, 0): 8192, (9, 0): 4096, (8, 6): 1024, (8, 0): 2048, (7, 0): 1024}
 # GeForce cards add in fp32 at half these rates: RTX 2080 Ti 54, RTX 3090 71, RTX 4090 165, RTX 5090 210 TFLOP/s.
 _GEFORCE = 0.5
-# The same number for fp32 (PyTorch uses no TF32 by default), and for any dtype on cards without tensor cores: 128
-# multiply-adds.
+# FLOPs per clock cycle and multiprocessor for fp32 (PyTorch uses no TF32 by default), and for any dtype on cards
+# without tensor cores: 128 multiply-adds.
 _SINGLE = 256
 
 

@@ -1,8 +1,8 @@
 """Propagate cached tensors by the one change that is known at every token: the change of its latent.
 
 Not in the paper. A merged step knows how keys, values and updates have changed at its D destinations. Part of that
-change is caused by the destinations' own noise, which no other token shares. It is the larger part with samplers that
-draw new noise at each step. But all tokens depend on their latents in the same way. So the change of destinations is
+change is caused by the destinations' own noise, which no other token shares. With samplers that draw new noise in each
+step, it is most of the change. But all tokens depend on their latents in the same way. So the change of destinations is
 regressed on their latents (with a small ridge and a constant), each token gets the part that its own latent explains,
 and only the rest is shared: the regression estimator of statistics.
 
@@ -131,7 +131,7 @@ class LatentChange:
     """The latent of a call, and the latent of the call that wrote the cached tensors."""
 
     latent: Tensor  # (B, C, ..., H, W)
-    before: Tensor  # the same shape
+    before: Tensor  # of the call that wrote the cached tensors, the same shape
     _regressions: dict[int, tuple[MergePlan, Regression | None]] = field(default_factory=dict)  # by the plan's id
 
     def regression(self, plan: MergePlan) -> Regression | None:

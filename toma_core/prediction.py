@@ -57,6 +57,6 @@ def picture_tokens(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     if covers != [1, 1]:
         picture = F.avg_pool2d(picture, covers)
     cut = picture.unflatten(-1, (width, cells)).unflatten(-3, (height, cells)).permute(0, 2, 4, 1, 3, 5)
-    # One copy lays out, casts and moves to the device.
+    # A single copy changes layout, dtype and device.
     tokens = torch.empty(cut.shape, dtype=like.dtype, device=like.device).copy_(cut)
     return tokens.view(images, -1, cut[0, 0, 0].numel())

@@ -184,8 +184,8 @@ class RunState:
     def _remember(self, key: _PlanKey, plan: MergePlan, step: StepPlan) -> None:
         """Store a plan; several devices may do so at once.
 
-        Drop plans of the same grid that are older or have none of the step's ratios. They would accumulate where
-        windows move over a batch. Lasting plans are compared with lasting plans only.
+        Drop plans of the same grid that are older or have none of the step's ratios: such plans would accumulate where
+        context windows move over a batch. Lasting plans are compared with lasting plans only.
         """
         ratios = step.in_use
         old = [
@@ -204,9 +204,9 @@ class RunState:
             self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
 
     def _taking_turns(self, key: _PlanKey) -> Tensor:
-        """Return the priority of tokens as destinations in a merged step that propagates caches, (B, N) fp32. It is
-        lower for tokens that were selected last for this part of the latent, unless a refresh has computed all tokens
-        since then."""
+        """Return the priority of tokens as destinations in a merged step that propagates caches, (B, N) fp32. Tokens
+        that were selected last for this part of the latent have a lower priority, unless a refresh has computed all
+        tokens since then."""
         priority = self._no_priority(key.images, key.grid, key.device)
         recent = self._recent.get(_turn_of(key))
         return priority if recent is None else priority.scatter_(1, recent, RECENT)
@@ -227,7 +227,7 @@ class RunState:
         """Return a plan with new destinations. even: all windows get the same share whatever the settings say.
         priority: see `select`."""
         config = self.config
-        if priority is None and self.kv_cache:  # such runs use only one kernel, which takes a priority
+        if priority is None and self.kv_cache:  # runs with a KV cache compile only the kernel with a priority
             priority = self._no_priority(len(features), grid, features.device)
         even = even or not config.uses_prediction
         windows, budget = self._laid_out(features, grid, step, even)

@@ -191,7 +191,7 @@ def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
 def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:
     """Set the card's room for keys and values to the memory that is free now that the model is loaded.
 
-    ComfyUI may load a model block by block while it runs. It then needs the free memory for more weights, so keys and
+    If ComfyUI loads a model block by block while it runs, ComfyUI needs the free memory for more weights, and keys and
     values take no more than was planned. shape, conds: arguments of ComfyUI's estimate of an evaluation's memory.
     """
     try:

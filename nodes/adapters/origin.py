@@ -35,8 +35,8 @@ def is_original(block: nn.Module) -> bool:
 
 
 def foreign_positions(model: nn.Module | None) -> str | None:
-    """Return the class of another pack's module that computes positions, None without such a module. Its positions may
-    differ at each step, as in modules for pictures larger than in training."""
+    """Return the class of another pack's module that computes positions, None without such a module. The positions of
+    such modules may differ at each step, as for pictures larger than in training."""
     for name, child in () if model is None else unwrapped(model).named_children():
         if name.startswith(_POSITIONS) and not type(child).__module__.startswith("torch.") and not is_original(child):
             return type(child).__name__

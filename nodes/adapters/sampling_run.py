@@ -229,9 +229,9 @@ class SamplingRun:
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation of one call of the model on latents of (B, C, ..., H, W).
 
-        Conditions with the same area share plans. These are made from the tokens of the first condition or, on several
-        devices, from a predicted picture. A call on a piece of the latent, as in tiled sampling, is planned from that
-        piece. It is planned again in every evaluation, because the next call may show another piece.
+        Conditions with the same area share plans, made from the tokens of the first condition or, on several devices,
+        from a predicted picture. Plans of a call on a piece of the latent, as in tiled sampling, are made from that
+        piece, and again in every evaluation, because the next call may show another piece.
         """
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)

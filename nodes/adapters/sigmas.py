@@ -202,8 +202,8 @@ def enlarges(sampler: Any) -> bool:
 
 
 def _keeps_to_schedule(sampler: Any) -> bool:
-    """Whether a sampler evaluates once a step, at the sigmas of its schedule. It must be an unchanged sampler of
-    ComfyUI, with options that do not change when it evaluates."""
+    """Whether a sampler evaluates once a step, at the sigmas of its schedule: an unchanged sampler of ComfyUI, with
+    options that do not change when it evaluates."""
     if type(sampler) is not KSAMPLER:
         return False
     function, options = sampler.sampler_function, sampler.extra_options or {}

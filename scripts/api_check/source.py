@@ -170,7 +170,7 @@ class Source:
             return self._in_module(found.module, name, depth)
         if isinstance(found.node, ast.ClassDef):
             return self.member(found, name)
-        # This is an alias of a class, or an instance; its class is searched.
+        # `found` is an alias of a class, or an instance: search its class.
         return next((hit for each in self.classes_in(found) if (hit := self.member(each, name))), None)
 
     def scoped(self, module: Module, node: ast.AST) -> Found | None:

@@ -45,7 +45,7 @@ def test_turns_alternate_and_warm_ups_do_not_count() -> None:
 
 @loop("warmups", [0, 1, 5])
 def test_a_limit_holds_in_warm_up_too(warmups: int) -> None:
-    """One warm-up turn and one counted turn remain."""
+    """If turns take longer than the limit, one warm-up turn and one counted turn remain."""
     calls: list[int] = []
 
     def case() -> torch.Tensor:

@@ -61,8 +61,8 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
 
 
 def test_a_run_is_shown_in_its_own_workflow(page: Any) -> None:
-    """If another workflow with the same node ids is open at the end of the run, it shows nothing; the line appears when
-    the run's workflow is opened again."""
+    """If another workflow with the same node ids is open at the end of the run, that workflow shows nothing; the line
+    appears when the run's workflow is opened again."""
     slow = workflow(0.5)
     slow["nodes"][4]["widgets_values"][2] = 12
     page.open(slow, "mine")

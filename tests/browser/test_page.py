@@ -154,7 +154,7 @@ def contrast(page: Any, selector: str) -> float:
 
 
 def test_texts_can_be_read(page: Any) -> None:
-    """These include errors and earlier runs; no template gives nodes of this pack a colour."""
+    """The texts include errors and earlier runs; no template gives nodes of this pack a colour."""
     page.open(workflow(0.0), "contrast")
     assert contrast(page, 4) >= 4.5
     page.queue()

@@ -238,8 +238,8 @@ def test_no_memory_while_a_graph_is_prepared(
 def test_call_that_is_made_again(
     kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
-    """Another pack continues after out-of-memory inside of ToMA's hooks. If it repeats the call, the picture is the
-    same. If it splits the batch, the plans of the call do not fit, and those blocks run unmerged."""
+    """Another pack continues after out-of-memory inside of ToMA's hooks. If that pack repeats the call, the picture is
+    the same. If it splits the batch, the plans of the call do not fit, and those blocks run unmerged."""
     from comfy.patcher_extension import WrappersMP
 
     def cut(value: Any, index: int) -> Any:
@@ -359,7 +359,7 @@ def test_process_that_is_asked_to_exit(
     kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
     error: type[BaseException],
 ) -> None:  # fmt: skip
-    """These errors are not `Exception`s; the model is unchanged after them."""
+    """The errors that end a process are no `Exception`s; the model is unchanged after them."""
 
     def go() -> None:
         raise error

@@ -80,7 +80,7 @@ def test_model_unloaded_reloaded_and_loaded_anew(
 def test_model_unloaded_while_sampling(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
-    """Another model needs the memory and unloads part of this one between two steps."""
+    """Between two steps another model needs memory, and ComfyUI unloads a part of the sampled model."""
     patched = attach(model, **prompt.CASES["stack"])
     size, freed = model.model_size(), []
 

@@ -28,7 +28,7 @@ def server(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comf
     """Start a separate server, which is killed and restarted."""
     base = tmp_path_factory.mktemp("server")
     nodes = Path(__file__).parent / "fault_nodes.py"
-    # These are the settings of the process that it is compared with: PyTorch's attention, and one order of sums.
+    # As in the fresh process with which results are compared: PyTorch's attention, and one order of sums.
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     flags = ["--use-pytorch-cross-attention"]
     with ComfyServer(base=base, packs=[nodes], environ=environ, flags=flags) as running:

@@ -98,7 +98,7 @@ def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a block would have keys of all tokens and values of some."""
+    """If the cache were disabled within a step, a block would have keys of all tokens and values of some."""
     run = run_of()
     run.coverage.store((("", "key"),), features(0))
     run.cache.bounded = True
@@ -111,7 +111,7 @@ def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluation_refreshes() -> None:
-    """If a step cache inside the model skips the refresh, its mode is decided but no block is called."""
+    """If a step cache inside the model skips a refresh, the evaluation has this mode but calls no block."""
     run, x = run_of(), features(0)
     passed(x, at(run, 0, "cond"))
     for step in (3, 4):

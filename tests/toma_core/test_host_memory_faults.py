@@ -137,7 +137,7 @@ def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.Mon
 @loop("order", orders(5))
 @loop("quantized", [False, True])
 def test_another_condition_beside_one_of_two_lies_in_main_memory_too(order: Any, quantized: bool) -> None:
-    """This occurs if the positive prompt changes during a run: the negative one keeps its part of a shared buffer."""
+    """If the positive prompt changes during a run, the negative prompt keeps its part of a shared buffer."""
     copies, seen = Copies(order), list[list[torch.Tensor]]()
     for host in (host_of(copies), None):
         cache = Cache(host=host)

@@ -108,7 +108,7 @@ def test_unused_plans_are_dropped() -> None:
 
 @loop("images", [1, 2, 3])
 def test_cond_and_uncond_share_one_plan(images: int) -> None:
-    """Both use the plan of the first chunk, in one batch or in two calls, in either order."""
+    """Cond and uncond use the plan of the first chunk, in one batch or in two calls, in either order."""
     cond, uncond = features(1, images), features(2, images)
     together, apart = run_of(), run_of()
     both = together.plan(torch.cat([cond, uncond]), GRID, "a", at(), (None, None))
@@ -180,7 +180,7 @@ def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, .
     assert len(kept(2) & first) < 0.6 * len(first)
     assert len(kept(4) & first) > 0.6 * len(first)
     assert kept(6, StepMode.MERGED) == first != kept(8)
-    run.computed((9, 7), keys)  # another grid
+    run.computed((9, 7), keys)  # a refresh of another grid has no effect
     assert len(kept(10) & kept(12)) < 0.6 * len(first)
     run.computed(GRID, keys)
     assert kept(14) == first

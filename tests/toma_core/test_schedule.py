@@ -121,7 +121,7 @@ def test_full_steps_in_between() -> None:
 
 
 def test_last_step_is_full_if_the_picture_is_finished() -> None:
-    """This holds for any interval and range, except if every step is merged."""
+    """The last step is full for any interval and range, unless the settings merge every step."""
     for config in (ToMAConfig(full_step_interval=4, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=4)):
         whole = [step for step, d in enumerate(ten_steps(config, finishes=True)) if not d.merged_ratio]
         assert whole == [0, 4, 8, 9]
@@ -252,7 +252,7 @@ def test_a_sigma_range_without_merging() -> None:
 
 
 def test_every_ratio_has_a_kind() -> None:
-    """Otherwise a kernel would be compiled later in a run."""
+    """For a ratio that is in no kind, a kernel would be compiled later in a run."""
     ratio_schedule = ((6.5, {"a": 0.75, "b": 0.25, "c": 0.0}), (0.0, {"a": 0.5}))
     config = ToMAConfig(selection_interval=1)
     kinds = Schedule(config, tuple(float(10 - step) for step in range(10)), ratio_schedule=ratio_schedule).kinds

@@ -55,7 +55,7 @@ def test_every_variant_of_an_evaluation(unet: Any) -> None:
 
 @pytest.mark.parametrize("model", ["sdxl", "flux", "wan", "ltx_av", "h3"])
 def test_a_timed_step_runs_the_network_once_on_merged_tokens(model: str) -> None:
-    """This also holds outside of inference mode: with a KV cache the full step runs once, before the first turn."""
+    """With a KV cache, the full step runs once, before the first turn, also outside of inference mode."""
     shape = Shape(model, 256, 256, 1, tiny=True, frames=7 if model == "h3" else 3)
     patcher, inputs = fullsize.patcher(model, torch.float32, CPU, tiny=True), shape.inputs(CPU)
     runs = list[int]()
@@ -258,7 +258,7 @@ def test_sections_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
 
 
 def test_extra_sections_take_no_time_from_what_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without later sections they use all of the remaining time."""
+    """An extra section uses all of the remaining time if no other section follows."""
     monkeypatch.setattr(suite, "_run", lambda *_: "")
     chosen = [
         sections.Section("flux", sections.right, 20, 70),

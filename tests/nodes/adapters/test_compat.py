@@ -100,7 +100,7 @@ def test_same_warning_once(warnings: Any) -> None:
 def test_replays_are_off_until_the_last_of_several_devices_is_done(
     before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes ends after an error or an interrupt, and any order in which the devices end."""
+    """The devices may end in any order, also after an error or an interrupt."""
     from comfy.cli_args import args
 
     monkeypatch.setattr(args, "disable_comfy_compiler", before, raising=False)

@@ -125,7 +125,7 @@ def test_own_errors_do_not_end_a_run(
 def test_steps_after_an_own_error_are_full(
     name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
-    """These steps are not merged by the plan of the step before the error."""
+    """Steps after the error are not merged by the plan of the step before it."""
     monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, modes, call = attach(flux), list[Any](), run.merged_call
 

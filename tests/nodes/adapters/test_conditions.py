@@ -69,7 +69,7 @@ def sampling_on_two_devices(sigmas: list[float], **settings: Any) -> tuple[Any, 
 
 
 def test_several_devices_that_share_no_picture_are_full_where_several_conditions_take_part(pack: Any) -> None:
-    """If there is only one condition, it is merged as on one device."""
+    """A step with only one condition is merged as on one device."""
     cond, uncond = {"uuid": "cond"}, {"uuid": "uncond", "timestep_end": 1.5}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0])
     assert step(3.0, cond) == "merged"

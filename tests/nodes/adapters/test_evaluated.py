@@ -68,7 +68,7 @@ def test_perpendicular_negative_guidance(flux: Any) -> None:
 
 
 def test_guidance_of_video_and_audio(flux: Any) -> None:
-    """This is `LTXVDualCFGGuider` of newer ComfyUIs, or a stand-in for it: at equal scales it acts as ComfyUI's own
+    """The guider is `LTXVDualCFGGuider` of newer ComfyUIs, or a stand-in, which at equal scales acts as ComfyUI's own
     guider."""
     from comfy.samplers import CFGGuider
 
@@ -231,7 +231,7 @@ def test_areas_count_by_their_size(
 def test_prompts_that_take_turns_fit_where_two_prompts_fit(
     model_of: Any, stats_of: Any, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such prompts are merged as often as with room for all caches, at full precision."""
+    """Prompts that take turns are merged as often as with room for all caches, at full precision."""
     memory, model = pack_module("nodes.adapters.kv_memory"), model_of("flux")
     merged, conds = run.apply_toma(model, preset("balanced")), turns(model, 10)
     models.sample(merged, HEIGHT, WIDTH, steps=20, positive=conds)

@@ -163,8 +163,8 @@ def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -
 
 
 def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
-    """For models with fewer double blocks, such as Ovis, LongCat and pruned models, the number is a share of the
-    blocks."""
+    """The number of skipped blocks was measured on Flux.1. Models with fewer double blocks, such as Ovis, LongCat and
+    pruned models, skip the same share of their blocks."""
     from scripts.comfy_pack import pack_module
 
     find, core = pack_module("nodes.adapters.registry").find, pack_module("toma_core")

@@ -55,7 +55,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 # Size of the latent, and guidance scale. Odd sides make grids of 19 x 15 and less, and windows of several sizes and
 # budgets.
 RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "odd": ((38, 29), 1.0)}
-HALVED = {"sd15", "ltx"}  # these have a token for each pixel, so latents of half the side have as many tokens
+HALVED = {"sd15", "ltx"}  # families with a token for each pixel: latents of half the side have as many tokens
 # The coarser grids of UNets are below Auto's threshold.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
 # Flux skips the first five blocks of either kind.

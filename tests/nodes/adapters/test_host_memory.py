@@ -57,7 +57,7 @@ def test_with_references_that_are_merged(quantized: bool, model_of: Any) -> None
 
 @loop("split", [False, True])
 def test_with_several_conditions(split: bool, model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One condition has an area, the other covers everything. They are evaluated in one call or in several, with an
+    """One condition has an area, the other covers everything. Both are evaluated in one call or in several, with an
     additional call for skip layer guidance. If calls are split after the refresh, each call reads its part of a
     buffer."""
     model, evaluations = several_calls(model_of("wan")), list[int]()

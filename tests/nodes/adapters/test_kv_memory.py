@@ -191,7 +191,7 @@ def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, st
 def test_where_the_model_runs_out_of_memory_it_runs_again_without(
     step: int, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
-    """This holds in full and merged steps as long as anything is cached; without ToMA the memory would suffice."""
+    """Full and merged steps run again without caches if anything was cached: without ToMA the memory would suffice."""
     model = model_of("flux")
     merged = attach(model, **KEYS)
     with short_of_memory(model.model.diffusion_model.single_blocks[-1].linear2, step + 1):

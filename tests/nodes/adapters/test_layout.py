@@ -19,7 +19,7 @@ TEXT, IMAGE, REFERENCES = 7, 144, (48, 12)  # Flux: a grid of 12 x 12
 
 @dataclass
 class Told:
-    """One call of the attention. length: of q. options: a copy of transformer_options. mask: whether there was one."""
+    """One call of the attention. length: tokens of q. options: a copy of transformer_options. mask: if there is one."""
 
     length: int
     options: dict[str, Any]

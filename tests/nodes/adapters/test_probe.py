@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.decomposition  # it cannot be imported after the opcheck of earlier tests
+import torch._inductor.decomposition  # this import fails after the opcheck of earlier tests
 from comfy.patcher_extension import WrappersMP
 
 from scripts.comfy_pack import pack_module

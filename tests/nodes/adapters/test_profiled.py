@@ -69,7 +69,7 @@ def test_a_profile_that_merges_nothing_is_bit_identical(model: Any, stats_of: An
 
 @every_kind
 def test_one_block_alone(model: Any, stats_of: Any) -> None:
-    """The other blocks are not merged, for a reason in the report, and the block has its own ratio."""
+    """The block has the profile's ratio; the other blocks are not merged, and the report has the reason."""
     chosen = names(model)[1]
     patched = profiled(model, (0.0, {chosen: 0.75}))
     assert sampled(patched).isfinite().all()

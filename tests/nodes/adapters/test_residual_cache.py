@@ -148,7 +148,7 @@ def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any,
 
 
 def test_blocks_that_another_node_patches_are_full_at_full_steps(unet: Any, attach: Any) -> None:
-    """These blocks are merged by module, which uses no residual cache."""
+    """Blocks that another node patches are merged by module, which uses no residual cache."""
     watched = unet.clone()
     watched.set_model_attn1_output_patch(lambda n, extra_options: n)
     outs = [models.sample(m, SIDE, SIDE, **FIRST[1]) for m in (attach(watched, **REUSE), unet)]

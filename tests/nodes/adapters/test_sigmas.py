@@ -312,7 +312,7 @@ def test_evaluations_that_another_wrapper_skips_are_counted(
 
 
 def test_a_repeated_sigma_is_two_steps(flux: Any, attach: Any, decisions: Any) -> None:
-    """This occurs with restarts, and with schedules so long or so shifted that neighbouring sigmas are nearly equal."""
+    """Restarts repeat a sigma, and so do schedules so long or so shifted that neighbouring sigmas are nearly equal."""
     import comfy.sample
     from comfy.samplers import ksampler
 

@@ -100,7 +100,7 @@ def test_cond_and_uncond_share_the_plan_of_a_tile(
 
 @every_kind
 def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: Any, monkeypatch: Any) -> None:
-    """With split conditions, every second one visits the tiles in reverse order."""
+    """Conditions have separate calls, and every second condition visits the tiles in reverse order."""
     calls = 0
 
     def backwards(patched: Any) -> Any:

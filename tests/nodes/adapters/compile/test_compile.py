@@ -93,7 +93,7 @@ def test_compiled_run_is_the_uncompiled_one(
 
 
 def test_a_profile_takes_a_graph_for_each_sigma_range(model: Any) -> None:
-    """This holds for any number of ratios; other numbers of steps need no further graphs."""
+    """The number of ratios does not matter, and other numbers of steps need no further graphs."""
     run, core = pack_module("nodes.adapters.patch_model"), pack_module("toma_core")
     names = [block.name for block in pack_module("nodes.adapters.registry").blocks_of(model)]
     high = {name: (0.25, 0.5, 0.75)[n % 3] for n, name in enumerate(names)}

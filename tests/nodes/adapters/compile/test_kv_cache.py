@@ -30,8 +30,7 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     fresh_compiler: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There are two graphs, one for full and one for merged steps, as without a cache; this also holds for a 4-bit
-    cache."""
+    """With a full or a 4-bit cache there are two graphs, as without a cache: one for full and one for merged steps."""
     model_of(kind)  # skips models that this ComfyUI lacks
     if packed:
         monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)

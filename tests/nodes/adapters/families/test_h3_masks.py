@@ -156,7 +156,7 @@ def masks(what: str) -> tuple[Tensor, Tensor]:
 @loop("what", ["a rectangle", "an extension", "a soft edge", "all alike", "audio alone"])
 @loop("cfg", [1.0, 3.0])
 def test_a_masked_run(what: str, cfg: float, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This needs a ComfyUI whose model reads masks, 0.33.0 or newer; older ones only blend by the mask."""
+    """The model reads masks since ComfyUI 0.33.0; an older ComfyUI only blends by the mask, after the model."""
     from comfy.nested_tensor import NestedTensor
 
     model, (video, audio) = model_of("h3"), masks(what)

@@ -110,8 +110,8 @@ def test_videos_and_guidance(
 
 
 def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, attach: Any, stats_of: Any) -> None:
-    """For image to video by replacing the first frame, ComfyUI passes token offsets that do not fall between frames in
-    single blocks."""
+    """For image to video that replaces the first frame, ComfyUI passes single blocks the index of a token inside a
+    frame."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), models.sample(hunyuan, HEIGHT, WIDTH, **asked))

@@ -125,7 +125,7 @@ def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) 
 
 
 def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it attended to merged tokens, its error would be much larger."""
+    """If the audio attended to merged tokens, its error would be much larger."""
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
     monkeypatch.setattr(pack_module("toma_core.run"), "RECENT", 1.0)  # tokens that take turns would hide the fault
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
@@ -137,7 +137,7 @@ def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.Monk
 
 
 def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, stats_of: Any) -> None:
-    """One run has only a video, the other also reference audio before it."""
+    """One run has only a video; the other has audio, with the tokens of reference audio."""
     model = model_of("ltx_av")
     merged = attach(model)
     alone = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH)
@@ -168,7 +168,7 @@ def guided(model: Any, strength: float) -> dict[str, Any]:
 
 @loop("family", BOTH)
 def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """With a strength, attention to the tokens of guides is scaled. Such runs are not merged and report the reason."""
+    """A guide's strength scales the attention to its tokens. Such runs are not merged and report the reason."""
     model = model_of(family)
     merged, strong, weak = attach(model), guided(model, 1.0), guided(model, 0.5)
     (found,), (own,) = sampled(merged, **strong), sampled(model, **strong)

@@ -111,8 +111,8 @@ print(json.dumps(found))
 
 
 def test_weights_are_read_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """This holds for windows of 56 tokens with 28 destinations, also for a batch; dense rows would be read two bytes at
-    a time."""
+    """Windows have 56 tokens and 28 destinations, in one image or a batch; dense rows would be read two bytes at a
+    time."""
     close, apart = json.loads(printed(WEIGHTS, tmp_path))
     assert min(close) > 0
     assert apart == [0, 0]

@@ -84,7 +84,7 @@ def test_propagate(case: Case, features: int, pairs: int, images: int, kernels: 
     assert ours.is_contiguous()
     assert off(ours, reference(regression, cached, fresh, rotation)) < TOLERANCE[case.dtype]
     assert all(torch.equal(a, b) for a, b in zip((cached, fresh), copies, strict=True)), "inputs are left alone"
-    # This is a prepared launch, with rotations in the dtype of keys.
+    # The second call is a prepared launch, with rotations in the dtype of keys.
     assert torch.equal(regression.propagate(cached, fresh, rotation), ours)
     if rotation is not None:
         rounded = replace(rotation, **dict(zip(("tokens", "destinations"), rotation._in_dtype, strict=True)))
