@@ -135,7 +135,7 @@ class Trainer:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Resume from a file of `save`; if the number of steps differs, the cool-down moves."""
+        """Resume from a file that `save` wrote; if the number of steps differs, the cool-down moves."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         if state["plan"]["kind"] != self.plan.kind or state["plan"]["seed"] != self.plan.seed:
             raise ValueError(

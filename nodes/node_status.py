@@ -34,7 +34,7 @@ class NodeStatus:
 
     node_id: str | None  # ComfyUI's id of the node in the prompt; None outside of a prompt, where nothing is shown
     notes: Sequence[Line] = ()  # remarks on the node's inputs, shown after each run
-    # Name of the preset, as `preset`, and the values of the settings that are left to the preset, by name.
+    # The preset's name under "preset", and under its name the value of each setting that is left to the preset.
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def began(self) -> None:

@@ -31,8 +31,8 @@ class Task:
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, latent: Any, negative: Any = None, **sampler: Any) -> Task:
-        """Return the task from a node's inputs, named like the task's fields. Raises `ConfigError` for inputs of
-        another kind."""
+        """Return the task from a node's inputs, named like the task's fields. Raises `ConfigError` for inputs of the
+        wrong kind."""
         validate_inputs.model(model)
         validate_inputs.conditioning("positive", positive)
         if negative is not None:

@@ -98,7 +98,7 @@ class Shape:
             inputs["attention_mask"] = torch.ones(self.batch, text, dtype=torch.long, device=device)
         if self.references:
             inputs["ref_latents"] = [noise(*self.latent) for _ in range(self.references)]
-            if self.model == "krea2":  # missing in its checkpoints
+            if self.model == "krea2":  # Krea 2's checkpoints do not name a method
                 inputs["ref_latents_method"] = "index"
         return inputs
 

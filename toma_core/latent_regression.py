@@ -54,7 +54,7 @@ class Rotation:
     # channels. Any float dtype; the matrices of a token are contiguous, as kernels need.
     tokens: Tensor
     destinations: Tensor
-    dtype: torch.dtype  # the keys'
+    dtype: torch.dtype  # of the keys
 
     @classmethod
     def of(cls, tokens: Tensor, destinations: Tensor, like: Tensor) -> Rotation | None:

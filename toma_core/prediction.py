@@ -19,8 +19,8 @@ _MAX_NOISE = 0.92
 
 
 def trusted_below(flow: bool) -> float:
-    """Return the sigma below which predictions are better than tokens. flow: the model mixes noise and picture by s and
-    1 - s; other models add s / (1 - s) of noise to the picture."""
+    """Return the sigma below which predictions are better than tokens. flow: whether a mix of s of noise and 1 - s of
+    picture has sigma s, as in flow models; in other models this mix has sigma s / (1 - s)."""
     return _MAX_NOISE if flow else _MAX_NOISE / (1 - _MAX_NOISE)
 
 

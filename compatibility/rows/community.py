@@ -236,7 +236,7 @@ def face(seed: int) -> dict[str, Any]:
 
 def pulid(pack: str, module: str, name: str) -> tuple[Any, Any]:
     """Return the pack's node and its module, with random numbers for the cropped face."""
-    importlib.import_module("comfy.sd")  # imported first: its imports look for some of these libraries
+    importlib.import_module("comfy.sd")  # before the stand-ins, because its imports look for some of these libraries
     with standing_in(FACES):
         apply = community(pack)(name)
         code = importlib.import_module(f"{str(found(pack)).replace('.', '_x_')}.{module}")

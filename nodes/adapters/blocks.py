@@ -24,7 +24,7 @@ from .signature import Options
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """What each family tells about a block."""
+    """The facts of a block, the same for every family."""
 
     name: str  # name in the report
     home: str  # only blocks with the same home may be merged in one chain

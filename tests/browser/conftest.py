@@ -36,7 +36,7 @@ FLAGS = [
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
 TIMEOUT = 300_000  # a page that takes seconds on a free core takes minutes on a busy machine
-# Messages of a prompt are in order, and its end comes last. `statusOf` returns the element with a status text.
+# ComfyUI sends the messages of a prompt in order, its end last. `statusOf` returns the element with a status text.
 IN_PAGE = """() => {
     window.finished = 0
     for (const kind of ["execution_success", "execution_error", "execution_interrupted"])

@@ -92,7 +92,7 @@ def test_keys_that_separate_plans() -> None:
 
 
 def test_unused_plans_are_dropped() -> None:
-    """The windows over a batch move. The plan of an unused grid stays, because it will be drawn."""
+    """Context windows move over the batch. The plan of an unused grid stays, because it will be drawn."""
     run, x = run_of(), features(0)
     run.plan(x, (9, 7), "a", at(), (None,))
     for selection in range(4):

@@ -186,7 +186,7 @@ def test_a_step_whose_weights_are_new_is_full(trained: Trained, usual: dict[int,
 
 
 def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stats_of: Any) -> None:
-    """A wrapper between a known sampler and the model passes it another part of the picture at each step."""
+    """A wrapper between a known sampler and the model passes the model another part of the picture at each step."""
     from comfy.patcher_extension import WrappersMP
 
     def rolled(executor: Any, x: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,7 +62,7 @@ def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
         case = process[f"tokens-{way}-{kind}"]
         assert case["as without ToMA"]
         assert case["the same on all"]
-        # In one case the forward of some blocks is replaced.
+        # Blocks whose forward the other pack replaces have another reason in the report.
         assert case["merged"] == 0
         assert set(case["unmerged"]) <= {TOKENS_CHANGED, "block_replaced"}
         assert sum(case["unmerged"].values()) == BLOCKS["flux"]
