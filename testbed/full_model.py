@@ -69,6 +69,7 @@ FLUX = ModelSpec(
     {**_FLUX1, "image_model": "flux", "in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "guidance_embed": True},
     _BOTH,
     few=(1, 2),
+    text=(256, 4096),
     pooled=768,
     guidance=True,
 )

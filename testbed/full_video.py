@@ -20,7 +20,7 @@ LTX = ModelSpec(
     {"image_model": "ltxv", "num_layers": 28},
     ("num_layers",),
     few=(3,),
-    text=(256, 4096),
+    text=(128, 4096),
     channels=128,
     pixel=32,
     video=True,

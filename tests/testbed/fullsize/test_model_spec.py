@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -98,3 +99,14 @@ def test_references_are_merged_or_in_the_way(name: str) -> None:
     assert gains[0] < 1.5
     assert gains[1] > 2.0
     assert pack_module("toma_core").ToMAConfig().merge_references is False
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer"),
+    [("flux", "flux.FluxTokenizer"), ("klein", "flux.KleinTokenizer8B"), ("ltx", "lt.LTXVT5Tokenizer")],
+)
+def test_texts_are_as_long_as_comfyui_pads_a_prompt(name: str, tokenizer: str) -> None:
+    module, kind = tokenizer.split(".")
+    tokenize = getattr(import_module(f"comfy.text_encoders.{module}"), kind)().tokenize_with_weights
+    lengths = {len(batch[0]) for key, batch in tokenize("a cat on a mat").items() if key != "l"}
+    assert lengths == {SPECS[name].text[0]}
