@@ -22,10 +22,10 @@ BEGIN, END = "<!-- tables: make compatibility -->", "<!-- end of tables -->"
 # The text between the tables of the first two families and those of the others.
 FURTHER = """### The other models
 
-Features that depend on the model were also tried on small models of 2 to 5 blocks. *-*: ComfyUI does not have the feature
-for this model. *not tried*: left out to save time; the verdict of another model holds.
-tests/nodes/adapters/compile/test_compile.py counts the compiled graphs of every model. Qwen-Image 2.1 is newer than this
-ComfyUI, so a stand-in for its class was tried, with ComfyUI's cache of the prompt on."""
+Features that depend on the model were also tried on small models of 2 to 5 blocks. *-*: ComfyUI does not have the
+feature for this model. *not tried*: left out to save time; the verdict of another model holds.
+tests/nodes/adapters/compile/test_compile.py counts the compiled graphs of every model. Qwen-Image 2.1 is newer than
+this ComfyUI, so a stand-in for its class was tried, with ComfyUI's cache of the prompt on."""
 # The text before the table of the families in LATEST.
 LAST = """### Further models
 
