@@ -34,7 +34,7 @@ class NodeStatus:
 
     node_id: str | None  # ComfyUI's id of the node in the prompt; None outside of a prompt, where nothing is shown
     notes: Sequence[Line] = ()  # remarks on the node's inputs, shown after each run
-    # The preset's name under "preset", and under its name the value of each setting that is left to the preset.
+    # By name, the value of each setting that is left to the preset; under "preset", the preset's own name.
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def began(self) -> None:

@@ -125,7 +125,7 @@ def quick_garbage_collection() -> None:
 
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
-    """Load the pack's root module under ComfyUI's name for it. Submodules: `scripts.comfy_pack.pack_module`."""
+    """Load the pack's root module under ComfyUI's name for it; `scripts.comfy_pack.pack_module` has submodules."""
     require_comfyui()
     return load_pack()
 

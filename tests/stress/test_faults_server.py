@@ -1,5 +1,5 @@
-"""Faults of a real server, by its API: afterwards its result equals that of a fresh process, and no object of the run
-is alive.
+"""Faults of prompts on a real server: afterwards the server's result equals that of a fresh process, and no object of
+the run is alive.
 
 The nodes are those of fault_nodes.py. Before and after each fault ComfyUI has the same patched MODEL in its cache.
 """

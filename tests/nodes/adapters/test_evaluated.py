@@ -49,7 +49,7 @@ def test_comfyuis_guider(flux: Any) -> None:
     [((1.5, 2.0), False, 3), ((1.5, 1.0), False, 2), ((1.0, 1.0), False, 1), ((1.0, 1.0), True, 3)],
 )
 def test_guidance_by_two_prompts(cfg: tuple[float, float], nested: bool, wanted: int, flux: Any) -> None:
-    """`DualCFGGuider` decides by its scales."""
+    """The scales of `DualCFGGuider` decide which prompts it evaluates."""
     from comfy_extras.nodes_custom_sampler import Guider_DualCFG
 
     guider = Guider_DualCFG(flux)

@@ -141,8 +141,8 @@ def test_a_late_prompt_makes_one_step_full(flux: Any, preset: Any, settled: Any,
 def test_a_controlnet_that_begins_late_makes_one_step_full(
     flux: Any, preset: Any, settled: Any, plan_calls: Any, apart: bool
 ) -> None:
-    """The ControlNet splits chains differently, so that none of them is cached. If it belongs to one condition only,
-    that condition has a separate call."""
+    """A ControlNet splits chains, and the shorter chains have no caches. If it belongs to one condition only, that
+    condition has a separate call."""
     import comfy.controlnet
 
     class Late(comfy.controlnet.ControlBase):

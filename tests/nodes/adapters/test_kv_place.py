@@ -36,7 +36,7 @@ def computer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def planned(model: Any, **settings: Any) -> tuple[Any, Any]:
-    """Return the config and the KV cache of a run at cfg 1."""
+    """Return the config and the `KVCachePlan` of a run at cfg 1."""
     from comfy.sampler_helpers import convert_cond
     from comfy.samplers import CFGGuider
 

@@ -107,7 +107,7 @@ def test_a_block_counts_for_the_steps_in_which_it_was_merged() -> None:
     for block in ("double.1", "double.2"):
         stats.merged(block, 3)
         stats.not_merged(block, Reason.ATTENTION_PATCH())
-    # Five pairs in three steps.
+    # Five pairs of a block and a step in which it was merged, in three steps: 5 / 3 blocks, rounded.
     assert str(report_text.headline(stats)) == "On: 50 % of the tokens merged, 2 of 3 blocks, 3 of 6 steps"
     lines = list(map(str, report_text.details(stats)))
     assert "merged steps: 2, 4-5, at ratio 0.5" in lines
