@@ -58,7 +58,7 @@ def test_as_large_as_its_checkpoint(name: str) -> None:
 
 @every_model
 def test_few_blocks_fit_anywhere(name: str) -> None:
-    """They fit in 10 GB in bf16, with memory for activations."""
+    """The few blocks of a specification fit in 10 GB in bf16, with memory for activations."""
     assert 2 * weights(name, SPECS[name].few or None) < 5.7
 
 
@@ -75,12 +75,12 @@ def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
     assert out.isfinite().all()
 
 
-# At 1024, all blocks are merged at a ratio of 0.5. Klein has fewer launches, so those of its two chains are a larger
-# share.
+# At 1024, all blocks are merged at a ratio of 0.5. Klein has fewer launches, so merging its two chains adds a larger
+# share of them.
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "sdxl"])
 def test_stacks_add_next_to_nothing(name: str) -> None:
     """Stacks run twice as fast in FLOPs, with at most 1.2 % more operations even in plain PyTorch."""
-    shape = Shape(name, frames=4 if SPECS[name].audio else 1)  # its text is long compared with one frame
+    shape = Shape(name, frames=4 if SPECS[name].audio else 1)  # the text of these models is long beside one frame
     toma = variants.toma("", ratio=0.5, skip_first_blocks=0)
     base, merged = cost.count(shape), cost.count(shape, toma)
     assert 1.85 < base.flops / merged.flops < 2.3
