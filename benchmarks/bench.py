@@ -142,7 +142,7 @@ def interleave(
 
 @dataclass
 class Row:
-    """One line of a result."""
+    """One row of a result: a variant of a model at one size."""
 
     section: str
     model: str

@@ -22,7 +22,7 @@ Block = Callable[[Any, Callable[..., Tensor]], Any]
 
 
 class Together:
-    """One process of an initialised group of torch.distributed."""
+    """A group in which this process holds one share; torch.distributed is initialised."""
 
     def __init__(self) -> None:
         self.size = torch.distributed.get_world_size()
@@ -45,7 +45,7 @@ class Together:
 
 
 class InTurn:
-    """All processes of a group, one after the other."""
+    """A group in which this process holds all shares, and runs them one after the other."""
 
     def __init__(self, size: int = 2) -> None:
         self.size, self.held = size, range(size)

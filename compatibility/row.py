@@ -95,14 +95,14 @@ class Expected:
 
 @dataclass(frozen=True)
 class Refused:
-    """ComfyUI itself cannot run the feature on this family."""
+    """The outcome where ComfyUI itself cannot run the feature on this family."""
 
     error: type[Exception]
 
 
 @dataclass(frozen=True)
 class NotFor:
-    """There is nothing to run. why: the cell's text."""
+    """The outcome where there is nothing to run. why: the cell's text."""
 
     why: str
 
@@ -144,7 +144,7 @@ class Row:
 
 
 class Table:
-    """Rows in the order of their definition."""
+    """The rows of the table, in the order of their definition."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

@@ -106,7 +106,7 @@ class View:
 
 @dataclass(frozen=True)
 class Batch:
-    """The data of one step."""
+    """The data of one training step."""
 
     sort: str  # "half", "full", "crop", "still" or "clip"
     view: View

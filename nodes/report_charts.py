@@ -116,7 +116,7 @@ def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
 
 @dataclass(frozen=True)
 class Bar:
-    """One setting in `bar_chart`."""
+    """A bar of `bar_chart`: the measurement at one setting."""
 
     name: str
     value: float  # length of the bar

@@ -18,7 +18,7 @@ from .adapters.streams import first_of_nested
 
 @dataclass(frozen=True)
 class Task:
-    """One sampling task."""
+    """The inputs of one sampling run."""
 
     positive: Any  # conditioning
     negative: Any  # None to sample without guidance

@@ -18,11 +18,11 @@ POLL_SECONDS = 0.1
 
 
 class ServerError(RuntimeError):
-    """The server did not start or went away; the message ends with its log."""
+    """An error of a server that did not start or went away; the message ends with the server's log."""
 
 
 class PromptError(RuntimeError):
-    """The server refused a prompt before running it (HTTP 400).
+    """An error of a prompt that the server refused before running it (HTTP 400).
 
     Attributes:
         error: the error of the prompt itself.

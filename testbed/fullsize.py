@@ -24,7 +24,7 @@ _TINY = (32, 48, 24)
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of one evaluation."""
+    """The model and the sizes of one evaluation."""
 
     model: str  # a key of `SPECS`
     height: int = 1024  # height of the picture in pixels

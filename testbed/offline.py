@@ -24,7 +24,7 @@ class Launcher:
 
 
 class _Utils:
-    """Properties of the device and of binaries."""
+    """Answers Triton's questions about properties of the device and of binaries."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132, "warpSize": 32}

@@ -27,7 +27,7 @@ Known = dict[str, int]  # by stream, how much of its work is known to be finishe
 
 
 class RaceError(AssertionError):
-    """Two accesses to a tensor have no order."""
+    """An error: two accesses to a tensor have no order."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Point:
 
 @dataclass(eq=False)
 class Recorded:
-    """A stream."""
+    """A stream whose work is recorded, and run in an order of the test's choice."""
 
     copies: Copies
     name: str

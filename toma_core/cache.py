@@ -34,7 +34,7 @@ class _Entry(NamedTuple):
 
 @dataclass(eq=False)
 class Cache:
-    """Cached updates, keys and values of one run. Several devices may share it."""
+    """Cached updates, keys and values of one run. Several devices may share the object."""
 
     bounded: bool = False  # whether to disable the cache if dropping old entries does not bring it within its limit
     reserved: int = 0  # bytes set aside for keys, values and updates of a run with a KV cache

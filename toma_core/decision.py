@@ -29,7 +29,7 @@ _SMALL_SHARE = 0.03
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that are known before the model runs."""
+    """The facts on an evaluation that are known before the model runs."""
 
     sigma: float  # the sampler's
     step: int | None = None  # None if unknown

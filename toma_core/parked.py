@@ -191,7 +191,7 @@ class Parked:
 
 
 class _Read(NamedTuple):
-    """A tensor that is being read."""
+    """The copy on the device of a tensor that is being read."""
 
     parts: list[Tensor]
     event: Any
@@ -199,7 +199,7 @@ class _Read(NamedTuple):
 
 @dataclass(eq=False)
 class Lane:
-    """The copies of one device."""
+    """The copies between one device and main memory."""
 
     copier: Copier
     device: torch.device

@@ -17,7 +17,7 @@ from .merge import MergePlan
 
 @dataclass(eq=False)
 class TileBatch:
-    """The images of one call."""
+    """The images of one call of the model, each of which may be a tile."""
 
     latent: Tensor  # (B, ...), the latents that are evaluated
     earlier: tuple[TileBatch, ...] = ()  # calls of the same evaluation, which may show the same tiles

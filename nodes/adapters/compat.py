@@ -26,7 +26,7 @@ RAISES_OWN_ERRORS = False  # set by `scripts.comfy_pack`, for tests and measurem
 
 
 class UnmergedError(Exception):
-    """The next call of the model cannot be merged."""
+    """An error after which the next call of the model is not merged."""
 
     @property
     def reason(self) -> Message:
@@ -43,7 +43,7 @@ class UnsupportedApiError(UnmergedError):
 
 
 class OwnError(UnmergedError):
-    """Code of this pack has failed. It is raised from the original error."""
+    """An error of this pack's code, raised from the original error."""
 
     @property
     def reason(self) -> Message:

@@ -26,7 +26,7 @@ PART_HOMES = {
 
 @dataclass
 class Family:
-    """A family of models."""
+    """A family of models, as the pack declares it."""
 
     name: str
     models: list[str]  # dotted names of ComfyUI's classes: MODEL, then those of DERIVED by their short name

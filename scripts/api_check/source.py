@@ -14,7 +14,7 @@ Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(eq=False)
 class Module:
-    """A parsed file."""
+    """A parsed Python file."""
 
     name: str  # dotted
     tree: ast.Module

@@ -22,7 +22,7 @@ def random(*shape):
 
 
 class Text:
-    """A text encoder."""
+    """A text encoder that returns random numbers."""
 
     def tokenize(self, text, **_):
         return text

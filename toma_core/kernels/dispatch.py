@@ -48,7 +48,7 @@ class KernelName(MessageId):
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernels to use."""
+    """The kernels that a run uses, and why no faster ones."""
 
     kernels: TritonKernels | None  # None for plain PyTorch
     reason: Message | None = None  # why no faster kernels are used
