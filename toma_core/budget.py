@@ -32,14 +32,14 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
     return 1 - mean.pow(2).sum(-1)
 
 
-def allocate(budget: Budget, spread: Tensor, windows: Windows, propagates: bool = False) -> Budget:
+def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool = False) -> Budget:
     """Reallocate the destinations of an equal budget by the spread of its windows, (B, W) from the function `spread`.
 
     In two dimensions, quantisation has the least error if the density of points is proportional to the root of the
-    variance (Zador 1982). propagates: the plan propagates cached tensors, so that latents explain most of the change in
-    flat windows; the density is then proportional to the variance. Destinations are given out one at a time, each to
-    the window that has the fewest relative to its share, so the sum is exact. A window gets at least one destination
-    and at most as many as it has tokens. Each frame of a video keeps its total. No host sync.
+    variance (Zador 1982). by_latents: cached tensors are propagated by the latent, which usually explains most of the
+    change in flat windows; the density is then proportional to the variance. Destinations are given out one at a time,
+    each to the window that has the fewest relative to its share, so the sum is exact. A window gets at least one
+    destination and at most as many as it has tokens. Each frame of a video keeps its total. No host sync.
     """
     device, frames = spread.device, windows.frames
     images, total = len(spread), budget.total // frames
@@ -50,7 +50,7 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows, propagates: bool 
     sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], windows.slots)
     sizes = sizes[: spread.shape[1]]
     density = spread.clamp_min(MIN_SPREAD)
-    due = (density if propagates else density.sqrt()) * sizes
+    due = (density if by_latents else density.sqrt()) * sizes
     claims = due[..., None] / (rank + 0.5)
     claims = claims.masked_fill(rank >= sizes[:, None], -1.0).masked_fill(rank == 0, torch.inf)
     # The sort is stable: of equal claims, the first ones win on every device.

@@ -173,7 +173,7 @@ class RunState:
         else:
             # Tokens of noise vary alike in all windows; references are never noise.
             even = picture is None and step.selection != LASTING
-            turns = self._propagates(step) and step.mode is StepMode.MERGED_CACHED
+            turns = self._by_latents(step) and step.mode is StepMode.MERGED_CACHED
             plan = self._selected(x, features, grid, step, even, self._taking_turns(key) if turns else None)
             if turns:
                 self._recent[_turn_of(key)] = plan.destinations
@@ -267,10 +267,10 @@ class RunState:
         windows, budget = self._layout(grid, step, features.device)
         if even:
             return windows, budget
-        return windows, allocate(budget, spread(windows.split(features), windows), windows, self._propagates(step))
+        return windows, allocate(budget, spread(windows.split(features), windows), windows, self._by_latents(step))
 
-    def _propagates(self, step: StepPlan) -> bool:
-        """Return whether a plan of this step propagates cached tensors of the latent's tokens."""
+    def _by_latents(self, step: StepPlan) -> bool:
+        """Return whether merged steps can propagate cached tensors by the latent: references have none of their own."""
         return self.kv_cache and step.selection != LASTING
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:

@@ -86,6 +86,17 @@ def test_tokens_of_one_direction_and_other_lengths_are_told_apart(scale: float) 
     assert bool((cosine_similarity(picture_tokens(clean, (4, 8), clean)) > 0.999).all())
 
 
+@loop(("kv_cache", "selected"), [(True, {0.2, 0.8}), (False, {0.2})])
+def test_plans_see_brightness_only_with_the_kv_cache(kv_cache: bool, selected: set[float]) -> None:
+    """Each window has a dark and a bright half of one colour, and two destinations."""
+    clean = torch.tensor([0.2, 0.2, 0.8, 0.8] * 2).expand(1, 3, 8, 8)
+    config = ToMAConfig(window_size=4, similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)  # type: ignore[arg-type]
+    step, x = StepPlan(1, StepMode.MERGED_CACHED, 0.875, 0, 0), torch.randn(1, 64, 5)
+    plan = RunState(Schedule(config)).plan(x, (8, 8), "a", step, (None,), pictures=(clean,))
+    shown = clean[0, 0].flatten()[plan.destinations[0]].view(4, 2)
+    assert all(set(window) == selected for window in shown.double().round(decimals=3).tolist())
+
+
 @loop("poison", [float("nan"), float("inf"), -float("inf")])
 def test_a_broken_pixel_spoils_its_own_token_only(poison: float) -> None:
     clean = picture(1)
