@@ -125,11 +125,14 @@ def count(
     blocks: tuple[int, ...] | None = None,
     modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Cost:
-    """Count the cost of one evaluation of a full-width model. blocks: number of blocks of each kind, all if None.
+    """Count the cost of one evaluation of a full-width model.
 
-    kernels: count ToMA's fused Triton kernels, see `Fused`, in place of plain PyTorch. plan: whether the evaluation
-    also makes its plans; otherwise they exist. step: the evaluation's index in a run of `STEPS`. regression: whether
-    changes are regressed on the latent. modules: class name of a module -> part under which its work is counted.
+    kernels: count ToMA's fused Triton kernels, see `Fused`, in place of plain PyTorch.
+    plan: whether the evaluation also makes its plans; otherwise plans exist.
+    step: the evaluation's index in a run of `STEPS`.
+    regression: whether changes are regressed on the latent.
+    blocks: number of blocks of each kind, all if None.
+    modules: class name of a module -> part under which its work is counted.
     """
     patched = variant.patch(on_meta(shape.model, blocks))
     model, meter = patched.model.diffusion_model, Meter()

@@ -163,11 +163,15 @@ class Table:
         latest: Mapping[str, Outcome] | None = None,
         pack: str = "",
     ) -> Callable[[Callable[[Kit], Any]], Callable[[Kit], Any]]:
-        """Decorate the function that makes the graphs. others: the outcome of all other families, or by family of those
-        that have the feature. only: as `others`, for a feature that SDXL and Flux do not have. quick: run on the oldest
-        supported ComfyUI too. sound: whether the row is also tried on the families of `SOUND` and `LATEST`. latest:
-        outcomes by family of `LATEST`, MERGED for those not named. pack: the folder of the feature's community
-        pack."""
+        """Decorate the function that makes the graphs.
+
+        others: the outcome of all other families, or by family of those that have the feature.
+        only: as `others`, for a feature that SDXL and Flux do not have.
+        quick: whether the row also runs on the oldest supported ComfyUI.
+        sound: whether the row is also tried on the families of `SOUND` and `LATEST`.
+        latest: outcomes by family of `LATEST`, MERGED for those not named.
+        pack: the folder of the feature's community pack.
+        """
         expected: dict[str, Outcome] = {} if only else {"sdxl": sdxl, "flux": flux}
         others = only or others
         if others is not None:
