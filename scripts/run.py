@@ -2,7 +2,7 @@
 
     python3 -m scripts.run [--comfyui 0.16.3] [--quiet] -- python -m pytest -k windows
 
-If the first word is `python`, it is that of the environment. The command runs in the checkout with COMFYUI_PATH set.
+`python` as the first word means the environment's Python. The command runs in the checkout with COMFYUI_PATH set.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ class Reduction:
         return self.chain.signature.clamp_fp16(joined(restored))
 
     def _all_attended(self) -> bool:
-        """Return whether every block of the chain is in `attended`. Note in the run whether any block is in it, and
-        empty the set."""
+        """Return whether `attended` has every block of the chain. Note in the run whether the set has any, and empty
+        the set."""
         run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
         run.attention_hook_called = bool(run.attention_hook_called or self.attended)
         self.attended.clear()

@@ -44,7 +44,7 @@ def foreign_positions(model: nn.Module | None) -> str | None:
 
 
 def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
-    """Whether ComfyUI wrote all of these methods that the model has."""
+    """Whether all of these methods that the model has are ComfyUI's own."""
     loops = [getattr(type(model), name) for name in methods if hasattr(type(model), name)]
     return vars(model).keys().isdisjoint(methods) and all(map(_in_its_own_file, loops))
 
