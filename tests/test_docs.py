@@ -168,7 +168,7 @@ def test_tables_of_the_readme_are_the_counted_ones() -> None:
 
 
 def test_the_chinese_readme_is_the_english_one() -> None:
-    """Both have the same sections, tables, links and figures; a number that changes in one has to change in the
+    """Both READMEs have the same sections, tables, links and figures; a number that changes in one has to change in the
     other."""
     english, theirs = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
     assert "[中文](README.zh.md)" in english

@@ -120,7 +120,7 @@ def test_every_text_is_translated(language: str) -> None:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_page_can_read_every_text(language: str) -> None:
-    """vue-i18n interprets some characters; labels in messages are those of the widgets."""
+    """No text has a character that vue-i18n interprets, and messages name inputs by the labels of the widgets."""
     assert [path for path, text in leaves(texts(language)) if set(text) & set("{}@|")] == []
     shown: dict[str, str] = {}
     for node in texts(language).values():

@@ -56,10 +56,10 @@ def test_prompts_that_take_turns(trained: Trained, plain: float) -> None:
 
 
 def test_two_pictures_of_one_size_that_take_turns(trained: Trained, plain: float, stats_of: Any) -> None:
-    """FlowEdit does this: at each step it evaluates a picture with new noise, and the edited picture with the same
-    noise, for two prompts.
+    """At each step FlowEdit evaluates a picture with new noise, and the edited picture with the same noise, for two
+    prompts.
 
-    Neither can use the other's cache, so steps are full and their error is smaller than that of merged steps.
+    Neither picture can use the other's cache, so steps are full and have a smaller error than merged steps.
     """
     picture = trained.drawn(trained.model, positive=trained.prompt(4))
 

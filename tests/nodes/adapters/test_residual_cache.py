@@ -248,7 +248,7 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach
 def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     flux: Any, attach: Any, monkeypatch: Any, patched: bool
 ) -> None:
-    """The first evaluation of this guidance refreshes only its own cache; the others continue with theirs."""
+    """The first call of the guidance refreshes only its own cache; all other calls continue with their caches."""
     import comfy.samplers
     from comfy.model_patcher import set_model_options_patch_replace
 
