@@ -4,9 +4,9 @@
 
 SDXL and Flux have their full depth, but are narrow and run on small pictures. An evaluation then takes as long as the
 host needs to launch it, and compiling saves just this time where a GPU waits for its host. The suite's section
-`compile` has models of full width. On a CPU these show nothing, because Inductor's products in bf16 are slower there
-than PyTorch's own. Measured with PyTorch's attention (ComfyUI's own for CPUs breaks graphs), in fp32, by the wall
-clock. The first run of a compiled variant takes a minute.
+`compile` has models of full width. On a CPU such models show nothing, because Inductor's products in bf16 are slower
+there than PyTorch's own. Times are wall-clock times in fp32 with PyTorch's attention (ComfyUI's own for CPUs breaks
+graphs). The first run of a compiled variant takes a minute.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Patch = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of running a model."""
+    """One way to run a model: a name, and a patch of the model."""
 
     name: str
     patch: Patch

@@ -1,7 +1,7 @@
 """Latents that must not change: short runs of all presets and granularities on tiny models of each family.
 
-They check changes that must not alter pictures. A change that alters them on purpose writes golden.json again and is
-listed in the changelog ("may change seeds"):
+The tests are for changes that must not alter pictures. After a change that alters pictures on purpose, write
+golden.json again and list the change in the changelog ("may change seeds"):
 
 TOMA_WRITE_GOLDEN=1 make test ARGS=tests/nodes/adapters/test_golden.py
 
