@@ -183,5 +183,5 @@ class Copies:
 
 
 def orders(seeds: int) -> list[Any]:
-    """Return the orders of completion to try: both ends, and some at random."""
+    """Return the orders of completion to try: the latest, the earliest, and some at random."""
     return ["late", "early", *range(seeds)]

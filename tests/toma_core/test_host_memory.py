@@ -90,7 +90,7 @@ WAITS = [("up", "compute"), ("up", "down"), ("compute", "up"), ("compute", "down
 
 @loop("deaf", [None, *WAITS])
 def test_every_wait_is_needed(deaf: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any one of the waits the recording reports a race, also if calls of the model follow directly."""
+    """Without any one of the waits the recording reports a race, also if model calls follow each other directly."""
     monkeypatch.setattr(Cache, "free_staging", lambda *_: None)
     copies = Copies(deaf=deaf)
     cache = Cache(host=host_of(copies))

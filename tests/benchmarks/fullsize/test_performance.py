@@ -14,7 +14,7 @@ from benchmarks import performance
 
 @pytest.fixture(autouse=True)
 def loaded(pack: ModuleType) -> None:
-    """Models and hooks come from ComfyUI and the pack."""
+    """Load the pack before a model is built."""
 
 
 @pytest.mark.parametrize("name", performance.TABLES)

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True, scope="module")
 def loaded(pack: ModuleType) -> None:
-    """Models and hooks come from ComfyUI and the pack."""
+    """Load the pack before a model is built."""
 
 
 @pytest.fixture(scope="module")

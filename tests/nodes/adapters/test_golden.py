@@ -233,8 +233,8 @@ def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
 @pytest.fixture
 def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     """sureness(): return the narrowest choice of a destination since the last call. The lead over the next best slot is
-    divided by the largest effect of rounding on gains; above 1, no other CPU chooses differently. It is checked only
-    when the file is written."""
+    divided by the largest effect of rounding on gains; above 1, no other CPU chooses differently. Tests use it only
+    when they write the file."""
     module = pack_module("toma_core.selection")
     search, narrowest = module.greedy_facility_location, [math.inf]
 

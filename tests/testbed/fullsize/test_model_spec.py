@@ -43,7 +43,7 @@ every_model = pytest.mark.parametrize("name", SPECS)
 
 @pytest.fixture(autouse=True)
 def loaded(pack: ModuleType) -> None:
-    """Models and hooks come from ComfyUI and the pack."""
+    """Load the pack before a model is built."""
 
 
 def weights(name: str, blocks: tuple[int, ...] | None = None) -> float:
