@@ -31,7 +31,7 @@ from .signature import BlockSignature, CallArguments, TokenReduction
 
 
 class ChainSite:
-    """A block at which a chain may begin. It lives as long as the model.
+    """A block at which a chain may begin. A site lives as long as the model.
 
     A graph reads plain values of the site, and torch.compile guards on these values.
     """
@@ -45,7 +45,7 @@ class ChainSite:
     destinations: int  # sum of all D
     in_graph: bool  # whether the numbers were prepared for a graph; if not, the chain decides outside of the graph
     attends: bool  # whether blocks attend to all tokens; False where a graph leaves the decision to run time
-    chain: ActiveChain | None  # in this evaluation
+    chain: ActiveChain | None  # the chain of this evaluation
     reduction: Reduction | None  # the chain's merged tokens
     pair: tuple[Tensor, ...]  # (tokens for the blocks, x) until `leave`, else empty; in a refresh both have N tokens
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument

@@ -74,7 +74,7 @@ class ModelHooks:
         self, latent: Tensor, config: ToMAConfig, options: Options, controlled: bool, references: Sequence[Tensor]
     ) -> tuple[int, int]:
         """Return how many elements per image are stored with a KV cache: residuals of chains, then keys and values of
-        the blocks that these settings merge. Both are 0 if the attention of blocks cannot be overridden.
+        the blocks that these settings merge. Both numbers are 0 if the attention of blocks cannot be overridden.
 
         Args:
             options: ComfyUI's `transformer_options`, whose patches may end chains.
@@ -88,7 +88,7 @@ class ModelHooks:
         return 0
 
     def times_less_work(self, latent: Tensor, run: RunState) -> float | None:
-        """Return the FLOPs of the unmerged run divided by this run's, for a latent of (B, C, ..., H, W). They are
+        """Return the FLOPs of the unmerged run divided by this run's, for a latent of (B, C, ..., H, W). FLOPs are
         computed from shapes: nothing is measured in a step.
 
         None if nothing was merged, if the model got tiles of the latent, or if it got reference images, whose tokens

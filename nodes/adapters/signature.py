@@ -182,7 +182,7 @@ class BlockSignature:
 
     def mask_of_all(self, mask: Tensor, removed: int) -> Tensor | None:
         """Return the mask of a block's attention with the keys that merging removed added again; None if unknown."""
-        if not self.masks_text or mask.ndim < 3 or mask.shape[-2] != 1:  # or per query
+        if not self.masks_text or mask.ndim < 3 or mask.shape[-2] != 1:  # masks by query are unknown
             return None
         return pad(mask, (0, removed) if self.text_first else (removed, 0), value=mask.dtype is torch.bool)
 

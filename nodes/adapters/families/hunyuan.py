@@ -16,7 +16,7 @@ from ..signature import BlockGroup, BlockSignature
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 MODEL = HunyuanVideo
-# As in Flux, but text is not padded.
+# Costs as in Flux, but text is not padded.
 DOUBLE = Block(12, 75, (2, 19, 4))
 SINGLE = Block(12, 31, (2, 20, 5))
 

@@ -56,7 +56,7 @@ class Signature(BlockSignature):
         reason = super().obstacle(call_args, image, references)
         for name in self.row_args:
             each: Any = call_args.get(name)
-            # Modulation per frame must be for the frames that the tokens show.
+            # Modulation per frame must have as many frames as the tokens.
             if not reason and _is_per_frame(each) and each.patches_per_frame * each.num_frames != image:
                 return Reason.OWN_MODULATION()
         return reason

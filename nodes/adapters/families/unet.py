@@ -34,7 +34,7 @@ _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_pa
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether the model is not a video UNet: these mix frames inside a stack."""
+    """Whether the model is no video UNet, whose stacks mix frames."""
     return {type(m) for m in model.modules() if isinstance(m, SpatialTransformer)} == {SpatialTransformer}
 
 

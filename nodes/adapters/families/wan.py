@@ -26,7 +26,7 @@ COST = Block(11.4, 59, (1, 18, 3))  # cost of the 14B model; others have wider f
 
 # Known classes, each with the blocks after which the class reads all tokens: VACE adds the output of its control
 # blocks, Animate attends to faces, WanDancer attends to music. Not listed are HuMo, which attends to sound frame by
-# frame, with the reference as an additional frame; S2V, whose noise levels cover shares of tokens that end inside its
+# frame, with the reference as an additional frame; S2V, where the border between two noise levels lies inside the
 # reference; and Causal Forcing, which has a cache of its own.
 _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "WanModel": lambda model: (),
@@ -101,7 +101,7 @@ class Hooks(Transformer):
     takes_frames = True
 
     def block_groups(self, model: WanModel) -> tuple[BlockGroup, ...]:
-        # These are all blocks except VACE's control blocks, which see the control video.
+        # `model.blocks` has all blocks except VACE's control blocks, which see the control video.
         self.patch_size, self.width = model.patch_size[-1], model.dim
         kind = kinds_of(model)[0]
         work = replace(COST, weights=6 + 2 * model.ffn_dim / model.dim)
