@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.real import BenchmarkError
-from benchmarks.real.graphs import Setting, Template, checkpoint_graph, node, read_graph
+from benchmarks.real.graphs import Setting, Template, checkpoint_graph, key_of, node, read_graph
 from benchmarks.real.pictures import Folder, Job, plan, read_prompts
 from tests.loop import loop
 
@@ -105,6 +106,21 @@ def test_runs_with_more_than_sampling_are_not_timed(graph: Graph) -> None:
     assert not template.is_pure(plain, [*warm, "9", "3"])
 
 
+def test_keys_change_with_everything_that_makes_a_picture(graph: Graph) -> None:
+    template = Template(graph)
+    base = template.fill("cat", "", 1, BALANCED)
+    assert key_of(base) == key_of(copy.deepcopy(base))
+    others = [
+        template.fill("dog", "", 1, BALANCED),
+        template.fill("cat", "blur", 1, BALANCED),
+        template.fill("cat", "", 2, BALANCED),
+        template.fill("cat", "", 1, Setting(0.25, "balanced")),
+        template.fill("cat", "", 1, Setting(0.5, "quality")),
+        template.fill("cat", "", 1, None),
+    ]
+    assert len({key_of(other) for other in [base, *others]}) == 7
+
+
 def test_the_built_in_graph_is_a_template() -> None:
     filled = Template(checkpoint_graph("a.safetensors", 512, 768, 20, 5.0)).fill("a cat", "blur", 9, BALANCED)
     assert filled["sampler"]["inputs"]["seed"] == 9
@@ -118,7 +134,7 @@ def test_every_setting_has_its_turn_to_be_first(graph: Graph) -> None:
     jobs = plan(Template(graph), ["a", "b"], "", [1, 2], [Setting(0.25, "quality"), BALANCED])
     names = [job.name for job in jobs]
     assert names[::3] == ["unmerged", "quality 0.25", "balanced 0.5", "unmerged"]
-    assert len({job.key for job in jobs}) == 12, "prompt, seed and setting make another picture"
+    assert len({job.key for job in jobs}) == 12
     assert all(len({(job.prompt, job.seed) for job in jobs[i : i + 3]}) == 1 for i in range(0, 12, 3))
 
 

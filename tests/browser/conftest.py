@@ -19,7 +19,6 @@ from PIL import Image
 from demo.showcase_graphs import place_dit
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
-from tests.browser.graphs import PLAIN
 from tests.newer import newer_pack, place_templates
 
 SCREENSHOTS = ROOT / "build" / "screenshots"
@@ -265,3 +264,34 @@ def narrow(page: Page) -> Iterator[Page]:
     page.tab.set_viewport_size({"width": 900, "height": 800})
     yield page
     page.tab.set_viewport_size(wide)
+
+
+def _node(node_id: int, kind: str, pos: tuple[int, int], values: list[Any], inputs: Any = (), outputs: Any = ()) -> Any:
+    return {
+        "id": node_id,
+        "type": kind,
+        "pos": list(pos),
+        "size": [320, 100],
+        "flags": {},
+        "order": 0,
+        "mode": 0,
+        "inputs": [{"name": name, "type": type_, "link": link} for name, type_, link in inputs],
+        "outputs": [{"name": name, "type": name, "links": links} for name, links in outputs],
+        "properties": {},
+        "widgets_values": values,
+    }
+
+
+# A graph of core nodes that runs without a model.
+PLAIN = {
+    "id": "00000000-0000-4000-8000-000000000001",
+    "last_node_id": 2,
+    "last_link_id": 1,
+    "nodes": [
+        _node(1, "EmptyImage", (100, 100), [64, 64, 1, 0], outputs=[("IMAGE", [1])]),
+        _node(2, "PreviewImage", (500, 100), [], [("images", "IMAGE", 1)]),
+    ],
+    "links": [[1, 1, 0, 2, 0, "IMAGE"]],
+    "groups": [],
+    "version": 0.4,
+}

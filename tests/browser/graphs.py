@@ -47,21 +47,6 @@ def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs
     }
 
 
-# A graph of core nodes that runs without a model.
-PLAIN = {
-    "id": "00000000-0000-4000-8000-000000000001",
-    "last_node_id": 2,
-    "last_link_id": 1,
-    "nodes": [
-        node(1, "EmptyImage", (100, 100), [64, 64, 1, 0], outputs=[("IMAGE", [1])]),
-        node(2, "PreviewImage", (500, 100), [], [("images", "IMAGE", 1)]),
-    ],
-    "links": [[1, 1, 0, 2, 0, "IMAGE"]],
-    "groups": [],
-    "version": 0.4,
-}
-
-
 def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
     """Return the workflow loader -> ToMA Advanced -> KSampler -> decode and report, or with the benchmark instead of
     sampling."""

@@ -11,10 +11,23 @@ import pytest
 
 from scripts.comfyui import ROOT
 from tests.browser.conftest import SCREENSHOTS
-from tests.browser.graphs import START, WINDOW_SIZE, broken, workflow
-from tests.browser.seen import AFTER_A_RUN, LINES, OUTSIDE, OVERLAPS, SEEN_WHOLE, field, height, unfold
+from tests.browser.graphs import SEEDS, START, WINDOW_SIZE, broken, workflow
+from tests.browser.seen import (
+    AFTER_A_RUN,
+    LINES,
+    OF_TYPE,
+    OUTSIDE,
+    OVERLAPS,
+    SEEN_WHOLE,
+    colours,
+    field,
+    height,
+    unfold,
+    with_tiny_model,
+)
 
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
+NEW = "尚未运行。"
 
 
 @pytest.fixture(scope="module", params=["litegraph", "vue"])
@@ -76,3 +89,47 @@ def test_a_template_opens_with_its_note_and_stays_in_its_frame(page: Any) -> Non
     assert page.evaluate(OUTSIDE) == []
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.tab.screenshot(path=str(SCREENSHOTS / f"note-zh-{page.renderer}.png"))
+
+
+def test_compared_pictures_are_seen(page: Any) -> None:
+    (path,) = [path for path in TEMPLATES if path.stem.endswith("compare")]
+    page.open(with_tiny_model(json.loads(path.read_text(encoding="utf-8"))), "compare")
+    page.queue()
+    for node_id in page.evaluate(OF_TYPE, "SaveImage"):
+        assert colours(page, node_id) > 30, "the picture is seen"
+
+
+def test_the_demo_says_what_it_saves(page: Any) -> None:
+    """The graph is the one that `make demo ARGS=--serve` opens."""
+    page.open(json.loads((ROOT / "demo" / "workflows" / "Demo-SDXL.json").read_text(encoding="utf-8")), "demo")
+    seed = next(SEEDS)
+    for sampler in page.evaluate(OF_TYPE, "KSampler"):
+        page.set(sampler, "steps", 2)
+        page.set(sampler, "seed", seed)
+    page.queue()
+    (toma,) = page.evaluate(OF_TYPE, "ToMA")
+    verdict, work, times = page.text(toma).splitlines()
+    assert verdict == "已启用：合并了 50 % 的 Token，52 个块中的 46 个，2 步中的 2 步"
+    assert re.fullmatch(r"计算量约减少 \d+ %（计数）", work)
+    assert "绕过时" in times
+    for preview in page.evaluate(OF_TYPE, "PreviewImage"):
+        assert colours(page, preview) > 30, "the picture is seen"
+    assert page.evaluate(OVERLAPS) == []
+    assert page.evaluate(OUTSIDE) == []
+
+
+def test_a_benchmark_says_nothing_of_the_cache(page: Any) -> None:
+    """The ToMA node was not executed, but its model was sampled."""
+    page.open(workflow(last="ToMABenchmark"), "benchmark")
+    assert page.verdict(7).startswith(NEW)
+    assert height(page, 7) < 440
+    page.set(7, "runs", 2)
+    page.set(7, "steps", 2)
+    page.set(7, "sweep", False)
+    page.queue()
+    assert page.verdict(7).startswith(("值得采用", "此处请关闭", "波动太大"))
+    assert "0.1 时小形状有差别" in page.text(7), "what an error means is said"
+    assert page.text(4) == NEW
+    page.set(7, "runs", 3)
+    page.queue()
+    assert page.text(4) == NEW

@@ -98,7 +98,17 @@ def test_a_file_of_a_wan_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     alone = video.draw_clips(model, [clip_from_seed(2)], [2], 2, 2.0, model_steps=4)
     torch.testing.assert_close(drawn[1:], alone, atol=2e-3, rtol=1e-2)
     sheet = tmp_path / "sheet.png"
-    files = ["--weights", str(tmp_path / "wan.safetensors"), "--sheet", str(sheet)]
-    monkeypatch.setattr(sys, "argv", ["video", *files, "--count", "1", "--steps", "1"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "video",
+            "--weights",
+            str(tmp_path / "wan.safetensors"),
+            "--sheet",
+            str(sheet),
+            *(["--count", "1", "--steps", "1"]),
+        ],
+    )
     video.main()
     assert np.asarray(Image.open(sheet)).shape == (2 * 3 * CLIP_SIZE, FRAMES * 3 * CLIP_SIZE, 3)

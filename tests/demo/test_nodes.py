@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
+import demo
 from demo import nodes
 from demo.latents import encode
 from demo.scenes import ATTRIBUTES, render_batch, scene_from_seed, scene_tokens
+
+
+def test_ids_are_fixed() -> None:
+    async def listed() -> list[str]:
+        extension = await demo.comfy_entrypoint()
+        return [node.GET_SCHEMA().node_id for node in await extension.get_node_list()]
+
+    assert asyncio.run(listed()) == ["ToMADemoUNet", "ToMADemoScene", "ToMADemoLatent", "ToMADemoDecode"]
 
 
 def test_scene_from_seed_is_the_scene() -> None:

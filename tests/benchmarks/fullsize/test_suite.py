@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import bench, forward, micro, results, sample, sections, suite, variants
 from benchmarks.bench import Row
 from benchmarks.gpu import kernels
+from scripts.comfyui import ROOT
 from testbed import fullsize
 from testbed.fullsize import Shape
 
@@ -198,6 +202,26 @@ def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 def measured(speedup: float | None, **more: Any) -> Row:
     run = "sample, 20 steps, cfg 7"
     return Row(run, "sdxl", "1024x1024", 1, "ToMA every step", speedup=speedup, **more)
+
+
+def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
+    """The dry run on a CPU leaves a table and a few small files in one folder. A visit is tested in
+    test_rehearsal.py."""
+    options = ["--gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path), "--only", "break-even"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.suite", *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md"}
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert {row["section"] for row in stored["rows"]} == {"break-even"}
+    assert "dry run" in stored["conditions"]["models"]
 
 
 def test_a_section_that_fails_is_named(tmp_path: Path) -> None:

@@ -66,6 +66,12 @@ def test_every_row_of_the_pages_that_is_drawn_here_has_a_setting(pack: ModuleTyp
         assert missing <= {"unmerged", *gone}, file.name
 
 
+def test_attention_is_counted(model: Any) -> None:
+    with counting() as counter:
+        sample(model)
+    assert any("scaled_dot_product" in str(op) for op in counter.get_flop_counts()["Global"])
+
+
 def test_todo(model: Any) -> None:
     """With all keys the result equals that of the model; with a quarter of them the work is less and the picture
     differs."""

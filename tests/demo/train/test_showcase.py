@@ -80,6 +80,15 @@ def test_case_compares_medians() -> None:
     assert case([1.0], [1.0], "nothing was merged: no step").tokens == "none merged"
 
 
+def test_table_is_aligned_and_complete() -> None:
+    lines = table([case([2.0, 2.0], [1.2, 1.6])]).splitlines()
+    assert lines[0].index("faster") == lines[2].index("1.43x")
+    assert lines[0].index("tokens") == lines[2].index("1,024 -> 512")
+    assert "(1.25-1.67, 2)" in lines[2]
+    assert "2.000" in lines[2]
+    assert "1.400" in lines[2]
+
+
 def test_random_weights_are_called_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", tmp_path)
     cases = [case([2.0], [1.0])]
