@@ -10,9 +10,34 @@ import pytest
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
+# A loader for a model small enough for a test; the server loads it as another node pack.
+TINY_PACK = """
+import sys
+sys.path.append({root!r})
+from testbed import models
+
+class TinyModel:
+    RETURN_TYPES = ("MODEL", "CONDITIONING", "CONDITIONING")
+    FUNCTION = "load"
+    CATEGORY = "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {{"required": {{"kind": (["unet", "flux"],), "seed": ("INT", {{"default": 0}})}}}}
+
+    def load(self, kind, seed):
+        model = getattr(models, kind)(seed)
+        return model, models.conditioning(model, seed=1), models.conditioning(model, seed=2)
+
+NODE_CLASS_MAPPINGS = {{"TinyModel": TinyModel}}
+"""
+
 
 @pytest.fixture(scope="module")
-def tiny_server(pack: Any) -> Iterator[ComfyServer]:
+def tiny_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
     """Run a server that can also load the small models."""
-    with ComfyServer(packs=[ROOT / "tests" / "lab.py"]) as running:
+    folder = tmp_path_factory.mktemp("packs") / "tiny"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(TINY_PACK.format(root=str(ROOT)))
+    with ComfyServer(packs=[folder]) as running:
         yield running

@@ -25,7 +25,7 @@ def sampling(
     inputs = {"positive": ["1", 1], "negative": ["1", 2], "latent_image": ["3", 0], "seed": seed, "steps": steps}
     how = {"cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
     graph = {
-        "1": node("LabModel", kind=kind, seed=0),
+        "1": node("TinyModel", kind=kind, seed=0),
         "3": node(empty, width=size, height=size, batch_size=1),
         "5": node("KSampler", model=["4" if toma else "1", 0], **inputs, **how),
         "7": node("SaveLatent", samples=["5", 0], filename_prefix="test"),

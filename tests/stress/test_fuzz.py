@@ -9,6 +9,7 @@ import copy
 import json
 import math
 import os
+import urllib.error
 from dataclasses import fields
 from enum import Enum
 from inspect import signature
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 
 from demo.showcase_graphs import DIT, LATENT, PICTURE, sampling_graph
 from scripts.comfy_pack import pack_module
-from scripts.comfy_server import ComfyServer
+from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 from testbed import models
 
@@ -223,6 +224,15 @@ def test_any_value_is_taken_or_refused_in_words(name: str, value: Any) -> None:
         assert type(getattr(taken, name)) is type(config.setting_spec(name).default)
 
 
+@given(preset=st.one_of(st.text(max_size=30), st.none(), st.integers(), st.sampled_from(["x" * 100_000, [], {}])))
+def test_any_preset_is_taken_or_refused_in_words(preset: Any) -> None:
+    if isinstance(preset, str) and preset in core.PRESETS:
+        return
+    with pytest.raises(config.ConfigError) as refused:
+        core.UserSettings(preset)
+    assert_readable(str(refused.value))
+
+
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 JSON = st.one_of(
@@ -326,3 +336,18 @@ def test_unknown_option_changes_nothing(steady: ComfyServer, saved_latent: Any) 
     later = copy.deepcopy(graph)
     later["toma"]["inputs"].update({"contrast": 3, "mode.strength": "x", "__class__": [1]})
     assert saved_latent(steady.run(later)) == expected
+
+
+def test_body_that_is_no_prompt(steady: ComfyServer) -> None:
+    before = len(steady.log())
+    for body in (b"", b"{", b"[]", b"null", b'{"prompt": 1}', b'{"prompt": {"1": null}}', b"\xff\xfe"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            steady.fetch("/prompt", body)
+        assert refused.value.code in (400, 500)
+    assert f"custom_nodes/{PACK_FOLDER}/" not in steady.log()[before:]
+
+
+def test_cases_are_many() -> None:
+    """Without this test a typing error in TOMA_FUZZ would not be noticed."""
+    assert CASES >= 300
+    assert json.dumps(NODES)
