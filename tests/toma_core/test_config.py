@@ -19,7 +19,6 @@ from toma_core.config import (
     resolve_count,
     setting_spec,
 )
-from toma_core.setting_spec import shown
 
 FIELDS = [item.name for item in dataclasses.fields(ToMAConfig)]
 ENUMS = [name for name in FIELDS if isinstance(setting_spec(name).default, Enum)]
@@ -66,7 +65,7 @@ def test_numbers_keep_to_their_range(name: str) -> None:
     assert spec.maximum is not None
     assert check(name, spec.minimum) == spec.minimum
     assert check(name, spec.maximum) == spec.maximum
-    for value in (spec.minimum - 1, spec.maximum + 1, float("inf"), float("-inf"), -1e300, 1e300, 10**400):
+    for value in (spec.minimum - 1, spec.maximum + 1, float("inf"), float("-inf"), -1e300, 1e300):
         message = refused(name, value)
         assert message.endswith(f"low={spec.minimum}, high={spec.maximum}, usual={spec.default}")
 
@@ -78,17 +77,24 @@ def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
 
 
 @loop("name", NUMBERS)
-def test_numbers_get_the_type_of_the_default(name: str) -> None:
-    spec = setting_spec(name)
-    largest = int(spec.maximum)
-    for value in (largest, float(largest)):
-        taken = check(name, value)
-        assert (taken, type(taken)) == (largest, type(spec.default))
+def test_numbers_beyond_floats_are_refused(name: str) -> None:
+    refused(name, 10**400)
 
 
 @loop("name", INTEGERS)
-def test_integers_have_no_fraction(name: str) -> None:
-    assert "kind=a_whole_number" in refused(name, setting_spec(name).default + 0.5)
+def test_integers_may_be_floats_without_a_fraction(name: str) -> None:
+    default = setting_spec(name).default
+    value = check(name, float(default))
+    assert (value, type(value)) == (default, int)
+    assert "kind=a_whole_number" in refused(name, default + 0.5)
+
+
+@loop("name", [name for name in NUMBERS if name not in INTEGERS])
+def test_floats_may_be_integers(name: str) -> None:
+    spec = setting_spec(name)
+    assert spec.maximum is not None
+    value = check(name, int(spec.maximum))
+    assert (value, type(value)) == (int(spec.maximum), float)
 
 
 @loop("name", ENUMS)
@@ -165,13 +171,6 @@ def test_off_means_that_nothing_could_ever_merge() -> None:
     assert ToMAConfig(ratio=0).off
     assert ToMAConfig(start_percent=0.4, end_percent=0.4).off
     assert not ToMAConfig(ratio=0.01, start_percent=0.4, end_percent=0.41).off
-
-
-def test_a_value_is_shown_on_one_line_of_a_screen() -> None:
-    assert shown("a\nb") == r"'a\nb'"
-    assert shown("x" * 78) == f"'{'x' * 78}'"
-    assert shown("x" * 79) == f"'{'x' * 59}... (81 characters)"
-    assert shown(10**5000) == "a very large int"
 
 
 class Word(str, Enum):

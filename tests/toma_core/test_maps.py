@@ -42,3 +42,12 @@ def test_of_a_video_the_first_frame_is_drawn() -> None:
     assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, first.cuts)
     assert torch.equal(drawn.owner, first.owner)
     assert torch.equal(drawn.destinations, first.destinations)
+
+
+def test_the_map_by_hand() -> None:
+    """2 x 2 tokens, equal in each column: each column has one destination."""
+    x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.01], [0.01, 1.0]]])
+    drawn = draw_map(plan_of(x, (2, 2)))
+    owner = drawn.owner.tolist()
+    assert owner[0] == owner[2] != owner[1] == owner[3]
+    assert set(owner) == set(drawn.destinations.tolist())

@@ -92,6 +92,15 @@ def test_off_is_the_very_same_tensor(tokens: int, evaluation: Evaluation) -> Non
     assert evaluation.run.stats.selections == 0
 
 
+@loop("settings", [{}, {"min_tokens": 256}])
+@loop(("tokens", "merges"), [(255, False), (256, True)])
+def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool, settings: dict[str, int]) -> None:
+    evaluation = evaluation_of(**settings)
+    x = torch.randn(1, tokens, 4)
+    assert (plan_for(x, (1, tokens), "toy", evaluation) is not None) == merges
+    assert obstacle(evaluation, x) == (None if merges else Reason.TOO_FEW_TOKENS(least=256))
+
+
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """576 tokens of 64 channels take an H100 too little time, but those of a large batch enough. A number in place of
     Auto overrides this decision."""
@@ -122,6 +131,27 @@ def test_every_plan_merges_something() -> None:
                 plan = plan_for(torch.randn(1, width, 4), (1, width), "toy", evaluation)
                 assert (plan is None) == (round(ratio * width) == 0)
                 assert plan is None or plan.num_destinations < width
+
+
+@loop("grid", [(52, 76), (26, 38)], ids=str)
+@loop("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_everyday_sizes_through_the_front_door(grid: tuple[int, int], dtype: torch.dtype) -> None:
+    tokens = grid[0] * grid[1]
+    x = torch.randn(2, tokens, 8).to(dtype)
+    evaluation = evaluation_of(plan_keys=(None, None))
+    plan = plan_for(x, grid, "a", evaluation)
+    assert plan is not None
+    reduced = reduce(x, plan)
+    assert (reduced.shape, reduced.dtype) == ((2, tokens - round(0.5 * tokens), 8), dtype)
+    out = restore(reduced * 1.5, reduced, x, plan)
+    assert (out.shape, out.dtype) == (x.shape, dtype)
+    assert out.isfinite().all()
+    assert plan_for(x, grid, "a", evaluation) is plan
+
+
+def test_the_names_of_the_front_door() -> None:
+    assert len(set(toma_core.__all__)) == len(toma_core.__all__)
+    assert all(hasattr(toma_core, name) for name in toma_core.__all__)
 
 
 def test_usable_without_comfyui() -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from tests.loop import loop
 from toma_core.config import WindowShape
+from toma_core.merge import MergePlan, merge, unmerge, weigh
+from toma_core.selection import cosine_similarity, select
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 kinds = st.sampled_from(list(WindowShape))
@@ -199,3 +201,34 @@ def test_budget_by_hand() -> None:
 def test_impossible_ratios_are_refused(ratio: float) -> None:
     with pytest.raises(ValueError, match=r"ratio must be in \[0, 1\)"):
         make_budget((4, 4), ratio)
+
+
+# Padding. The grid (5, 7) at size 4 has windows of 2 or 3 rows and 3 or 4 columns: both kinds of padding in one layout.
+
+
+def plan_of(x: torch.Tensor, windows: Windows, budget: Budget) -> MergePlan:
+    tokens = windows.split(x)
+    dest_slots = select(cosine_similarity(tokens), windows, budget)
+    return weigh(tokens, dest_slots, windows, budget, 30.0, x.dtype)
+
+
+@loop("ratio", [0.3, 0.5, 0.8])
+def test_a_padded_window_merges_as_if_alone(ratio: float) -> None:
+    torch.manual_seed(0)
+    windows = make_windows(5, 7, WindowShape.TILE, 4)
+    budget = make_budget(windows.counts, ratio)
+    assert windows.valid is not None
+    assert budget.valid is not None
+    x = torch.randn(1, 35, 6)
+    y = torch.randn(1, budget.total, 6)
+    plan = plan_of(x, windows, budget)
+    merged, back = merge(x, plan), unmerge(y, plan)
+    start = 0
+    for w, (count, num_dest) in enumerate(zip(windows.counts, budget.counts, strict=True)):
+        members = windows.source[w, :count]
+        alone = plan_of(x[:, members], make_windows(1, count, "global", 4), Budget((num_dest,), None, None, None))
+        here = slice(start, start + num_dest)
+        assert plan.destinations[0, here].tolist() == members[alone.destinations[0]].tolist()
+        torch.testing.assert_close(merged[:, here], merge(x[:, members], alone), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(back[:, members], unmerge(y[:, here], alone), rtol=1e-4, atol=1e-5)
+        start += num_dest

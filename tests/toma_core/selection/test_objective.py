@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from testbed.selectors import facility_location
 from tests.loop import loop
+from tests.toma_core.selection.reference import naive_value
 from toma_core import selection
 from toma_core.selection import chosen_similarity, cosine_similarity, in_parts, normalized
+
+seeds = st.integers(0, 2**31)
+
+
+def similarity_of(seed: int, windows: int, slots: int, channels: int = 5) -> torch.Tensor:
+    return cosine_similarity(torch.randn(windows, slots, channels, generator=torch.Generator().manual_seed(seed)))
 
 
 @loop("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -18,6 +27,12 @@ def test_cosines_are_computed_in_fp32(dtype: torch.dtype) -> None:
     exact = x.double() / x.double().norm(dim=-1, keepdim=True)
     assert S.dtype == torch.float32
     torch.testing.assert_close(S.double(), exact @ exact.transpose(-1, -2), rtol=0, atol=1e-6)
+
+
+def test_half_precision_features_do_not_overflow() -> None:
+    """The squares of fp16 features above 256 are beyond fp16."""
+    x = torch.full((1, 2, 64), 3e4, dtype=torch.float16)
+    torch.testing.assert_close(cosine_similarity(x), torch.ones(1, 2, 2))
 
 
 def test_zero_tokens_are_like_nothing() -> None:
@@ -34,6 +49,16 @@ def test_value_by_hand() -> None:
     # If the last token is padding, it adds nothing.
     valid = torch.tensor([[True, True, False]])
     assert facility_location(S, torch.tensor([[0, 1]]), valid).item() == pytest.approx(4)
+
+
+@given(seeds, st.integers(1, 12), st.data())
+def test_value_is_that_of_the_loops(seed: int, slots: int, data: st.DataObject) -> None:
+    S = similarity_of(seed, 2, slots)
+    size = data.draw(st.integers(1, slots))
+    dest_slots = [torch.randperm(slots, generator=torch.Generator().manual_seed(seed + w))[:size] for w in range(2)]
+    values = facility_location(S, torch.stack(dest_slots))
+    for w in range(2):
+        assert values[w].item() == pytest.approx(naive_value(S[w], dest_slots[w].tolist()), rel=1e-5, abs=1e-5)
 
 
 @loop("most", [1, 100, 10**9])

@@ -58,6 +58,13 @@ def test_unasked(kernels: Any) -> None:
     assert set(map(str, where.run.stats.kernels)) == {HERE}
 
 
+def test_a_given_choice_is_taken(kernels: Any) -> None:
+    assert plan_of(CASE.tokens(), on(kernels)).kernels is kernels
+    where = on(None)
+    assert plan_of(CASE.tokens(), where).kernels is None
+    assert where.run.stats.kernels == {Choice(None, NoTriton.NO_CUDA()).message}
+
+
 def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     obstacle = toma_core.kernels.dispatch._obstacle

@@ -1,0 +1,22 @@
+"""Messages are ids and values; the core has no texts for them."""
+
+from __future__ import annotations
+
+from toma_core.reasons import Message, Reason
+from toma_core.setting_spec import ConfigError, Refusal
+
+
+def test_a_message_is_its_id_and_values() -> None:
+    message = Reason.TOO_FEW_TOKENS(least=256)
+    assert message == Message(Reason.TOO_FEW_TOKENS, (("least", 256),))
+    assert message != Reason.TOO_FEW_TOKENS(least=64)
+    assert {message: 1}[Reason.TOO_FEW_TOKENS(least=256)] == 1
+    assert message.json() == {"id": "too_few_tokens", "params": {"least": 256}}
+
+
+def test_alone_it_is_written_so() -> None:
+    assert str(Reason.TILES()) == "tiles"
+    error = ConfigError(Refusal.OUT_OF_RANGE(setting="ratio", value=2))
+    assert str(error) == "ToMA: out_of_range: setting=ratio, value=2"
+    by = (Reason.SETTING(setting="ratio", value=0.5), Reason.TILES())
+    assert str(Reason.EVERY_STEP_FULL_BY(by=by)) == "every_step_full_by: by=(setting: setting=ratio, value=0.5, tiles)"
