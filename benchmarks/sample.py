@@ -42,7 +42,7 @@ def stats_of(model: Any) -> Any | None:
 
 
 def usual_variants(ratio: float, **more: Any) -> list[Variant]:
-    """Return the variants: every step merged, the balanced preset, step caches, and ToMA stacked with each of these."""
+    """Return the variants: every step merged, `balanced`, each step cache, and the first stacked with each cache."""
     every = variants.toma(f"every step, ratio {ratio:g}", ratio=ratio, **more)
     caches = [variants.step_cache("EasyCache"), variants.step_cache("LazyCache")]
     balanced = variants.preset("balanced", ratio=ratio, **more)

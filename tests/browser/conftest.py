@@ -134,7 +134,7 @@ class Page:
         self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
-        """Wait until the queue is empty and the page has received the end."""
+        """Wait until the page has received the end of every run."""
         self.tab.wait_for_function("n => window.finished >= n", arg=self.pressed)
         self.tab.wait_for_timeout(200)
 

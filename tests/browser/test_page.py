@@ -48,7 +48,7 @@ def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> Non
 def test_a_number_after_every_run(page: Any) -> None:
     """Work is counted, and steps are timed with a run of the bypassed node as the reference."""
     page.open(simple(), "numbers")
-    page.set(3, "width", 192)  # a size that no other test samples without ToMA
+    page.set(3, "width", 192)  # a size that no other test runs without ToMA
     page.queue()
     verdict, work, timed = page.text(4).splitlines()
     assert re.fullmatch(r"About \d+ % less work, counted", work)

@@ -1,4 +1,4 @@
-"""Faults of prompts on a real server: afterwards the server's result equals that of a fresh process, and no object of
+"""Prompts that fail on a real server: afterwards its result equals that of a fresh process, and no object of
 the run is alive.
 
 The nodes are those of fault_nodes.py. Before and after each fault ComfyUI has the same patched MODEL in its cache.

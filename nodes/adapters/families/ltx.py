@@ -88,7 +88,7 @@ def _is_shared(value: Any) -> bool:
 
 
 class AVSignature(Signature):
-    """(video, audio), and modulation for each of the two."""
+    """x is (video, audio); each has its own modulation."""
 
     required_kwargs = ("v_context", "v_timestep", "v_pe", "v_cross_pe", "transformer_options")
     rope_arg = "v_pe"

@@ -103,7 +103,7 @@ def test_known_samplers_keep_to_their_schedule(
 
 @pytest.fixture(scope="module")
 def own_reads(pack: Any) -> dict[tuple[str, str], int]:
-    """Return the reads of runs without ToMA so far, by kind of model and sampler."""
+    """Cache how often runs without ToMA read the device, by kind of model and sampler."""
     return {}
 
 
