@@ -96,7 +96,7 @@ def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> 
             tensors == regressed.operations["toma.change"] == regressed.operations["bmm"] - plain.operations["bmm"] - 2
         )
         assert regressed.launches - plain.launches - tensors == 43
-    assert 0 < regressed.flops / plain.flops - 1 < 0.005
+    assert 0 < regressed.flops / plain.flops - 1 < 0.0052
 
 
 def two(name: str, double: int, single: int, width: int) -> dict[str, tuple[str, list[tuple[int, int, int]]]]:
