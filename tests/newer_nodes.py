@@ -33,7 +33,9 @@ class TinyQwenImage21:
         return {"required": {}}
 
     def load(self):
-        return models.qwen_image21(cache="auto"), Text(), Pictures()
+        model = models.qwen_image21()
+        del model.model_options["transformer_options"]["qwen_image21_cache"]  # ComfyUI then caches where it likes
+        return model, Text(), Pictures()
 
 
 class QwenImage21Cache:

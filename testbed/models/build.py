@@ -40,3 +40,34 @@ def classes_of(model: str, recognised: str) -> tuple[Any, Any]:
         import comfy.ldm.qwen_image21.model
 
     return getattr(comfy.model_base, model), getattr(comfy.supported_models, recognised)
+
+
+def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2, **extra: Any) -> Any:
+    """Return a ModelPatcher around `comfy.model_base.SDXL` on a small `UNetModel`. depths: transformer blocks per
+    level. (0, 1, 2) has attention at half and a quarter of the latent's side, as SDXL; (1, 1, 0) starts at full size,
+    as SD1.5."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = {
+        "image_size": 32,
+        "in_channels": 4,
+        "out_channels": 4,
+        "model_channels": 32,
+        "num_res_blocks": [2] * len(depths),
+        "channel_mult": tuple(2**i for i in range(len(depths))),
+        "use_spatial_transformer": True,
+        "transformer_depth": [d for d in depths for _ in range(2)],
+        "transformer_depth_output": [d for d in depths for _ in range(3)],
+        "transformer_depth_middle": middle,
+        "context_dim": 48,
+        "use_linear_in_transformer": True,
+        "num_classes": "sequential",
+        "adm_in_channels": 2816,
+        "legacy": False,
+        "dtype": torch.float32,
+        **extra,
+    }
+    model_config = comfy.supported_models.SDXL(config)
+    model_config.unet_config["num_head_channels"] = 16
+    return patcher(comfy.model_base.SDXL(model_config, device=torch.device("cpu")), seed)
