@@ -1,4 +1,4 @@
-"""ComfyUI comes first on the path, the pack is loaded as ComfyUI loads it, and one real server serves the session."""
+"""Fixtures for all tests: ComfyUI on the import path, the pack loaded as ComfyUI loads it, and one real server."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from testbed.stand_ins import use_newer_models
 from tests import progress
 
 TESTS = Path(__file__).parent
-# Folders below tests/, each with the special needs of its tests: `make test` leaves them out, `make test-all` runs
-# them. The tests that take longest come first, so that no worker is left with one at the end.
+# Folders below tests/ with long tests, and the reason why `make test` leaves them out. The longest tests come first, so
+# that no worker runs one alone at the end.
 TIERS = {
     "stress": "faults, fuzz, numerics, security and long use",
     "train": "trained models: trainings, measurements, the demo",
@@ -37,7 +37,7 @@ TIERS = {
     "demo": "the demo and its scenes",
     "browser": "the web page in Chromium",
 }
-# Modules of ComfyUI's source folder. `nodes` is listed because it is also a folder of this checkout.
+# Modules of ComfyUI's source folder. This checkout also has a folder `nodes`.
 COMFYUI_MODULES = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "nodes", "server"}
 HOW_TO = "this test needs a real ComfyUI: run it with `make test`, or set COMFYUI_PATH to the folder of ComfyUI"
 
@@ -57,7 +57,7 @@ if os.environ.get("COMFYUI_PATH"):
 else:
     sys.meta_path.insert(0, NoComfyUI())  # type: ignore[arg-type]
 
-# Triton reads this variable when it is first imported, and ComfyUI imports it. Kernels are then interpreted, on CPU
+# Triton reads this variable at its first import, and ComfyUI imports Triton. Kernels are then interpreted, on CPU
 # tensors.
 if find_spec("torch"):
     import torch
@@ -65,8 +65,8 @@ if find_spec("torch"):
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# CI uses the same examples in every run, other machines use new ones. There is no deadline, because machines differ in
-# speed.
+# CI uses the same examples in every run, other machines use new ones. No example has a deadline, because machines
+# differ in speed.
 hypothesis.settings.register_profile("desk", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "desk")
@@ -77,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Run tests that are selected by path or marker, regardless of their tier; print the progress of the run."""
+    """Include the long tests if the user selects tests by path or marker; print the progress of the run."""
     progress.register(config)
     paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if config.option.tiers == "none" and (config.option.markexpr or all(TESTS in path.parents for path in paths)):
@@ -85,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def tier_of(item: pytest.Item) -> str:
-    """Return the tier of a test; empty for those that `make test` runs."""
+    """Return the tier of a test, or "" for a test that `make test` runs."""
     for folder in reversed(item.path.relative_to(TESTS).parts[:-1]):
         if folder in TIERS:
             return folder
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skipped_by_settings = {"none": True, "only": False, "all": None}[config.option.tiers]
     config.hook.pytest_deselected(items=[item for item in items if bool(tiers[item]) is skipped_by_settings])
     order = {name: index for index, name in enumerate((*TIERS, ""))}
-    # Playwright's event loop runs in the main thread until the browser closes, so no other test could start one.
+    # Browser tests run last, because Playwright's event loop occupies the main thread until the browser closes.
     order["browser"] = len(order)
     items[:] = sorted((i for i in items if bool(tiers[i]) is not skipped_by_settings), key=lambda i: order[tiers[i]])
     for item in items:
@@ -116,8 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def quick_garbage_collection() -> None:
     """Exclude objects of earlier modules from garbage collection.
 
-    ComfyUI calls `gc.collect()` at every turn, and each call visits all objects of torch, ComfyUI and pytest. Objects
-    of the test itself are still collected.
+    ComfyUI calls `gc.collect()` often, and each call visits all objects of torch, ComfyUI and pytest.
     """
     gc.collect()
     gc.freeze()
@@ -125,14 +124,14 @@ def quick_garbage_collection() -> None:
 
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
-    """Load the pack's root module under ComfyUI's name for it; `scripts.comfy_pack.pack_module` has submodules."""
+    """Load the pack's root module as ComfyUI does. `scripts.comfy_pack.pack_module` returns submodules."""
     require_comfyui()
     return load_pack()
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ComfyServer]:
-    """Run one ComfyUI with the pack for all tests; a test must not leave prompts in its queue."""
+    """Run one ComfyUI with the pack for all tests. Tests must leave its queue empty."""
     require_comfyui()
     with ComfyServer() as running:
         yield running
@@ -140,11 +139,11 @@ def server() -> Iterator[ComfyServer]:
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the archive for the registry."""
+    """Return the archive that is uploaded to the registry."""
     return archive.pack(tmp_path_factory.mktemp("packed"))
 
 
 def require_comfyui() -> None:
-    """Fail instead of skipping: a run without ComfyUI does not test the pack."""
+    """Fail the run if there is no ComfyUI; skipped tests would hide this."""
     if not os.environ.get("COMFYUI_PATH"):
         pytest.fail(HOW_TO, pytrace=False)

@@ -1,4 +1,4 @@
-"""The shared core of the benchmarks: quantiles, interleaving, the gate, and the files."""
+"""Tests of the functions that all benchmarks share: quantiles, interleaving, gates and result files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def test_turns_alternate_and_warm_ups_do_not_count() -> None:
 
 @loop("warmups", [0, 1, 5])
 def test_a_limit_holds_in_warm_up_too(warmups: int) -> None:
-    """If turns take longer than the limit, one warm-up turn and one counted turn remain."""
     calls: list[int] = []
 
     def case() -> torch.Tensor:
@@ -69,7 +68,7 @@ def test_no_turn_begins_that_would_end_after_the_limit() -> None:
 
 
 def test_speedup_is_the_median_of_the_turns_ratios() -> None:
-    """A machine that slows down between turns slows both cases; the ratio of the medians would be 1.5 here."""
+    """Here the ratio of the medians would be 1.5."""
     base, fast = timing(2.0, 20.0, 6.0), timing(1.0, 10.0, 4.0)
     result = compared(row("ToMA"), fast, base)
     assert result.speedup == 2.0

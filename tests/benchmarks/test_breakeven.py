@@ -1,5 +1,3 @@
-"""Break-even rows: every grid is merged, and each row has Auto's decision."""
-
 from __future__ import annotations
 
 from types import ModuleType

@@ -49,8 +49,8 @@ def test_blur_lowers_and_noise_raises_high_frequency_energy(picture: torch.Tenso
 def test_seams_at_window_borders_are_found_and_others_are_not(picture: torch.Tensor) -> None:
     plain = seam_energy(picture, window=4)
     at_borders, at_tokens = picture.clone(), picture.clone()
-    # Windows have 4 tokens of 4 pixels. First every second band of 16 pixels is brighter, then the same bands shifted
-    # by 8 pixels, so that their borders are not those of windows.
+    # Windows have 4 x 4 tokens of 4 x 4 pixels. Bands of 16 pixels are brighter: in the first picture between borders
+    # of windows, in the second picture shifted by 8 pixels.
     ratio_schedule = torch.arange(64)
     at_borders[..., (ratio_schedule // 16) % 2 == 1] += 1.0
     at_tokens[..., ((ratio_schedule + 8) // 16) % 2 == 1] += 1.0
@@ -65,8 +65,7 @@ def test_seams_between_smaller_tokens(picture: torch.Tensor) -> None:
 
 
 def test_the_few_step_model_receives_the_number_of_steps(tmp_path: Path, pack: ModuleType) -> None:
-    """Tokens of the few-step model have 2 pixels, and it uses no guidance. A run of half the steps passes the model the
-    same number, because users who take fewer steps change nothing else."""
+    """Runs of half the steps pass the model the same number of steps as complete runs."""
     from comfy.patcher_extension import WrappersMP
 
     from demo.models import dit_config, new_dit

@@ -103,8 +103,8 @@ def test_a_sheet_needs_all_of_its_pictures(name: str, tmp_path: Path, monkeypatc
 
 
 def test_every_sampler_is_as_close_as_euler_or_full(pack: Any) -> None:
-    """On trained models, a sampler's error is at most twice that of Euler; steps whose new noise would cause more are
-    not merged."""
+    """Compare each sampler's error on trained models with Euler's. A sampler with larger errors must have no merged
+    steps."""
     from comfy.samplers import KSampler
 
     found = json.loads((RESULTS / SAMPLER_ROWS).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""benchmarks.real: figures of pictures with known results, and the report.
+"""Tests of benchmarks.real: metrics of pictures with known results, and the report.
 
-Weights cannot be downloaded everywhere, so LPIPS has random weights here: equal pictures must still have a distance of
-0, and more noise must give a larger distance.
+LPIPS has random weights here, because its weights may not be downloadable. With any weights, equal pictures have a
+distance of 0, and more noise gives a larger distance.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.real.pictures import UNMERGED, Folder, Job
 
 
 def noisy(amount: float, size: int = 96) -> Array:
-    """Return the same picture with the same noise at a given strength."""
+    """Return a random picture plus fixed noise times `amount`, from 0 to 1."""
     y, x = np.mgrid[:size, :size] / size
     base = np.stack([x, y, 0.5 + 0.3 * np.sin(12 * x)], axis=-1) * 0.6 + 0.2
     noise = np.random.default_rng(0).standard_normal(base.shape)
@@ -68,8 +68,8 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def made(folder: Folder) -> list[Job]:
-    """Make pictures of two prompts and two seeds; merged ones are noisier, except one that equals its unmerged
-    picture."""
+    """Save pictures of two prompts and two seeds. Merged pictures are noisier than unmerged ones, except one that is
+    equal."""
     jobs = []
     for p, prompt in enumerate(("a <script>alert(1)</script> cat", "@@HEAD@@")):
         for seed in (1, 2):
@@ -89,7 +89,7 @@ def test_summary_by_hand(folder: Folder) -> None:
     plain, merged, other = summarise(pairs)
     assert [plain.setting, merged.setting, other.setting] == [UNMERGED, "balanced 0.5", OTHER_SEED]
     assert (plain.pictures, merged.pictures, other.pictures) == (4, 4, 2)
-    # For each setting the runs of seed 2 are timed: 4 and 4 s, 2 and 3 s.
+    # Only runs of seed 2 count: 4 and 4 s without ToMA, 2 and 3 s with it.
     assert (plain.seconds, merged.seconds, other.seconds) == (4.0, 2.5, None)
     assert merged.speedup == pytest.approx(1.6)
     assert plain.speedup is None

@@ -1,4 +1,4 @@
-"""benchmarks.real: the graphs that are queued, and the folder of pictures."""
+"""Tests of benchmarks.real: the graphs that it queues, and the folder of pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Graph = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def graph() -> Graph:
-    """Return a user's graph: numeric ids, a report, a second model patch, a ratio from another node."""
+    """Return a graph with numeric ids, a report, a second model patch, and a ratio from another node."""
     return {
         "4": node("CheckpointLoaderSimple", ckpt_name="mine.safetensors"),
         "5": node("PrimitiveFloat", value=0.3),
@@ -44,7 +44,7 @@ def test_fills_in_prompt_seed_and_setting(graph: Graph) -> None:
     assert filled["3"]["inputs"]["seed"] == 17
     assert filled["8"]["inputs"] == {"model": ["4", 0], "ratio": 0.5, "preset": "balanced"}
     assert filled["12"] == node("PreviewImage", images=["11", 0])
-    # The report, and the node of the replaced ratio, would only take time.
+    # The report node and the node that gives the ratio are removed.
     assert set(graph) - set(filled) == {"13", "5"}
 
 
@@ -98,9 +98,9 @@ def test_runs_with_more_than_sampling_are_not_timed(graph: Graph) -> None:
     warm = ["4", "6", "7", "10"]
     assert template.is_pure(filled, warm)
     assert template.is_pure(filled, [*warm, "8", "9"])  # the patched model may still be cached
-    assert not template.is_pure(filled, ["4", "10"])  # text was encoded
-    assert not template.is_pure(filled, [])  # the model was loaded
-    assert not template.is_pure(filled, list(filled))  # nothing was computed at all
+    assert not template.is_pure(filled, ["4", "10"])  # node 4 encoded text
+    assert not template.is_pure(filled, [])  # nothing was cached, so the model was loaded
+    assert not template.is_pure(filled, list(filled))  # everything was cached
     plain = template.fill("cat", "", 1, None)
     assert template.is_pure(plain, [*warm, "9"])
     assert not template.is_pure(plain, [*warm, "9", "3"])

@@ -1,4 +1,4 @@
-"""The suite's sections: chosen by name, and stopped with their child processes."""
+"""Tests of the suite's sections: they are selected by name, and stopped with their child processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ time.sleep(60)
 
 
 def running(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
 def test_a_section_is_stopped_with_what_it_started(tmp_path: Path) -> None:
-    """Processes that still run would disturb the following sections."""
     pid_file = tmp_path / "pid"
     assert "stopped" in suite._run([sys.executable, "-c", STARTS_ANOTHER, str(pid_file)], dict(os.environ), 3)
     pid, deadline = int(pid_file.read_text()), time.monotonic() + 5

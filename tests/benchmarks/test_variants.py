@@ -1,4 +1,4 @@
-"""The merging done in ToMA's rows, and rivals."""
+"""Tests of the benchmarks' variants: how many tokens ToMA's rows merge, and what rivals do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One real server, one Chromium and one page of the real frontend for all browser tests.
+"""Fixtures: one real server, one Chromium and one page of the real frontend for all browser tests.
 
-Screenshots go to build/screenshots. With TOMA_WRITE_SCREENSHOTS=1, screenshots for the documentation go to docs/images.
+Screenshots go to build/screenshots; with TOMA_WRITE_SCREENSHOTS=1, those of the documentation go to docs/images.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-# Settings of the page: no tour at the start, and no minimap that covers nodes in screenshots.
+# Settings of the page: no tour at the start, and no minimap over the nodes.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
-TIMEOUT = 300_000  # a page that takes seconds on a free core takes minutes on a busy machine
-# ComfyUI sends the messages of a prompt in order, its end last. `statusOf` returns the element with a status text.
+TIMEOUT = 300_000  # a page that takes seconds on an idle machine takes minutes on a busy one
+# ComfyUI sends the messages of a prompt in order, and `execution_success` or an error last. `statusOf` returns the
+# element with a node's status text.
 IN_PAGE = """() => {
     window.finished = 0
     for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
@@ -47,7 +48,7 @@ IN_PAGE = """() => {
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Start the browser. Without Chromium these tests are skipped, except in CI, where they fail."""
+    """Return the path of Chromium. Without Chromium, skip these tests, or fail in CI."""
     names = [os.environ.get("TOMA_CHROMIUM"), "chromium", "chromium-browser", "google-chrome"]
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
@@ -56,9 +57,9 @@ def chromium() -> str:
 
 
 class Page:
-    """A tab with ComfyUI's page. Tests use user input if the input matters, otherwise the page's objects.
+    """A browser tab with ComfyUI's page.
 
-    noise: (kind, text, path of the source) of every error and warning on the console and every uncaught exception.
+    noise: (kind, text, path of the source) of console errors, console warnings and uncaught exceptions.
     """
 
     def __init__(self, browser: Any, server: ComfyServer) -> None:
@@ -76,7 +77,7 @@ class Page:
         self.noise.add((kind, re.sub(r"127\.0\.0\.1:\d+", "SERVER", text), source))
 
     def start(self, *, vue: bool, language: str = "en") -> None:
-        """Load the page with this renderer, and clear its initial graph."""
+        """Load the page with the Vue renderer or LiteGraph's, and clear its initial graph."""
         self.renderer = "vue" if vue else "litegraph"
         self.server.set_setting("Comfy.VueNodes.Enabled", vue)
         self.server.set_setting("Comfy.Locale", language)
@@ -86,12 +87,12 @@ class Page:
         self.open({"nodes": [], "links": [], "version": 0.4}, "empty")
 
     def hear(self) -> None:
-        """Start counting the ends of prompts."""
+        """Start counting prompts that have ended."""
         self.pressed = 0
         self.tab.evaluate(IN_PAGE)
 
     def open(self, workflow: dict[str, Any], name: str) -> None:
-        """Open a workflow in a new tab of the page."""
+        """Open a workflow in a new workflow tab."""
         self.tab.evaluate("([w, n]) => app.loadGraphData(w, true, true, n)", [workflow, name])
         self.tab.wait_for_timeout(300)
 
@@ -99,29 +100,29 @@ class Page:
         return self.tab.evaluate(code, argument)
 
     def text(self, node_id: int | str) -> str:
-        """Return the status text of one of this pack's nodes."""
+        """Return the status text of a ToMA node."""
         return str(self.evaluate("id => window.statusOf(id).textContent", node_id))
 
     def verdict(self, node_id: int | str) -> str:
-        """Return the first line of the status text."""
+        """Return the first line of a node's status text."""
         return self.text(node_id).split("\n", 1)[0]
 
     def details(self, node_id: int | str) -> str:
-        """Return the tooltip of the status text."""
+        """Return the tooltip of a node's status text."""
         return str(self.evaluate("id => window.statusOf(id).title", node_id))
 
     def wait_for_text(self, node_id: int | str, part: str) -> None:
-        """Wait until the node's text contains this part."""
+        """Wait until a node's status text contains `part`."""
         self.tab.wait_for_function(
             "([id, part]) => window.statusOf(id).textContent.includes(part)", arg=[node_id, part]
         )
 
     def ours(self) -> set[tuple[str, str, str]]:
-        """Return the page's errors and warnings about files of this pack."""
+        """Return console errors and warnings about files of this pack."""
         return {noise for noise in self.noise if "/extensions/" in noise[1] + noise[2] or "toma" in str(noise).lower()}
 
     def set(self, node_id: int, widget: str, value: Any) -> None:
-        """Change a widget as its editor does."""
+        """Change a widget's value as its editor does."""
         code = "([id, name, value]) => { const node = app.graph.getNodeById(id);"
         code += (
             "const widget = node.widgets.find(w => w.name === name); widget.value = value; widget.callback?.(value) }"
@@ -129,12 +130,12 @@ class Page:
         self.evaluate(code, [node_id, widget, value])
 
     def queue(self) -> None:
-        """Press Run and wait until everything in the queue is done."""
+        """Press Run and wait until the queue is empty."""
         self.press_run()
         self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
-        """Wait until the page has received the end of every run."""
+        """Wait until the page has received the end of every prompt."""
         self.tab.wait_for_function("n => window.finished >= n", arg=self.pressed)
         self.tab.wait_for_timeout(200)
 
@@ -146,14 +147,14 @@ class Page:
 
     @contextmanager
     def second(self) -> Iterator[Page]:
-        """Open the page in another tab of the browser."""
+        """Open the page in another browser tab."""
         page = Page(self._browser, self.server)
         page.start(vue=self.renderer == "vue")
         yield page
         page.tab.close()
 
     def picture(self, name: str, image: dict[str, str], *, document: bool = False) -> Image.Image:
-        """Save a picture that a node shows. document: it belongs to the documentation."""
+        """Save a picture that a node shows. document: also save it to docs/images."""
         path = self._path(name, document=document)
         path.write_bytes(self.server.view(image))
         shown = Image.open(path)
@@ -162,7 +163,7 @@ class Page:
         return shown
 
     def photograph(self, name: str, node_ids: list[int], *, document: bool = False) -> Path:
-        """Save a screenshot of these nodes. document: it belongs to the documentation."""
+        """Save a screenshot of nodes. document: also save it to docs/images."""
         where = """ids => {
                 const rects = ids.map(id => app.graph.getNodeById(id).getBounding())
                 const left = Math.min(...rects.map(r => r[0])), top = Math.min(...rects.map(r => r[1]))
@@ -187,7 +188,7 @@ class Page:
         return path
 
     def _path(self, name: str, *, document: bool) -> Path:
-        # The documentation shows ComfyUI's Vue renderer.
+        # Screenshots of the documentation show the Vue renderer.
         write = document and self.renderer == "vue" and os.environ.get("TOMA_WRITE_SCREENSHOTS")
         path = ROOT / "docs" / "images" / f"{name}.png" if write else SCREENSHOTS / f"{name}-{self.renderer}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,14 +196,15 @@ class Page:
 
 
 def _made_small(path: Path) -> None:
-    """Reduce pictures of the documentation to 256 colours, which halves their size."""
+    """Reduce a picture to 256 colours, which halves the size of its file."""
     if path.parent != SCREENSHOTS:
         Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 @pytest.fixture(scope="session")
 def workshop(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """Run a server with the demo nodes, nodes of a newer ComfyUI, and a file for every name in a template."""
+    """Run a server with the demo nodes, nodes of a newer ComfyUI, and a placeholder for every file that a template
+    names."""
     packs = [ROOT / "demo", newer_pack(tmp_path_factory.mktemp("packs"))]
     server = ComfyServer(packs=packs, flags=["--use-pytorch-cross-attention"])
     try:
@@ -218,7 +220,6 @@ def workshop(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def browser(chromium: str) -> Iterator[Any]:
-    """Start headless Chromium."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -229,7 +230,7 @@ def browser(chromium: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def baseline(browser: Any) -> set[tuple[str, str, str]]:
-    """Return the page's console messages without this pack, in both renderers."""
+    """Return the console messages of the page without this pack, in both renderers."""
     with ComfyServer(flags=["--disable-all-custom-nodes"]) as plain:
         for name, value in SETTINGS.items():
             plain.set_setting(name, value)
@@ -251,7 +252,7 @@ def only_page(browser: Any, workshop: ComfyServer) -> Iterator[Page]:
 
 @pytest.fixture(scope="module", params=["litegraph", "vue"])
 def page(request: pytest.FixtureRequest, only_page: Page) -> Page:
-    """Open the page in either renderer."""
+    """Open the page in each renderer."""
     only_page.noise.clear()
     only_page.start(vue=request.param == "vue")
     return only_page
@@ -259,7 +260,7 @@ def page(request: pytest.FixtureRequest, only_page: Page) -> Page:
 
 @pytest.fixture
 def narrow(page: Page) -> Iterator[Page]:
-    """Open the page in a window of 900 pixels."""
+    """Open the page in a window that is 900 pixels wide."""
     wide = page.tab.viewport_size
     page.tab.set_viewport_size({"width": 900, "height": 800})
     yield page
@@ -282,7 +283,7 @@ def _node(node_id: int, kind: str, pos: tuple[int, int], values: list[Any], inpu
     }
 
 
-# A graph of core nodes that runs without a model.
+# A graph of ComfyUI's own nodes that runs without a model.
 PLAIN = {
     "id": "00000000-0000-4000-8000-000000000001",
     "last_node_id": 2,

@@ -1,11 +1,11 @@
-"""The workflows that the tests of the page open, and the expected status texts."""
+"""The workflows that browser tests open, and the expected status texts."""
 
 from __future__ import annotations
 
 from itertools import count
 from typing import Any
 
-IDS, SEEDS = count(1), count(1)  # ComfyUI sends no messages for a sampler whose result it takes from its cache
+IDS, SEEDS = count(1), count(1)  # ComfyUI sends no messages for a cached sampler, so seeds must be new
 CACHED = "Nothing ran: ComfyUI had this result in its cache. Change the seed to see what is merged."
 NEW, ACTIVE = "No run yet.", "Sampling on fewer tokens ..."
 TO_DO = {
@@ -17,9 +17,9 @@ TO_DO = {
 }
 STEPS = 4
 EARLIER = "{} (from an earlier run)"
-# Indices of widgets of ToMA Advanced.
+# Indices of ToMA Advanced's widgets.
 FIRST, START, WINDOW_SIZE = 7, 9, 11
-# Records the first line of each text that a node of this pack shows.
+# JavaScript that records the first lines of a node's status texts.
 WATCH = """id => {
     const element = window.statusOf(id)
     window.shown = []
@@ -48,8 +48,8 @@ def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs
 
 
 def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
-    """Return the workflow loader -> ToMA Advanced -> KSampler -> decode and report, or with the benchmark instead of
-    sampling."""
+    """Return the workflow loader -> ToMA Advanced -> KSampler -> decode and report. With last="ToMABenchmark", the
+    benchmark node replaces the sampler."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
     advanced = ["balanced", ratio, 1, 0, ends_at, 16, "preset", -1, "preset", -1, 10, -1, -1]
     advanced += ["preset", "preset", ""]
@@ -87,12 +87,12 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
         values = [0.6, "balanced", True, 4, 2]
         if last == "ToMACalibrate":
             outputs = [("MODEL", []), ("STRING", []), ("IMAGE", [])]
-            # The cfg is new each time, so that ComfyUI measures again.
+            # A new cfg prevents ComfyUI from using a cached result.
             values = ["balanced", STEPS, 2 + next(SEEDS) / 10, "euler", "normal"]
         nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]
-    # The size is that of a new node, which grows around its first picture.
+    # New nodes have this size, and grow around their first picture.
     nodes[-1]["size"] = [480, 290] if sampled else [460, 370]
     graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
     size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}
@@ -100,20 +100,20 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
 
 
 def simple() -> dict[str, Any]:
-    """Return the same workflow with the simple ToMA node, which does not merge grids below 256 tokens."""
+    """Return the workflow with the simple ToMA node, which does not merge grids below 256 tokens."""
     graph = workflow()
     graph["nodes"][3].update(type="ToMA", widgets_values=[0.5, "balanced"])
     return graph
 
 
 def line(ratio: float, steps: int = STEPS) -> str:
-    """Return ToMA Advanced's line for a run with every step merged."""
+    """Return ToMA Advanced's status line for a run in which every step is merged."""
     return f"On: {100 * ratio:.0f} % of the tokens merged, 16 of 17 blocks, {steps} of {steps} steps"
 
 
 def broken(page: Any, index: int, value: Any, **more: Any) -> dict[str, Any]:
-    """Open a graph with this value in a widget of ToMA Advanced, as in an edited file (widgets enforce their range),
-    and press Run."""
+    """Open a graph with this value in a widget of ToMA Advanced and press Run. The page's own editor could not enter a
+    value outside of the widget's range."""
     graph = workflow(**more)
     graph["nodes"][3]["widgets_values"][index] = value
     page.open(graph, "error")

@@ -1,4 +1,4 @@
-"""What the screen shows: fields of a node, the colours of a picture, and whether nodes are within their frames."""
+"""Helpers that read the screen: field values, colours, and positions of nodes relative to their frames."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OVERLAPS = """() => {
     return found
 }"""
 
-# Shows on every node of this pack, through the page's own handlers, the lines and the picture size at the end of a long
-# run. Returns the nodes that began inside their group and now extend beyond it.
+# JavaScript that shows the texts and the picture size of a finished run on every ToMA node, and returns the nodes that
+# then extend beyond their group.
 AFTER_A_RUN = """lines => {
     for (const node of app.graph.nodes.filter(node => node.type.startsWith("ToMA") && node.widgets?.length)) {
         const message = { node: String(node.id), lines, more: [] }
@@ -29,7 +29,7 @@ AFTER_A_RUN = """lines => {
         } else window.comfyAPI.api.api.dispatchEvent(new CustomEvent("toma.said", { detail: message }))
     }
 }"""
-# The Vue renderer measures only the nodes that are in view.
+# JavaScript that brings all nodes into view, because the Vue renderer measures only visible nodes.
 SEEN_WHOLE = "() => app.extensionManager.command.execute('Comfy.Canvas.FitView')"
 OUTSIDE = """() => app.graph.nodes.filter(node => {
     const [x, y, w, h] = node.getBounding()
@@ -49,7 +49,7 @@ LINES = [
 
 
 def field(page: Any, name: str) -> str:
-    """Return the value that a field of ToMA Advanced shows, on the canvas or on the page."""
+    """Return the displayed value of a field of ToMA Advanced."""
     in_canvas = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name)._displayValue"
     on_page = """name => {
         const element = document.querySelector('[data-node-id="4"]')
@@ -73,7 +73,7 @@ def unfold(page: Any) -> None:
 
 
 def colours(page: Any, node_id: int) -> float:
-    """Return how much the colours of a node's area differ on the screen: about 10 for an empty node."""
+    """Return the standard deviation of the colours in a node's area of the screen: about 10 for an empty node."""
     page.evaluate("id => { app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.getNodeById(id)) }", node_id)
     page.tab.wait_for_timeout(1500)
     left, top, width, height = page.evaluate(
@@ -91,7 +91,8 @@ def colours(page: Any, node_id: int) -> float:
 
 
 def with_tiny_model(template: dict[str, Any]) -> dict[str, Any]:
-    """Return a template with the demo's model, scene, latent and decoder in place of those that need a checkpoint."""
+    """Return a template whose model, text, latent and decoder are replaced by the demo's nodes, which need no
+    checkpoint."""
     kinds = {
         "CheckpointLoaderSimple": ("ToMADemoUNet", ["random", 0, "fixed"]),
         "EmptyLatentImage": ("ToMADemoLatent", [128, 128, 1]),
@@ -111,5 +112,4 @@ def with_tiny_model(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def height(page: Any, node_id: int) -> float:
-    """Return the height of a node without its title."""
     return float(page.evaluate("id => app.graph.getNodeById(id).size[1]", node_id))

@@ -1,5 +1,4 @@
-"""The page in Chinese, in both renderers: the things that other files check in English, if words or the room for them
-matter."""
+"""Tests of the page in Chinese, in both renderers."""
 
 from __future__ import annotations
 
@@ -32,14 +31,12 @@ NEW = "尚未运行。"
 
 @pytest.fixture(scope="module", params=["litegraph", "vue"])
 def page(request: pytest.FixtureRequest, only_page: Any) -> Any:
-    """Open the page in Chinese, in either renderer."""
     only_page.noise.clear()
     only_page.start(vue=request.param == "vue", language="zh")
     return only_page
 
 
 def test_labels_lines_errors_and_help(page: Any) -> None:
-    """All of these are translated; a new node has room only for its line, and fields show the values of the preset."""
     graph = workflow(0.5)
     graph["nodes"][3]["widgets_values"][3] = -1
     page.open(graph, "chinese")
@@ -73,7 +70,6 @@ def test_labels_lines_errors_and_help(page: Any) -> None:
 
 
 def test_a_template_opens_with_its_note_and_stays_in_its_frame(page: Any) -> None:
-    """A saved workflow has the note in one language. Nodes stay inside of their frame after a run."""
     path = next(path for path in TEMPLATES if path.stem.endswith("Wan 2.2 image to video"))
     template = json.loads(path.read_text(encoding="utf-8"))
     (theirs,) = [node["properties"]["toma_note"] for node in template["nodes"] if node["type"] == "MarkdownNote"]
@@ -100,7 +96,7 @@ def test_compared_pictures_are_seen(page: Any) -> None:
 
 
 def test_the_demo_says_what_it_saves(page: Any) -> None:
-    """The graph is the one that `make demo ARGS=--serve` opens."""
+    """Open the graph that `make demo ARGS=--serve` opens."""
     page.open(json.loads((ROOT / "demo" / "workflows" / "Demo-SDXL.json").read_text(encoding="utf-8")), "demo")
     seed = next(SEEDS)
     for sampler in page.evaluate(OF_TYPE, "KSampler"):
@@ -119,7 +115,6 @@ def test_the_demo_says_what_it_saves(page: Any) -> None:
 
 
 def test_a_benchmark_says_nothing_of_the_cache(page: Any) -> None:
-    """The ToMA node was not executed, but its model was sampled."""
     page.open(workflow(last="ToMABenchmark"), "benchmark")
     assert page.verdict(7).startswith(NEW)
     assert height(page, 7) < 440

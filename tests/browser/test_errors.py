@@ -1,4 +1,4 @@
-"""Errors are shown on the node that they concern, at validation and while running, in both renderers."""
+"""Errors are shown on the node that caused them, both at validation and while running, in both renderers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.browser.graphs import NEW, START, WINDOW_SIZE, broken, line, workflow
 
-# Connects a number to the input `ratio` of ToMA Advanced.
+# JavaScript that connects a number to the input `ratio` of ToMA Advanced.
 LINKED = """value => {
     const toma = app.graph.getNodeById(4)
     window.source = LiteGraph.createNode("PrimitiveFloat")
@@ -53,13 +53,13 @@ def test_what_is_refused_is_said_on_the_node(
 
 
 def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:
-    """ComfyUI does not validate values that come over a link."""
+    """ComfyUI does not validate values that come over a link, so they fail while the prompt runs."""
     page.open(workflow(), "link")
     page.evaluate(LINKED, 2.0)
     page.queue()
     assert page.verdict(4) == "ratio is 2.0. Allowed: a number from 0 to 0.95. Try 0.5."
     assert page.text(7).startswith(NEW)
-    page.noise.clear()  # the page logs this error, too
+    page.noise.clear()  # the page logs the error, too
     page.evaluate("() => { window.source.widgets[0].value = 0.5 }")
     page.queue()
     assert page.verdict(4) == line(0.5)

@@ -1,4 +1,4 @@
-"""Behaviour that does not depend on the renderer: the node, tab and workflow that show a run, and the help panel."""
+"""Tests that need only one renderer: which node, tab and workflow show a run, and the help panel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.browser.graphs import CACHED, EARLIER, NEW, line, simple, workflow
 
 @pytest.fixture(scope="module", params=["vue"])
 def page(request: pytest.FixtureRequest, only_page: Any) -> Any:
-    """Open the page in the Vue renderer."""
     only_page.start(vue=True)
     return only_page
 
@@ -29,7 +28,7 @@ def test_after_a_reload_a_run_from_the_cache_says_so(page: Any) -> None:
 
 
 def test_an_arrow_leads_from_the_presets_value_to_zero_and_back(page: Any) -> None:
-    """Values between -1 and 0 cannot be set."""
+    """Values between -1 and 0 are not allowed, so the arrow must skip them."""
     page.open(workflow(), "arrows")
     value = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'start_percent').value"
     for given, stands in ((-1, -1), (-0.99, 0), (0.3, 0.3), (-0.01, -1)):
@@ -61,8 +60,7 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
 
 
 def test_a_run_is_shown_in_its_own_workflow(page: Any) -> None:
-    """If another workflow with the same node ids is open at the end of the run, that workflow shows nothing; the line
-    appears when the run's workflow is opened again."""
+    """If another workflow with the same node ids is open at the end of a run, it shows no status."""
     slow = workflow(0.5)
     slow["nodes"][4]["widgets_values"][2] = 12
     page.open(slow, "mine")

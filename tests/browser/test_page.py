@@ -1,4 +1,4 @@
-"""The visible page: real Chromium, both of ComfyUI's renderers, a real server with tiny models."""
+"""Tests of the page in real Chromium, in both renderers, on a real server with tiny models."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> Non
 
 
 def test_a_number_after_every_run(page: Any) -> None:
-    """Work is counted, and steps are timed with a run of the bypassed node as the reference."""
     page.open(simple(), "numbers")
-    page.set(3, "width", 192)  # a size that no other test runs without ToMA
+    page.set(3, "width", 192)  # no other test runs this size without ToMA
     page.queue()
     verdict, work, timed = page.text(4).splitlines()
     assert re.fullmatch(r"About \d+ % less work, counted", work)
@@ -61,7 +60,7 @@ def test_a_number_after_every_run(page: Any) -> None:
     merged, bypassed, gain = map(float, re.fullmatch(times, compared).groups())
     assert bypassed / merged == pytest.approx(gain, rel=0.2), "both are rounded"
     page.evaluate("() => { app.graph.getNodeById(4).mode = 0 }")
-    page.set(5, "seed", next(SEEDS))  # otherwise ComfyUI may still have the first run in its cache
+    page.set(5, "seed", next(SEEDS))  # without a new seed ComfyUI could use its cached result
     page.queue()
     assert page.text(4).splitlines()[:2] == [verdict, work]
     assert float(re.fullmatch(times, page.text(4).splitlines()[2])[2]) == bypassed
@@ -81,7 +80,7 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     page.photograph("advanced-unfolded", [4])
     page.queue()
     assert field(page, "window_size") == "preset (8)"
-    if page.renderer == "litegraph":  # the Vue renderer redraws a list's choice only when it changes
+    if page.renderer == "litegraph":  # the Vue renderer redraws a list's choice only after a change
         assert field(page, "similarity_from") == "preset (tokens)"
     assert field(page, "full_step_interval") == "preset (0)"
     assert field(page, "min_tokens") == "16", "it is set"
@@ -100,7 +99,7 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
 
 
 def inside(page: Any, node_id: int) -> None:
-    """Check that the text is within its node and some of its lines are visible."""
+    """Check that a node's status text is inside the node and partly visible."""
     box = page.evaluate("id => { const r = app.graph.getNodeById(id).getBounding(); return [...r] }", node_id)
     element = page.evaluate(
         """id => {
@@ -130,7 +129,7 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any) -> None:
 
 
 def contrast(page: Any, selector: str) -> float:
-    """Compute the contrast of a text against its background, as WCAG defines it."""
+    """Return the contrast of a text against its background, as WCAG defines it."""
     colours = page.evaluate(
         """selector => {
             const element = typeof selector === "number" ? window.statusOf(selector) : document.querySelector(selector)
@@ -154,7 +153,7 @@ def contrast(page: Any, selector: str) -> float:
 
 
 def test_texts_can_be_read(page: Any) -> None:
-    """The texts include errors and earlier runs; no template gives nodes of this pack a colour."""
+    """Check the contrast of status texts. Templates must not colour ToMA nodes."""
     page.open(workflow(0.0), "contrast")
     assert contrast(page, 4) >= 4.5
     page.queue()
@@ -190,7 +189,7 @@ def test_a_new_node_is_as_large_as_what_is_visible(page: Any) -> None:
 def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None:
     narrow.open(simple(), "narrow")
     narrow.queue()
-    # The node is brought into view at full size, because the text has no size outside of the view or zoomed out.
+    # Bring the node into view at full size; otherwise its text has no size.
     narrow.evaluate(
         """() => {
             app.canvas.ds.scale = 1

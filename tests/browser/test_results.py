@@ -1,4 +1,4 @@
-"""Visible results: report, benchmark and calibration on their nodes, in both renderers."""
+"""Tests of the results on the page: report, benchmark and calibration, in both renderers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.browser.seen import height
 
 
 def test_the_report_is_shown(page: Any, baseline: Any) -> None:
-    """Run the trained small Flux model, which ComfyUI's own loader loads, with the unchanged preset."""
+    """Run the trained small Flux model, which ComfyUI's own loader loads, with the default preset."""
     graph = simple()
     loader, sampler = graph["nodes"][0], graph["nodes"][4]
     loader.update(type="UNETLoader", widgets_values=["toma_demo_dit.safetensors", "default"])

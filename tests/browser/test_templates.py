@@ -1,4 +1,4 @@
-"""The templates and the demo's graph open as they were saved, in both renderers."""
+"""The templates and the demo's graph open as saved, in both renderers."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: P
     page.tab.wait_for_timeout(500)
     assert page.evaluate(OVERLAPS) == [], "after a run too"
     assert page.evaluate(OUTSIDE) == [], "every node is in its frame"
-    # The picture that would be shown after a run does not exist.
+    # The browser cannot load the picture of the last run, because there was no run.
     assert {each for each in page.noise - baseline if each[-1] != "/api/view"} == set()
 
 
 def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
-    """The address that `make demo ARGS=--serve` prints opens the graph at a readable size, and the graph does the
-    things that its note says."""
+    """Open the address that `make demo ARGS=--serve` prints."""
     with page.second() as second:
         second.tab.set_viewport_size({"width": 1280, "height": 720})
         second.tab.goto(f"{page.server.url}/?template=Demo-SDXL&source=demo")
@@ -59,7 +58,7 @@ def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
         assert second.evaluate(OVERLAPS) == []
         second.hear()
         (toma,) = second.evaluate(OF_TYPE, "ToMA")
-        seed = next(SEEDS)  # ComfyUI has the other renderer's run in its cache
+        seed = next(SEEDS)  # the run of the other renderer may be in ComfyUI's cache
         for sampler in second.evaluate(OF_TYPE, "KSampler"):
             second.set(sampler, "steps", 3)
             second.set(sampler, "seed", seed)
@@ -90,7 +89,7 @@ def test_compared_pictures_are_seen_and_saved(page: Any) -> None:
 
 
 def test_an_app_shows_its_fields(page: Any) -> None:
-    """The template for App mode shows its form in place of the graph, with ToMA's ratio."""
+    """Open the template for App mode, which shows a form in place of the graph."""
     template = json.loads((ROOT / "workflows" / "19 Z-Image Turbo.app.json").read_text(encoding="utf-8"))
     page.open(template, "app")
     fields = ["prompt", "ToMA ratio (0 = off)", "ToMA preset", "width", "height", "seed"]

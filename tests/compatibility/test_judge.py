@@ -1,4 +1,4 @@
-"""Every check of the judge fails for the fault that it is for."""
+"""Each check of `compatibility.judge` detects its fault."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def verdict(kit: Kit, graph: Graph, expected: Any = MERGED) -> Verdict:
 
 
 def after_cfg(change: Callable[[dict[str, Any]], Tensor]) -> Callable[[Any], Any]:
-    """Return a node that applies `change` after guidance."""
+    """Return a node that applies `change` to the result of guidance."""
 
     def patch(model: Any) -> Any:
         model = model.clone()

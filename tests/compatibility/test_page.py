@@ -1,4 +1,4 @@
-"""The page names verdicts that differ under a preset."""
+"""Tests of the text that lists verdicts that differ under a preset."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def test_verdicts_under_a_preset_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     results["presets"] = {}
     assert page.compare(results, LORA, "sdxl", MERGED)
     assert not page.compare(results, LORA, "flux", None)
-    # Cells without a graph do not count.
     assert not page.compare(results, ATTENTION, "flux", None)
     assert results["presets"] == {"fast": {"LoRA": {"sdxl": True, "flux": False}}}
     tables = page.tables(results)

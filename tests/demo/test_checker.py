@@ -1,4 +1,4 @@
-"""The checker's shapes and sums; its trained weights, where they exist, read real scenes."""
+"""Tests of the checker, the model that reads scenes from pictures: its shapes and metrics, and its trained weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_frechet_distance_of_known_gaussians() -> None:
     a = torch.randn(20_000, 4, generator=generator)
     b = 2 * torch.randn(20_000, 4, generator=generator) + 1
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
-    # |mean difference|^2 + 4 * (1 + 4 - 2 * 2) by the closed form for diagonal covariances.
+    # The closed form for diagonal covariances gives |mean difference|^2 + 4 * (1 + 4 - 2 * 2).
     assert frechet_distance(a, b) == pytest.approx(8, rel=0.05)
     with pytest.raises(ValueError, match="at least two"):
         frechet_distance(a[:1], b)

@@ -1,4 +1,4 @@
-"""Scenes in motion, and the tiny Wan that is trained on them."""
+"""Tests of moving scenes, and of the tiny Wan that is trained on them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_batch_of_clips() -> None:
 
 
 def test_the_wan_learns_and_is_taught_few_steps() -> None:
-    """A token encodes the number of steps, and their sigmas are those of ComfyUI's sampler."""
+    """The number of steps is a token of the prompt; training uses the sigmas of ComfyUI's sampler."""
     batch = Batches(Plan("wan", 3, crop_batch=4))[0]
     seen = []
 

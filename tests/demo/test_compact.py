@@ -1,5 +1,3 @@
-"""Weights in 8 bits."""
-
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,4 @@
-"""The UNet with SDXL's depths is made from the shallow one."""
+"""The deep UNet, which has SDXL's depths, is initialised from the trained shallow one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fixed transform between pictures and latents is exactly invertible and speaks ComfyUI's latent format."""
+"""Tests of the fixed transform between pictures and latents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.loop import loop
 
 
 def test_pictures_and_latents_are_each_others_inverse() -> None:
-    """The inverse is exact in the model's space, and exact up to rounding in ComfyUI's."""
+    """The inverse is exact in the model's latent space, and exact up to rounding in ComfyUI's latent format."""
     image = torch.rand(2, 3, 32, 48) * 2 - 1
     model, flux = latents.image_to_model(image), comfy.latent_formats.Flux()
     assert model.shape == (2, 16, 16, 24)

@@ -1,4 +1,4 @@
-"""The bench of torch.compile, with a backend that compiles nothing."""
+"""Tests of the torch.compile benchmark, with a backend that runs graphs unchanged."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_what_is_known_of_an_operation_counts_as_the_operation_does(monkeypatch:
     ],
 )
 def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, most: float) -> None:
-    """Launches are operations except views. The evaluation reuses its plans, and is compared with the unpatched one."""
+    """Count launches, which are operations except views, in a step that uses an existing plan."""
     base = cost.count(SDXL)
     assert base.launches == 1682
     merged = cost.count(SDXL, toma(granularity=granularity), kernels=kernels)
@@ -58,8 +58,8 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
     assert "plan" not in merged.parts, "a plan that is there costs no operation"
 
 
-# With `balanced` on Flux, steps 0 and 4 are full and cache keys and values. Steps 1 to 3 are merged and attend to all
-# tokens. Per block this takes copies of keys and of values, or dequantized tensors that are joined with the text's.
+# With `balanced` on Flux, steps 0 and 4 are full and cache keys and values; steps 1 to 3 are merged and attend to all
+# tokens.
 @pytest.mark.parametrize(
     ("shape", "step", "kernels", "most"),
     [
@@ -72,7 +72,6 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
     ],
 )
 def test_launches_that_a_preset_adds(shape: Shape, step: int, kernels: bool, most: float) -> None:
-    """The preset caches plans, and on Flux also residuals."""
     base = cost.count(shape)
     merged = cost.count(shape, variants.preset("balanced", ratio=0.5, min_tokens=4), kernels=kernels, step=step)
     assert 0 < merged.launches / base.launches - 1 <= most
@@ -81,8 +80,8 @@ def test_launches_that_a_preset_adds(shape: Shape, step: int, kernels: bool, mos
 
 @pytest.mark.parametrize(("kernels", "most"), [(True, 3), (False, 9)])
 def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> None:
-    """With kernels, each propagated tensor takes one additional launch. A block has two such tensors, keys and values,
-    and a chain has one. Features, fit and spread take 43 launches, once per call."""
+    """With kernels, the regression adds a launch to each propagated tensor: keys and values of each block, and the
+    residual of each chain. Per call it adds 43 more."""
     settings = variants.preset("balanced", ratio=0.5, min_tokens=4)
     plain, regressed = (
         cost.count(FLUX, settings, kernels=kernels, step=1, regression=regression) for regression in (False, True)
@@ -100,7 +99,8 @@ def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> 
 
 
 def two(name: str, double: int, single: int, width: int) -> dict[str, tuple[str, list[tuple[int, int, int]]]]:
-    """Return the entry of a model that has Flux's two kinds of blocks, at 1024 x 1024 pixels."""
+    """Return {class of blocks: (declared cost, grids)} of a model with Flux's double and single blocks at 1024 x 1024
+    pixels."""
     return {
         "DoubleStreamBlock": (f"{name}DOUBLE", [(double, 64**2, width)]),
         "SingleStreamBlock": (f"{name}SINGLE", [(single, 64**2, width)]),
@@ -108,12 +108,11 @@ def two(name: str, double: int, single: int, width: int) -> dict[str, tuple[str,
 
 
 def cost_of(name: str) -> Any:
-    """Return the cost that a family declares for a block: "family.NAME"."""
     family, _, block = name.partition(".")
     return getattr(pack_module(f"nodes.adapters.families.{family}"), block)
 
 
-# These models lack their refiners, which are blocks of the same class that are not merged.
+# Numbers of blocks that leave out the refiners, which have the same class but are not merged.
 UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0), "omnigen2": (32, 0)}
 
 
@@ -144,8 +143,8 @@ UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0), "omnigen2": (32, 0)}
     ids=lambda value: value.model if isinstance(value, Shape) else "",
 )
 def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, list[tuple[int, int, int]]]]) -> None:
-    """Auto's launches equal the counted ones, and so do its FLOPs, except those of the text. Values are (number,
-    tokens, width) of each grid."""
+    """Compare the launches and FLOPs that a family declares for a block with counted ones. kinds: the declared cost by
+    class of blocks, with (number of blocks, tokens, width) of each grid. Declared FLOPs leave out text tokens."""
     parts = cost.count(shape, modules={kind: kind for kind in kinds}, blocks=UNREFINED.get(shape.model)).parts
     for kind, (name, grids) in kinds.items():
         block, number = cost_of(name), sum(number for number, *_ in grids)
@@ -158,8 +157,7 @@ def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, l
 
 @pytest.mark.parametrize(("kernels", "share"), [(False, 0.02), (True, 0.003)])
 def test_selection_is_next_to_nothing_of_a_videos_step(kernels: bool, share: float) -> None:
-    """Wan 14B at 1280 x 720 x 81 has 75,600 tokens; one step in ten makes a plan. In plain PyTorch a plan moves 1.8 %
-    of the bytes. Repeated reads in attention are not counted, so the plan's share of a real step is smaller."""
+    """Count Wan 14B at 1280 x 720 x 81, which has 75,600 tokens."""
     step = cost.count(Shape("wan", 720, 1280, frames=21), toma(), plan=True, kernels=kernels)
     plan = step.parts["plan"]
     assert plan.flops < 1e-4 * step.flops
@@ -167,7 +165,6 @@ def test_selection_is_next_to_nothing_of_a_videos_step(kernels: bool, share: flo
 
 
 def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
-    """Conditions of one picture share a plan."""
     core, trial, counter = pack_module("toma_core"), pack_module("toma_core.kernels.dispatch"), Meter()
     config = core.ToMAConfig(ratio=0.5, min_tokens=4, similarity_from="prediction")
     run = core.RunState(core.Schedule(config), dispatch=trial.Dispatch(trial.Choice(cost.Fused(counter))))
@@ -186,7 +183,8 @@ def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
 
 
 def test_every_file_that_merges_is_counted() -> None:
-    """Files are found by the names that they call; `compile_ops` merges inside of graphs, where nothing is counted."""
+    """Find adapters by the core functions that they import. `compile_ops` merges inside of graphs, where nothing is
+    counted."""
     adapters = ROOT / "nodes" / "adapters"
     paths = (path.relative_to(adapters).with_suffix("") for path in adapters.rglob("[a-z]*.py"))
     files = {".".join(path.parts) for path in paths} - {"model_hooks", "compile_ops"}
@@ -228,8 +226,8 @@ def test_every_file_that_merges_is_counted() -> None:
 def test_what_auto_thinks_that_merging_adds(
     shape: Shape, name: str, number: int, skipped: dict[str, int], granularity: str
 ) -> None:
-    """Launches per block are rounded up. They are counted with Triton, without plans, and with the residual cache where
-    presets have it; blocks of longer stacks have fewer."""
+    """Compare the launches that merging adds to a block with those that its family declares. Launches are rounded
+    up."""
     cost_model = pack_module("toma_core.cost_model")
     settings = {"full_step_interval": 3, "min_tokens": 4, "granularity": granularity, **skipped}
     merged = cost.count(shape, toma(**settings), kernels=True, step=1)
@@ -246,7 +244,6 @@ def test_nothing_is_added_where_nothing_is_merged() -> None:
 
 @pytest.mark.parametrize(("shape", "granularity"), [(SDXL, "stack"), (SDXL, "module"), (FLUX, "block")], ids=str)
 def test_ceilings(shape: Shape, granularity: str) -> None:
-    """In FLOPs, merging itself costs little, and most layers run on half of the tokens."""
     base, merged = cost.count(shape), cost.count(shape, toma(granularity=granularity))
     assert 1.6 < base.flops / merged.flops < 1.75
     most = 0.035 if granularity == "module" else 0.002
@@ -257,7 +254,7 @@ def test_making_plans_is_counted_apart() -> None:
     plain, planning = (cost.count(SDXL, toma(), kernels=True, plan=plan) for plan in (False, True))
     plan = planning.parts["plan"]
     assert planning.launches - plain.launches == plan.launches
-    # There is one plan for each of two grids; each plan copies two index tensors to the device, once per run.
+    # There is one plan for each of two grids, and each copies two index tensors to the device.
     assert [n for name, n in plan.operations.items() if name.endswith(".select_weigh")] == [2]
     assert plan.launches == 2 + plan.operations["_to_copy"] == 2 + 4
     slow = cost.count(SDXL, toma(), plan=True)
@@ -265,7 +262,7 @@ def test_making_plans_is_counted_apart() -> None:
 
 
 def test_the_stand_in_for_kernels_has_their_shapes() -> None:
-    """Without a GPU, Triton's interpreter runs; ragged windows have separate budgets."""
+    """Compare the shapes and strides of results. Without a GPU, Triton's interpreter runs the kernels."""
     pytest.importorskip("triton", reason="Triton has no build for this system")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layout, kinds = pack_module("toma_core.windows"), pack_module("toma_core.config").WindowShape
@@ -309,7 +306,7 @@ def test_rivals_save_in_self_attention_only(rival: variants.Variant) -> None:
 
 @pytest.mark.parametrize(("model", "within"), [("sdxl", 0.02), ("flux", 0.08), ("z_image", 0.03), ("sd3", 0.05)])
 def test_what_a_run_counts_is_what_is_counted_here(model: str, within: float) -> None:
-    """A run counts from shapes only, for the line on the node. The text is longer here than the family's minimum."""
+    """Compare the FLOPs that a run derives from shapes with counted ones. The counted model has a longer text."""
     shape = Shape(model)
     hooks = pack_module("nodes.adapters.registry").find(cost.on_meta(model, None).model.diffusion_model)
     latent = torch.empty(1, *shape.latent, device="meta")

@@ -1,4 +1,4 @@
-"""The benchmark of the time that a call costs the host."""
+"""Tests of `benchmarks.hosttime`, which measures the time that a call takes on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.comfyui import ROOT
 
 
 def test_it_runs(tmp_path: Path) -> None:
-    """The benchmark runs in a separate process, because this one runs kernels in the interpreter."""
+    """Run the benchmark in a separate process, because kernels of this process run in Triton's interpreter."""
     pytest.importorskip("triton.backends.nvidia.compiler")
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.hosttime", "--repeats", "2", "--out", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""docs/performance.md and benchmarks/results/counts.md show the numbers that the code counts."""
+"""The tables of docs/performance.md and benchmarks/results/counts.md have the numbers that the code counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def loaded(pack: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", performance.TABLES)
 def test_every_table_is_what_the_code_counts(name: str) -> None:
-    """After a change of a number in one of these tables, run `python -m benchmarks.performance`."""
+    """If this test fails, run `python -m benchmarks.performance`."""
     text = performance.page_of(name).read_text(encoding="utf-8")
     assert performance.filled(text, {name: performance.TABLES[name]}) == text
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, on tiny models: every variant, the gates and the files."""
+"""Tests of the benchmarks on tiny models: variants, gates and result files."""
 
 from __future__ import annotations
 
@@ -55,14 +55,13 @@ def test_every_variant_of_an_evaluation(unet: Any) -> None:
 
 @pytest.mark.parametrize("model", ["sdxl", "flux", "wan", "ltx_av", "h3"])
 def test_a_timed_step_runs_the_network_once_on_merged_tokens(model: str) -> None:
-    """With a KV cache, the full step runs once, before the first turn, also outside of inference mode."""
     shape = Shape(model, 256, 256, 1, tiny=True, frames=7 if model == "h3" else 3)
     patcher, inputs = fullsize.patcher(model, torch.float32, CPU, tiny=True), shape.inputs(CPU)
     runs = list[int]()
     handle = patcher.model.diffusion_model.register_forward_hook(lambda *_: runs.append(1))
 
     def flops(runner: forward.Runner) -> int:
-        """Return the FLOPs of the network without merging, which takes a large share of a small network's FLOPs."""
+        """Count the FLOPs of the network, which do not include those of merging."""
         runs.clear()
         with FlopCounterMode(display=False) as counter:
             runner(inputs)
@@ -82,7 +81,6 @@ def test_a_timed_step_runs_the_network_once_on_merged_tokens(model: str) -> None
 
 
 def test_gates_see_what_is_wrong(unet: Any) -> None:
-    """Gates catch too few tokens to merge, a rival that changes the output although it must not, and a large error."""
     shape = Shape("sdxl", 64, 64, 1, tiny=True)
 
     def broken(model: Any) -> Any:
@@ -161,7 +159,6 @@ _MERGES = ("merge", "unmerge", "reuse")
 
 
 def test_operands_are_more_than_a_cache_holds_and_alike() -> None:
-    """Copies have separate memory but share the plan of the first copy."""
     copies, windows, budget = micro.operands(micro.Grid(8, 8, 16), 0.5, 1, torch.float32, CPU)
     assert len({copy.x.data_ptr() for copy in copies}) == len(copies) > 2
     for copy in copies:
@@ -175,7 +172,6 @@ def test_operands_are_more_than_a_cache_holds_and_alike() -> None:
 
 
 def test_picks_that_are_worse_are_seen() -> None:
-    """Weights of any destinations have rows that sum to 1, so only the objective shows that destinations are worse."""
     copies, windows, budget = micro.operands(micro.Grid(16, 16, 16), 0.5, 2, torch.float32, CPU)
     picks = copies[0].plan.dest_slots
     worst = torch.arange(picks.shape[-1]).expand(picks.shape)
@@ -183,7 +179,6 @@ def test_picks_that_are_worse_are_seen() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run in Triton's interpreter."""
     pytest.importorskip("triton")
     module = micro.pack_module("toma_core.kernels.triton")
     merge = module.TritonKernels.merge
@@ -205,8 +200,7 @@ def measured(speedup: float | None, **more: Any) -> Row:
 
 
 def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
-    """The dry run on a CPU leaves a table and a few small files in one folder. A visit is tested in
-    test_rehearsal.py."""
+    """Run the script for GPUs on a CPU. tests/benchmarks/gpu/test_rehearsal.py tests a complete visit."""
     options = ["--gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path), "--only", "break-even"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.suite", *options],
@@ -225,8 +219,6 @@ def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
 
 
 def test_a_section_that_fails_is_named(tmp_path: Path) -> None:
-    """The earlier results of the section are stored, also for later processes."""
-
     def fails(made: sections.Suite) -> None:
         made.results.add(measured(1.5))
         raise RuntimeError("no such card")
@@ -240,7 +232,6 @@ def test_a_section_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def test_a_section_is_stopped_at_its_limit_and_others_have_their_turn(tmp_path: Path) -> None:
-    """The limit also holds during start and warm-up."""
     chosen = [sections.Section("sdxl-1024-cfg", sections.sdxl_rivals, 0, limit=0.1), sections.GPU[3]]
     assert chosen[1].name == "micro"
     before = results.Results(tmp_path, {"device": "a"})
@@ -258,7 +249,6 @@ def test_sections_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
 
 
 def test_extra_sections_take_no_time_from_what_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An extra section uses all of the remaining time if no other section follows."""
     monkeypatch.setattr(suite, "_run", lambda *_: "")
     chosen = [
         sections.Section("flux", sections.right, 20, 70),

@@ -1,5 +1,5 @@
-"""A visit to a GPU machine, rehearsed without a card. The kit is built, and the visit's script runs as on such a
-machine, from a tree without .git, with an empty HOME and no network."""
+"""Tests of the script for a GPU machine, without a GPU: the script runs from a tree without .git, with an empty HOME
+and no network."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from scripts import gpu_kit
 from scripts.comfyui import ROOT
 
 ISOLATED = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
-# Maxima for the output of a visit: number of files, and bytes of each.
+# Limits of the number and bytes of files that the script may write.
 MOST_FILES, MOST_BYTES = 8, 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
 def isolation() -> None:
-    """Fail in CI, and skip elsewhere, if processes cannot be cut off from the network."""
+    """Skip these tests where processes cannot be cut off from the network; fail in CI."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("the kit is for x86-64 Linux")
     try:
@@ -44,7 +44,7 @@ def isolation() -> None:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with the parts of the other machine: tree, home, /tmp."""
+    """Return a folder with the checkout, the home folder and the temporary folder of a simulated GPU machine."""
     folder = tmp_path_factory.mktemp("machine")
     tree = folder / "tree"
     if shutil.which("git") is None or not (ROOT / ".git").exists():
@@ -54,7 +54,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
             copy = tree / file.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
-    # The kit is for the Python of this test; a machine has the Python for which its kit is made.
+    # The kit is made for the Python that runs this test.
     gpu_kit.pack(tree / ".gpu", 90, "{}.{}".format(*sys.version_info))
     for name in ("home", "tmp"):
         (folder / name).mkdir()
@@ -63,7 +63,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def visit(machine: Path, out: Path) -> subprocess.Popen[str]:
-    """Run the script without this process's environment."""
+    """Start the script with an empty environment."""
     environ = {
         "PATH": os.defpath,
         "PYTHON": sys.executable,
@@ -80,7 +80,7 @@ def visit(machine: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """Kill the process and its session, as a machine does at its time limit."""
+    """Kill the process and its children, as a machine does at its time limit."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             session = stat.read_text().rpartition(")")[2].split()[3]
@@ -90,7 +90,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 
 def ended(process: subprocess.Popen[str], out: Path) -> set[str]:
-    """Wait for the end, and return the sections with results."""
+    """Wait for the end of the script, and return the names of the sections with results."""
     output, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, output[-6000:]
     files = [path for path in out.rglob("*") if path.is_file()]
@@ -109,7 +109,6 @@ def test_the_kit_is_small(machine: Path) -> None:
 
 
 def test_all_sections_when_a_visit_was_killed_before(machine: Path, tmp_path: Path) -> None:
-    """The results of the killed visit are stored, and the next visit has all of its own results."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     killed, results = visit(machine, first), first / "results.json"

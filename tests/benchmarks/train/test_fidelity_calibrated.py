@@ -1,4 +1,4 @@
-"""Calibrations evaluated on other scenes: a small run with the trained UNet, in which nothing is measured twice."""
+"""Calibrations of the trained UNet, evaluated on scenes that calibration has not seen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from demo.sampling import FOLDER, defaults
 from demo.scenes import scene_from_seed
 from scripts.comfy_pack import pack_module
 
-SIDE = 64  # in pixels: half of the training size, and a fourth of the work
+SIDE = 64  # in pixels: half of the training size
 
 
 def test_a_run_and_a_repeated_run(
@@ -35,7 +35,7 @@ def test_a_run_and_a_repeated_run(
 
 
 def test_a_broken_stack_is_found() -> None:
-    """A stack of the trained UNet whose residual is tripled is not merged where its error is large."""
+    """Triple the residual of one stack of the trained UNet; calibration must not merge it."""
     model = judge.load("deep", FOLDER / "deep.safetensors", "fp32")
     with torch.no_grad():
         model.model.diffusion_model.output_blocks[2][1].proj_out.weight.mul_(3.0)

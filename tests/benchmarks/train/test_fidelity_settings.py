@@ -44,7 +44,6 @@ def sample(model: Any, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_every_setting_runs(small: dict[str, Any], kind: str) -> None:
-    """The result of rows that merge differs from the unmerged model's."""
     plain = sample(small[kind])
     table = settings(kind)
     for name, setting in table.items():
@@ -57,7 +56,7 @@ def test_every_setting_runs(small: dict[str, Any], kind: str) -> None:
 
 
 def test_every_row_of_the_pages_that_is_drawn_here_has_a_setting(pack: ModuleType) -> None:
-    """The exceptions are unmerged pictures, a setting that the pack no longer has, and a rival that equals half the
+    """Rows without a setting are unmerged pictures, a setting that was removed, and a rival that equals half the
     steps."""
     gone = {"levels: coarser", "rival: half the evaluations", "stacked: half the evaluations + every step"}
     for file in RESULTS.glob("*steps-*px-*.json"):
@@ -73,8 +72,6 @@ def test_attention_is_counted(model: Any) -> None:
 
 
 def test_todo(model: Any) -> None:
-    """With all keys the result equals that of the model; with a quarter of them the work is less and the picture
-    differs."""
     plain = sample(model)
     assert torch.equal(sample(variants.todo(1, 1).patch(model)), plain)
     flops = []

@@ -1,4 +1,4 @@
-"""benchmarks.real on a real server with a tiny model: a complete run, a repeated run, and all errors."""
+"""Tests of benchmarks.real on a real server with a tiny model: a complete run, a repeated run, and all errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NODE_CLASS_MAPPINGS = {"TestHurdle": Hurdle}
 
 @pytest.fixture(scope="module")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """Run a server with the demo's nodes and a node that fails or waits on request; the last test stops it."""
+    """Run a server with the demo's nodes and a node that can fail or wait. The last test stops the server."""
     pack = tmp_path_factory.mktemp("packs") / "hurdle-pack"
     pack.mkdir()
     (pack / "__init__.py").write_text(HURDLE)
@@ -57,11 +57,11 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
 
 @pytest.fixture
 def graph() -> dict[str, Any]:
-    """Return a graph of the demo's tiny UNet, 16 x 16 tokens, with the ToMA node; prompts are numbers of scenes."""
+    """Return a graph of the demo's tiny UNet, 16 x 16 tokens, with the ToMA node. Prompts are numbers of scenes."""
     found = sampling_graph(UNET, 64, 3, 0, merged=True)
     found["toma"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.1, "preset": "quality"}}
     found["scene"]["inputs"]["seed"] = "%prompt%"
-    # A seed that another node provides stays unchanged; this seed belongs to the model's random weights.
+    # Seeds of other nodes, such as that of the random weights, must stay unchanged.
     found["fixed"] = {"class_type": "PrimitiveInt", "inputs": {"value": 0}}
     found["loader"]["inputs"]["seed"] = ["fixed", 0]
     return found
@@ -69,7 +69,7 @@ def graph() -> dict[str, Any]:
 
 @pytest.fixture
 def hurdle(graph: dict[str, Any]) -> dict[str, Any]:
-    """Return a graph of one scene whose prompt selects the fault."""
+    """Return a graph whose prompt selects an error."""
     graph["scene"]["inputs"]["seed"] = 7
     graph["hurdle"] = {"class_type": "TestHurdle", "inputs": {"images": ["decode", 0], "text": "%prompt%"}}
     graph["picture"]["inputs"]["images"] = ["hurdle", 0]
@@ -77,7 +77,7 @@ def hurdle(graph: dict[str, Any]) -> dict[str, Any]:
 
 
 class Work:
-    """A folder, and the command run in this process."""
+    """Runs the command in this process, with a folder for its results."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url, self.out = folder, url, folder / "out"
@@ -94,7 +94,7 @@ class Work:
 
 @pytest.fixture
 def work(comfy: ComfyServer, tmp_path: Path) -> Iterator[Work]:
-    """Check that the queue is empty afterwards."""
+    """Check after the test that the queue is empty."""
     yield Work(tmp_path, comfy.url)
     if comfy.process is not None:
         comfy.post("/queue", {"clear": True})
@@ -103,7 +103,7 @@ def work(comfy: ComfyServer, tmp_path: Path) -> Iterator[Work]:
 
 
 def wait_until_idle(comfy: ComfyServer) -> None:
-    """Wait for the queue without interrupting, so that a test that left a waiting prompt fails."""
+    """Wait for the end of the queue without interrupting, so that a test that left a prompt behind fails."""
     deadline = time.monotonic() + 30
     while comfy.get("/queue")["queue_running"]:
         assert time.monotonic() < deadline, "a prompt is still running"
@@ -111,7 +111,7 @@ def wait_until_idle(comfy: ComfyServer) -> None:
 
 
 def while_waiting(comfy: ComfyServer, act: Callable[[], Any]) -> threading.Thread:
-    """Run a function while the server executes a waiting prompt, which takes half a second."""
+    """Call `act` while the server executes a prompt that waits for half a second."""
 
     def watch() -> None:
         deadline = time.monotonic() + 120
@@ -156,7 +156,7 @@ def test_a_complete_run_and_a_repeated_run(
     assert len(shown) == 16
     assert all((work.out / file).is_file() for file in shown)
 
-    # A repeated run queues nothing and has the same results. With one more seed only its pictures are queued.
+    # A repeated run queues nothing. With an additional seed, only pictures of that seed are queued.
     assert work.run(graph, "11\n12\n", *options) == 0
     assert "12 are there, 0 to make" in capsys.readouterr().err
     assert len(comfy.get("/history")) == queued
@@ -173,7 +173,7 @@ def test_what_is_not_asked_for_stays_as_in_the_graph(
     out, err = capsys.readouterr()
     assert "quality 0.1" in out
     assert "2 pictures wanted" in err
-    # One run of each setting is its warm-up.
+    # One run of each setting is a warm-up, which is not timed.
     assert "give more seeds" in out
 
 
@@ -186,7 +186,7 @@ def test_what_the_server_refuses_is_said(work: Work, graph: dict[str, Any], caps
 
 
 def test_the_built_in_graph_fits_the_nodes_of_the_server(comfy: ComfyServer) -> None:
-    """Check inputs and types of links, because no checkpoint can be loaded here."""
+    """Check inputs and types of links; there is no checkpoint to run the graph with."""
     server = Server(comfy.url)
     graph = Template(checkpoint_graph("none", 512, 512, 2, 7.0)).fill("a cat", "", 1, Setting(0.5, "balanced"))
     for node in graph.values():
@@ -226,7 +226,7 @@ def test_interrupted_and_lost_runs_are_said(
     thread.join()
     assert "interrupted on the server. Run the same command again" in capsys.readouterr().err
 
-    # Another client's prompt runs first, and the queue is cleared.
+    # Another client's prompt runs first, and then the queue is cleared.
     monkeypatch.setattr("benchmarks.real.server.LONGEST", 3.0)
     comfy.queue(Template(hurdle).fill("wait", "", 99, None))
     thread = while_waiting(comfy, lambda: comfy.post("/queue", {"clear": True}))
@@ -238,7 +238,7 @@ def test_interrupted_and_lost_runs_are_said(
 
 def test_ctrl_c_takes_only_its_own_prompt_away(comfy: ComfyServer, work: Work, hurdle: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "benchmarks.real", *work.arguments(hurdle, "fine\nwait\n", "--seeds", "1")]
-    # A shell that runs tests in the background makes all their child processes ignore Ctrl-C.
+    # A shell that runs tests in the background makes all child processes ignore Ctrl-C, so restore the signal.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         try:

@@ -1,4 +1,4 @@
-"""Every row of the compatibility matrix on its families; docs/compatibility.md has the same verdicts."""
+"""Run every row of the compatibility matrix; docs/compatibility.md must have the same verdicts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITE = bool(os.environ.get("TOMA_WRITE_COMPATIBILITY"))
 
 @pytest.fixture(scope="session")
 def kits(pack: Any) -> Iterator[dict[str, Kit]]:
-    """Build the tiny models on one thread, which is faster and fixes the order of sums."""
+    """Build the tiny models on one thread, which fixes the order of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield {family: Kit(family) for family in ALL}
@@ -30,7 +30,7 @@ def kits(pack: Any) -> Iterator[dict[str, Kit]]:
 
 @pytest.fixture(scope="session")
 def results(pack: Any) -> Iterator[dict[str, Any]]:
-    """Yield the recorded verdicts; `make compatibility` writes them and the page at the end."""
+    """Yield the recorded verdicts. With TOMA_WRITE_COMPATIBILITY=1, write the new verdicts and the page at the end."""
     results = page.recorded()
     yield results
     if WRITE:
@@ -41,7 +41,7 @@ def cases() -> Iterator[Any]:
     for row in ROWS:
         name = re.sub(r"\W+", "-", row.feature.partition("(")[0]).strip("-")
         for family in row.expected:
-            # The other families are tried on older releases by tests/nodes/adapters/families.
+            # On older releases, tests/nodes/adapters/families tries the other families.
             marks = [pytest.mark.compat] if row.quick and family in FAMILIES else []
             yield pytest.param(row, family, id=f"{name}-{family}", marks=marks)
 
@@ -69,7 +69,7 @@ def test_row(row: Row, family: str, kits: dict[str, Kit], results: dict[str, Any
 
 @pytest.mark.skipif(WRITE, reason="the page is written at the end of this run")
 def test_page_has_every_row_and_no_other() -> None:
-    """Rows that were added, renamed or removed must be run and recorded. This test runs no rows."""
+    """Compare the names of rows on the page with those in the code, without running the rows."""
     recorded = page.recorded()["rows"]
     assert list(recorded) == [row.feature for row in ROWS if row.feature in recorded]
     for row in ROWS:
