@@ -1,4 +1,4 @@
-"""A decorator for tests that another folder runs with other values."""
+"""Provide `loop`, a decorator for tests that another folder runs with other values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def loop(names: str | tuple[str, ...], values: Iterable[Any], ids: Any = None) -> Callable[..., Any]:
-    """Decorate a test as `pytest.mark.parametrize` does; its attribute `looped` is the test without any values."""
+    """Decorate a test as `pytest.mark.parametrize` does. The attribute `looped` is the undecorated test."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         inner = getattr(test, "looped", test)

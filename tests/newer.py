@@ -1,5 +1,4 @@
-"""The things that templates need: nodes of a newer ComfyUI, as a pack for a server of the tested one, and files for
-models."""
+"""Helpers that let the tested ComfyUI open templates: nodes of a newer ComfyUI as a pack, and placeholder files."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ use_newer_models()
 
 
 def newer_pack(folder: Path) -> Path:
-    """Make the pack in a folder and return its path."""
+    """Write a pack with the nodes of newer_nodes.py into a folder, and return its path."""
     made = folder / "newer"
     made.mkdir(parents=True)
     (made / "prestartup_script.py").write_text(FIRST.format(root=str(ROOT)))
@@ -30,7 +29,7 @@ def newer_pack(folder: Path) -> Path:
 
 
 def place_templates(server: ComfyServer) -> None:
-    """Make an empty file for every model that a template names, and the pictures that templates load."""
+    """Make an empty file for every model that a template names, and a picture for every LoadImage node."""
     for path in (ROOT / "workflows").glob("*.json"):
         for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]:
             for model in node.get("properties", {}).get("models", []):

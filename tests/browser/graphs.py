@@ -48,8 +48,8 @@ def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs
 
 
 def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
-    """Return the workflow loader -> ToMA Advanced -> KSampler -> decode and report. With last="ToMABenchmark", the
-    benchmark node replaces the sampler."""
+    """Return the workflow loader -> ToMA Advanced -> KSampler -> decode -> `last`. If `last` is the benchmark or
+    calibration node, it takes the place of KSampler."""
     scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
     advanced = ["balanced", ratio, 1, 0, ends_at, 16, "preset", -1, "preset", -1, 10, -1, -1]
     advanced += ["preset", "preset", ""]

@@ -34,8 +34,7 @@ def dit_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _lively(model: Any) -> Any:
-    """Perturb fresh weights so that every layer has an effect: with fresh weights, blocks are the identity and the
-    output is zero."""
+    """Perturb fresh weights, with which blocks are the identity and the output is zero."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.model.diffusion_model.parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
@@ -73,7 +72,7 @@ def test_the_unet_is_an_sdxl_to_comfyui() -> None:
 
 
 def test_norms_of_the_unet_keep_what_a_flat_background_says() -> None:
-    """With ComfyUI's 32 groups each channel would be a group, and normalisation would remove its mean."""
+    """With ComfyUI's 32 groups each group would be two channels, and normalisation would remove their mean."""
     norms = [m for m in models.load_unet(None).model.diffusion_model.modules() if isinstance(m, torch.nn.GroupNorm)]
     assert len(norms) > 20
     flat = torch.linspace(0.5, 2.0, 64)[None, :, None, None].expand(1, 64, 4, 4)
@@ -84,7 +83,6 @@ def test_norms_of_the_unet_keep_what_a_flat_background_says() -> None:
 
 @loop("kind", ["dit", "unet"])
 def test_two_steps_of_sampling(kind: str, dit_file: Path) -> None:
-    """A picture depends on its seed and prompt, not on its batch."""
     model = _lively(comfy.sd.load_diffusion_model(str(dit_file)) if kind == "dit" else models.load_unet(None))
     first = _sample(model, [1, 2])
     assert first.shape == (2, 16, 32, 32)
@@ -116,7 +114,8 @@ def test_training_uses_comfyuis_sdxl_conventions() -> None:
 
 
 def test_the_unet_learns_what_comfyui_asks_it() -> None:
-    """With the target of training, ComfyUI's V_PREDICTION maps the noisy picture to the clean one."""
+    """If the network predicts the target of training, ComfyUI's V_PREDICTION turns the noisy picture into the clean
+    one."""
     model = models.load_unet(None).model
     objective, batch = VelocityObjective(), Batches(Plan("unet", 1, full_batch=4, early_shares=(0.0, 1.0)))[0]
     seen: dict[str, Any] = {}
@@ -170,7 +169,6 @@ def test_gradients_reach_every_weight(kind: str, monkeypatch: pytest.MonkeyPatch
     x = x[:, :, None].expand(-1, -1, 2, -1, -1) if kind == "wan" else x
     network(x, torch.rand(1), context=tokens, **extra).square().mean().backward()
     silent = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
-    # The text stream of the last double block is an input of the single blocks, so every weight is used.
     assert not [name for name in silent if not name.startswith("guidance_in.in_layer")]
 
 

@@ -1,5 +1,3 @@
-"""The demo nodes: their ids, outputs and error messages."""
-
 from __future__ import annotations
 
 import asyncio

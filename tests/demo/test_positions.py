@@ -1,4 +1,4 @@
-"""The UNet's positions: every cell has its own code, and a crop has the codes of its offset."""
+"""Tests of the UNet's position codes: every cell of a picture has its own, and a crop has those of its offset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def test_every_cell_has_its_own_code(channels: int) -> None:
 
 
 def test_half_size_cells_have_the_mean_centre() -> None:
-    """The centre of a half-size cell is the mean centre of the cells that it replaces."""
     torch.testing.assert_close(cell_centres(32), cell_centres(64).view(32, 2).mean(1))
 
 

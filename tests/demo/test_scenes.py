@@ -1,4 +1,4 @@
-"""The drawn scenes: a seed gives one picture, every attribute is visible, tokens distinguish scenes."""
+"""Tests of the drawn scenes: a seed gives one picture, every attribute is visible, and tokens distinguish scenes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_all_values_occur() -> None:
 
 @loop("size", [64, 128])
 def test_things_hold_shape_and_small_objects(size: int) -> None:
-    """If a thing has another colour, nothing changes outside of its box; boxes cover less than half of a picture."""
+    """Compare a scene with one that has another colour of a shape or object. Pixels may differ only inside the boxes
+    that `things` returns."""
     for scene in (scene_from_seed(seed) for seed in range(200)):
         found = things(scene, size)
         for name in ("shape_colour", "object_colour"):

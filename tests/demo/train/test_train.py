@@ -1,4 +1,4 @@
-"""Training runs, it resumes exactly, and its seed determines the result."""
+"""Tests of training: it runs, an interrupted run resumes exactly, and a seed determines the weights."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
 
 
 def test_a_dit_wide_for_its_tokens(tmp_path: Path) -> None:
-    """Tokens of 2 x 2 pixels show the same scenes at half the size, on the same grid."""
+    """With tokens of 2 x 2 pixels, scenes of half the size have as many tokens as full scenes with tokens of 4 x 4
+    pixels."""
     given = ["dit", "--width", "64", "--blocks", "1", "2", "--token", "2", "--shares", "0.5", "0.5", "--steps", "3"]
     plan = plan_of(arguments(given))
     assert plan.early_shares == plan.late_shares == (0.5, 0.5)
@@ -201,17 +202,17 @@ def test_impossible_plans_are_refused(
 
 
 def _even() -> Plan:
-    """Half of every batch learns one number of steps, the other half another number."""
+    """Return a plan whose batches are half crops and half full pictures."""
     return dataclasses.replace(_plan("dit"), crop_batch=4, full_batch=4)
 
 
 def _straight(x: torch.Tensor, sigma: torch.Tensor, **given: Any) -> torch.Tensor:
-    """A flow with straight paths: the same velocity at every sigma."""
+    """Return the same velocity at every sigma, so that the paths of the flow are straight."""
     return given["y"].sum(1)[:, None, None, None].expand_as(x) * 0.01
 
 
 def test_a_straight_flow_has_no_loss_for_few_steps() -> None:
-    """Without guidance, two steps give the same result as one step in such a flow."""
+    """Along straight paths, two steps give the same result as one step, if there is no guidance."""
     batch = Batches(_even())[0]
     assert float(FewStepsObjective(_straight, cfg=1.0).loss(_straight, batch)) < 1e-8
     assert float(FewStepsObjective(_straight, cfg=3.0).loss(_straight, batch)) > 1e-4
@@ -238,7 +239,7 @@ def test_number_of_steps_and_sigmas_of_distillation() -> None:
     assert set(seen[0][1]) <= set(four)
     assert set(seen[2][1]) <= set(eight[1::2])
     assert set(seen[1][1]) <= set(eight)
-    assert seen[1][1][:half] == seen[1][1][half:]  # with the prompt and without
+    assert seen[1][1][:half] == seen[1][1][half:]  # the teacher runs with the prompt and without it
 
 
 def test_few_steps_are_taught_by_a_trained_dit(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for a card: the CPU computes, and `recorded_copies` are made between it and main memory."""
+"""A simulated GPU: the CPU computes, and `recorded_copies` simulates copies between GPU memory and main memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ VIDEOS = ("wan", "ltx", "h3", "cosmos")
 
 
 class Card:
-    """Records of a run on the stand-in for a card: its copies, and how much was cached in which place at the peak."""
+    """Records of a run on the simulated GPU: its copies, and the peak of the cache as (bytes on the GPU, bytes in main
+    memory)."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies, self.peak, self.sizes, self.hosts = copies, (0, 0), set[int](), list[Any]()
@@ -36,8 +37,7 @@ class Card:
 
 @contextmanager
 def a_card(share: float, quantized: bool, order: Any = "late", main: float = 1e12, **options: Any) -> Iterator[Card]:
-    """Let the CPU act as a card that has room for this share of keys and values, 1 for all of them. main: bytes of main
-    memory."""
+    """Simulate a GPU that has memory for a share of the keys and values, from 0 to 1. main: bytes of main memory."""
     memory = pack_module("nodes.adapters.kv_memory")
     card, plan, make = Card(Copies(order, **options)), memory._four_bits, memory.HostMemory
 
@@ -73,7 +73,8 @@ def sampled(kind: str, model: Any, **options: Any) -> list[Tensor]:
 
 
 def compared(kind: str, merged: Any, quantized: bool, order: Any = "late", share: float = 0.0, **options: Any) -> Card:
-    """Sample once with everything on the card, and once with this share of it; return the record of the second run."""
+    """Check that a run with this share of keys and values on the simulated GPU gives the same latents as a run with all
+    of them there. Return the record of the first of these runs."""
     with a_card(1.0, quantized):
         wanted = sampled(kind, merged, **options)
     with a_card(share, quantized, order) as card:

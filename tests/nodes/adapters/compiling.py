@@ -1,4 +1,4 @@
-"""torch.compile by ComfyUI's own node with a counting backend, for tests of graphs."""
+"""Helpers that compile a model with ComfyUI's torch.compile node and a backend that counts graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Counting:
-    """A backend that runs graphs unchanged and counts its calls."""
+    """A torch.compile backend that runs graphs unchanged and counts them."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -17,7 +17,7 @@ class Counting:
 
 
 def compiled(model: Any, backend: Any, inside: bool = False, keys: list[str] | None = None) -> Any:
-    """Compile as TorchCompileModel does, with another backend. inside: make ToMA treat the backend as Inductor."""
+    """Compile a model as ComfyUI's TorchCompileModel does. inside: make ToMA treat the backend as Inductor."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 

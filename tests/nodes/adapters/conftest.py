@@ -1,4 +1,4 @@
-"""The pack's warnings, and runs that two devices share."""
+"""Fixtures: the pack's warnings, and models that two devices run together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scripts.comfy_pack import pack_module
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """warnings(): return the pack's warnings in this test so far."""
+    """warnings(): return the warnings of the pack since the test began."""
     monkeypatch.setattr(pack_module("nodes.adapters.compat"), "_warned", set())
     caplog.set_level(logging.WARNING)
     return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("ToMA")]
@@ -22,8 +22,8 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def on_two_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], Any]:
-    """on_two_devices(model, other): return a model that shares its conditions with another copy of its network, as in
-    ComfyUI's MultiGPU CFG Split: by threads of two devices, both of which are the CPU here."""
+    """on_two_devices(model, other): return a model whose conditions are evaluated by `model` and by `other` in two
+    threads, as in ComfyUI's MultiGPU CFG Split. Both devices are the CPU."""
     multigpu = pytest.importorskip("comfy.multigpu")
     if not hasattr(multigpu, "MultiGPUThreadPool"):
         pytest.skip("this ComfyUI shares no run")

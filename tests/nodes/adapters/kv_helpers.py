@@ -20,7 +20,7 @@ KEYS: dict[str, Any] = {
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseException) -> list[int]:
-    """Make a block raise an error in its Nth call, once. Return a list that grows with each call."""
+    """Make a block raise an error in its call number `at`, once. Return a list that grows with each call."""
     calls, forward = list[int](), type(block).forward
 
     def failed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseExc
     return calls
 
 
-# Changes between evaluations of one latent, for `evaluated`.
+# A function (latent, evaluation) -> latent that changes the latent before an evaluation.
 Moves = Callable[[Tensor, int], Tensor]
 
 
@@ -47,8 +47,8 @@ def standing(x: Tensor, step: int) -> Tensor:
 def evaluated(
     model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
 ) -> list[Tensor]:
-    """Return a model's predictions in N evaluations of one latent at one sigma; several streams are returned as one
-    pack."""
+    """Return a model's predictions in `steps` evaluations of one latent at one sigma. Several streams are packed into
+    one tensor."""
     import comfy.sample
     from comfy.samplers import KSAMPLER
 

@@ -1,10 +1,9 @@
-"""A stand-in for the recording of a model's allocations that ComfyUI makes on NVIDIA cards, in releases after 0.33.
+"""A stand-in for ComfyUI's recording of a model's allocations, which NVIDIA cards have in releases after 0.33.
 
 ComfyUI records the allocations of each block in an evaluation, and repeats their addresses in the next evaluation. So
 every recorded evaluation must make the same allocations, and the allocations of a block must be free when the next
-block ends. If an error leaves a recording open, it must be ended before the next one begins. This stand-in counts
-violations of these rules. Its recordings begin and end where ComfyUI's do; a block ends when the model calls the next
-one.
+block ends. A recording that an error leaves open must be ended before another one begins. The stand-in counts
+violations of these rules. It treats a block as ended when the model calls the next block.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# For each kind of model, its class and the method that ComfyUI records: for MiniMax H3 `forward`, which also calls
-# wrappers of DIFFUSION_MODEL, for all others the method that calls the blocks.
+# The class and the method that ComfyUI records, by kind of model. The methods call the blocks; that of MiniMax H3 also
+# calls wrappers of DIFFUSION_MODEL.
 RECORDED = {
     "h3": ("comfy.ldm.minimax.model", "MiniMaxH3Model", "forward"),
     "ltx_av": ("comfy.ldm.lightricks.av_model", "LTXAVModel", "_process_transformer_blocks"),
@@ -37,7 +36,7 @@ class Evaluation:
     """The allocations of one recorded evaluation."""
 
     blocks: list[list[int]] = field(default_factory=lambda: [[]])  # bytes of each allocation, by block
-    survivors: int = 0  # allocations of a block that were not free when the block after it had ended
+    survivors: int = 0  # allocations of a block that were not free when the next block had ended
     ended: bool = False
     _alive: list[list[StorageWeakRef]] = field(default_factory=lambda: [[]])
 
@@ -46,7 +45,7 @@ class Evaluation:
         self._alive[-1].append(StorageWeakRef(storage))
 
     def next_block(self) -> None:
-        # Before the first block the model makes the inputs of all blocks.
+        # The model makes the inputs of all blocks before the first block, so these may stay.
         for each in self._alive[1:-1]:
             self.survivors += sum(not storage.expired() for storage in each)
             each.clear()
@@ -56,7 +55,7 @@ class Evaluation:
 
 @dataclass(eq=False)
 class Recording(TorchDispatchMode):
-    """The recordings of this thread."""
+    """The recordings of one thread."""
 
     evaluations: list[Evaluation] = field(default_factory=list)
     left_open: int = 0  # evaluations that began while the previous recording was still open
@@ -97,12 +96,12 @@ class Recording(TorchDispatchMode):
 
     @property
     def survivors(self) -> int:
-        """Number of allocations in all recorded evaluations that outlived their block."""
+        """Count allocations that were not free when the block after theirs had ended."""
         return sum(evaluation.survivors for evaluation in self.evaluations)
 
     @property
     def otherwise(self) -> int:
-        """Number of recorded evaluations whose allocations differ from those of the previous one."""
+        """Count evaluations whose allocations differ from those of the previous evaluation."""
         ended = [evaluation.blocks for evaluation in self.evaluations if evaluation.ended]
         return sum(a != b for a, b in pairwise(ended))
 
@@ -113,7 +112,7 @@ def blocks_of(network: Any) -> Any:
 
 @contextmanager
 def recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
-    """Record the evaluations of models of a kind, if ComfyUI's compiler is not off."""
+    """Record the evaluations of models of a kind, unless ComfyUI's compiler is off."""
     from comfy.cli_args import args
 
     prefetch, (module, name, method) = pytest.importorskip("comfy.model_prefetch"), RECORDED[kind]

@@ -15,8 +15,8 @@ from tests.loop import loop
 from tests.nodes.adapters.kv_helpers import preset
 
 report_text = pack_module("nodes.adapters.report_text")
-# For each kind: the module of ComfyUI that calls attention, the attentions of a block in the order of their calls, and
-# the size of the latent.
+# For each kind of model: the module of ComfyUI that calls attention, the names of a block's attentions in the order of
+# their calls, and the size of the latent.
 KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "h3": ("comfy.ldm.minimax.model", ("attn",), {"height": 12, "width": 16, "frames": 5}),
     "z_image": ("comfy.ldm.lumina.model", ("attention",), {"height": 20, "width": 28}),
@@ -39,15 +39,16 @@ def blocks_of(model: Any) -> Any:
 
 
 class Preference(nn.Module):
-    """Stands in for the `ComfyAttention` of releases after 0.33, which the model passes to `optimized_attention`."""
+    """Stands in for the `ComfyAttention` of ComfyUI releases after 0.33, which the model passes to
+    `optimized_attention`."""
 
     function: Callable[..., Any] | None = None
 
 
 @pytest.fixture
 def naming(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, int]]]:
-    """naming(kind, model, names): make the checkpoint name a function for the attentions with these names, in all
-    blocks except the last. Return a list of (queries, keys) that grows with each call of this function."""
+    """naming(kind, model, names): let the checkpoint choose a function for the attentions with these names, in all
+    blocks except the last. Return a list of (queries, keys) that grows with each call of the function."""
 
     def start(kind: str, model: Any, names: tuple[str, ...]) -> list[tuple[int, int]]:
         module, attentions, _ = KINDS[kind]
@@ -100,7 +101,6 @@ CHOICES = [
 
 @loop(("kind", "names"), CHOICES)
 def test_the_attention_that_the_checkpoint_names(kind: str, names: tuple[str, ...], naming: Any, stats_of: Any) -> None:
-    """The named attention computes as many calls as without ToMA, in merged steps and in steps that fill caches."""
     plain = sampled(kind, with_preset(getattr(models, kind)()))
     model = getattr(models, kind)()
     calls = naming(kind, model, names)
@@ -116,7 +116,8 @@ def test_the_attention_that_the_checkpoint_names(kind: str, names: tuple[str, ..
 
 
 class Override:
-    """An attention of another node. It records (queries, keys), and whether it passed the call on to ComfyUI."""
+    """An attention override of another node. It records (queries, keys), and whether it passed the call on to
+    ComfyUI."""
 
     def __init__(self, leaves: Callable[[int, int], bool]) -> None:
         self.leaves, self.calls = leaves, list[tuple[int, int, bool]]()
@@ -148,7 +149,7 @@ class Override:
 def test_the_attention_of_another_node(
     kind: str, what: str, leaves: Any, said: bool, model_of: Any, stats_of: Any
 ) -> None:
-    """The other node's attention computes every call, or the report says that it passes merged blocks on to ComfyUI."""
+    """If the override passes merged blocks on to ComfyUI, the report says so."""
     override = Override(leaves)
     model = override.on(model_of(kind))
     sampled(kind, model)
@@ -175,7 +176,8 @@ def test_an_override_comes_before_the_checkpoint(kind: str, naming: Any) -> None
 
 @loop("kind", KINDS)
 def test_the_node_for_an_attention_of_comfyui(kind: str, model_of: Any, stats_of: Any) -> None:
-    """`set_model_optimized_attention`, which `ModelAttentionBackend` uses, exists since 0.33 at the latest."""
+    """The node `ModelAttentionBackend` uses `set_model_optimized_attention`, which exists since ComfyUI 0.33 or
+    earlier."""
     from comfy.ldm.modules.attention import attention_basic
 
     model, calls = model_of(kind).clone(), list[tuple[int, int]]()

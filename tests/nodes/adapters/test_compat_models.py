@@ -1,6 +1,6 @@
-"""Models that a later ComfyUI has changed: one warning that names the change, and unmerged sampling.
+"""Models that a later ComfyUI has changed: they run unmerged, and one warning names the change.
 
-This file changes ComfyUI's own classes as a later release might change them, so its models still run without ToMA.
+The tests change ComfyUI's own classes as a later release might, so the models still run without ToMA.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_new_unused_argument_is_no_obstacle_in_flux(
     patched = attach(model)
     assert not torch.equal(sample(patched), sample(model))
     assert warnings() == []
-    # If the argument has a value, the blocks that get it are not merged, and the report has the reason.
+    # If the argument has a value, blocks that get it are not merged, and the report has the reason.
     from comfy.ldm.flux.model import Flux
 
     model = models.flux()
@@ -158,7 +158,7 @@ def rename(monkeypatch: pytest.MonkeyPatch, cls: Any, method: str, old: str, new
     original = getattr(cls, method)
 
     def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The method uses the old name, which is restored while the method runs.
+        # ComfyUI's code in `method` still uses the old name, so restore this name while `method` runs.
         move(self, new, old)
         try:
             return original(self, *args, **kwargs)
@@ -221,7 +221,7 @@ def test_blocks_without_token_offsets(attach: Any, stats_of: Any, kind: str, opt
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: kwargs["transformer_options"].pop(option, None) and None, with_kwargs=True
             )
-    patched = attach(model, skip_first_blocks=1)  # skips the double blocks, whose options would inform the others
+    patched = attach(model, skip_first_blocks=1)  # skips the double blocks
     assert torch.equal(sample(patched), plain)
     assert "Nothing was merged" in report_text.summary(stats_of(patched))
 
@@ -234,7 +234,7 @@ def test_positions_of_another_kind(
     """RoPE rows are (cos, sin), or have fewer tokens."""
 
     class Rows(tuple):  # type: ignore[type-arg]
-        """A pair that attention unpacks again."""
+        """A pair of tensors that attention unpacks."""
 
     layers = importlib.import_module(FLUX)
     attention = layers.attention

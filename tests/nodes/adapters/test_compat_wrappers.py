@@ -1,6 +1,5 @@
-"""Wrappers, model patchers and packages that a later ComfyUI has changed: one warning that names the change, and
-unmerged sampling.
-"""
+"""Wrappers, model patchers and packages that a later ComfyUI has changed: the model runs unmerged, and one warning
+names the change."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ every_kind = loop("kind", ["unet", "flux"])
 
 
 class Request(SimpleNamespace):
-    """All arguments in one object, as a later ComfyUI might pass them to wrappers."""
+    """A single argument for wrappers, as a later ComfyUI might use."""
 
 
 TARGETS = {
@@ -74,7 +73,7 @@ def test_wrapper_that_is_called_in_another_way(
 
 
 OWN_CODE = {
-    "run_config": run,  # when a run begins
+    "run_config": run,  # called when a run begins
     "next": run.SamplingRun,
     "observe": run.SamplingRun,
     "evaluation": run.SamplingRun,
@@ -84,7 +83,8 @@ OWN_CODE = {
 
 
 def fail_from(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
-    """Make a function of the pack raise a TypeError from this call on; the first call is 0."""
+    """Make a function of the pack raise a TypeError in its call number `call`, counted from 0, and in all later
+    calls."""
     original, calls = getattr(OWN_CODE[name], name), list[int]()
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def test_own_errors_are_raised_in_tests(name: str, monkeypatch: pytest.MonkeyPat
 def test_own_errors_do_not_end_a_run(
     name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
-    """The user gets one warning, and evaluations that an error leaves undecided are full."""
+    """Evaluations whose mode is unknown because of the error are full."""
     monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, plain = attach(flux), sample(flux)
     fail_from(monkeypatch, name, 0)
@@ -125,7 +125,6 @@ def test_own_errors_do_not_end_a_run(
 def test_steps_after_an_own_error_are_full(
     name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
-    """Steps after the error are not merged by the plan of the step before it."""
     monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, modes, call = attach(flux), list[Any](), run.merged_call
 
@@ -188,7 +187,7 @@ def test_without_a_count_of_evaluations_sigmas_are_read(
 
 @pytest.fixture
 def without_flux(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
-    """Load a second copy of the pack with ComfyUI's Flux at another import path. Yields its name."""
+    """Load a second copy of the pack, for which ComfyUI's Flux model does not exist. Yield the copy's name."""
     name = "pack_without_flux"
     monkeypatch.setitem(sys.modules, "comfy.ldm.flux.model", SimpleNamespace())  # type: ignore[arg-type]
     spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py")

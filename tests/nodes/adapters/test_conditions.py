@@ -1,4 +1,5 @@
-"""Compositions of a step: cond and uncond joined or split, areas, masks, many prompts, windows of a batch."""
+"""The conditions of a step: prompt and negative prompt joined or split, areas, masks, many prompts, windows of a
+batch."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from tests.loop import loop
 report_text = pack_module("nodes.adapters.report_text")
 
 SIDE = 24
-# Batches of another size round differently, and sharp weights amplify this for tokens with two nearly equal
-# destinations. With fixed destinations and soft weights results can be compared.
+# Batches of another size round differently, and sharp weights amplify the difference for tokens with two nearly equal
+# destinations. Fixed destinations and soft weights make results comparable.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
 NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values reach 500
 every_kind = loop("kind", ["unet", "flux", "qwen"])
@@ -28,7 +29,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 
 def kinds(model: Any) -> int:
-    """Count the plans of a run: one for each kind of block, in a UNet for each resolution."""
+    """Return the number of plans in a run: one for each kind of block, or in a UNet for each resolution."""
     return 1 if hasattr(model.model.diffusion_model, "transformer_blocks") else 2
 
 
@@ -48,8 +49,8 @@ SEVERAL_DEVICES = pack_module("toma_core.reasons").Reason.SEVERAL_DEVICES()
 
 
 def sampling_on_two_devices(sigmas: list[float], **settings: Any) -> tuple[Any, Any]:
-    """Return a run and a function step(sigma, *conditions, width=...). The function makes an evaluation of latents of
-    this width, stores caches if it is a refresh, and returns its mode."""
+    """Return a run and a function step(sigma, *conditions, width=...), which makes one evaluation of latents of this
+    width and returns its mode."""
     config = pack_module("toma_core.config").ToMAConfig(**settings)
     sampling = pack_module("nodes.adapters.sampling_run").SamplingRun.start(config, None, sigmas)
     latent, options = torch.zeros(1, 4, 8, 8), {"multigpu_clones": {0: None, 1: None}}
@@ -81,7 +82,7 @@ def test_several_devices_that_share_no_picture_are_full_where_several_conditions
 
 
 def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -> None:
-    """A cache holds to the end of its interval; without a cache, the next step of a single condition is a refresh."""
+    """Without a cache, the next step with a single condition is a refresh."""
     cond, sigmas = {"uuid": "cond"}, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 0.0]
     for start, end, modes in (
         (6.5, 5.5, ["refresh", "merged cached", "full", "merged cached", "refresh", "merged cached", "full"]),
@@ -94,7 +95,7 @@ def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -
 
 
 def test_tiles_on_several_devices_are_full(pack: Any) -> None:
-    """The prediction shows the latent, but tiles show pieces of it."""
+    """Latents of the evaluations are smaller than the predicted picture."""
     conds = {"uuid": "cond"}, {"uuid": "uncond"}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0], similarity_from="prediction")
     assert [step(3.0, *conds), step(2.0, *conds)] == ["full", "merged"]
@@ -132,7 +133,7 @@ def test_conditions_on_several_devices_are_merged_once_a_picture_is_predicted(
 def test_areas_of_one_size_at_two_offsets_have_separate_plans(
     model: Any, attach: Any, plan_calls: Any, stats_of: Any
 ) -> None:
-    """Left half, right half and the full picture are three images in one step, two of them on one grid."""
+    """One step has three images: left half, right half and full picture. The halves have equal grids."""
     patched = attach(model)
     half = (SIDE, SIDE // 2)
     positive = [
@@ -171,7 +172,7 @@ def test_combined_and_timed_prompts_share_one_plan(model: Any, attach: Any, plan
 def test_negative_model_of_another_class_is_not_merged(
     flux: Any, stranger: Any, attach: Any, stats_of: Any, granularity: str
 ) -> None:
-    """The guider runs the negative model with the positive one's options, which do not fit it and have no effect."""
+    """ComfyUI's guider runs the negative model with the positive model's options."""
     nodes = importlib.import_module("comfy_extras.nodes_custom_sampler")
     if not hasattr(nodes, "Guider_DualModel"):
         pytest.skip("this ComfyUI has no guider for two models")
@@ -197,7 +198,7 @@ def test_negative_model_of_another_class_is_not_merged(
 
 
 def test_an_area_outside_of_a_latent_is_no_error() -> None:
-    """A node may evaluate a smaller latent without the areas of the conditions; it then shows another picture."""
+    """A node may evaluate a smaller latent with the areas of a larger one."""
     area_size = pack_module("nodes.adapters.conditions").area_size
     assert area_size(None, (8, 6)) == (8, 6)
     assert area_size((8, 8, 4, 0), (8, 6)) == (4, 6)
@@ -208,7 +209,7 @@ def test_an_area_outside_of_a_latent_is_no_error() -> None:
 
 @pytest.fixture
 def apart(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """apart(): simulate short memory, so that every condition has a separate call."""
+    """apart(): simulate a lack of memory, so that ComfyUI evaluates every condition in a separate call."""
 
     def start() -> None:
         monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)

@@ -1,5 +1,4 @@
-"""The KV cache is as large as its entries: its size is predicted before the run, and equals the bytes that the run then
-holds."""
+"""The size of the KV cache: the size that is predicted before a run equals the bytes that the run then holds."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def test_comfyuis_guider(flux: Any) -> None:
     [((1.5, 2.0), False, 3), ((1.5, 1.0), False, 2), ((1.0, 1.0), False, 1), ((1.0, 1.0), True, 3)],
 )
 def test_guidance_by_two_prompts(cfg: tuple[float, float], nested: bool, wanted: int, flux: Any) -> None:
-    """The scales of `DualCFGGuider` decide which prompts it evaluates."""
+    """The guidance scales of `DualCFGGuider` decide which prompts it evaluates."""
     from comfy_extras.nodes_custom_sampler import Guider_DualCFG
 
     guider = Guider_DualCFG(flux)
@@ -68,7 +67,7 @@ def test_perpendicular_negative_guidance(flux: Any) -> None:
 
 
 def test_guidance_of_video_and_audio(flux: Any) -> None:
-    """The guider is `LTXVDualCFGGuider` of newer ComfyUIs, or a stand-in, which at equal scales acts as ComfyUI's own
+    """Use `LTXVDualCFGGuider` of newer ComfyUI releases, or a stand-in. At equal scales it acts as ComfyUI's own
     guider."""
     from comfy.samplers import CFGGuider
 
@@ -88,7 +87,7 @@ def test_guidance_of_video_and_audio(flux: Any) -> None:
 
     for kind in (Own, *([theirs] if theirs else [])):
         guider = kind(flux)
-        guider._v_numel = 100  # the value that `sample` finds
+        guider._v_numel = 100  # `sample` finds this value
         guider.conds = conds_of(flux, "positive", "negative")
         for cfg, wanted in (((1.0, 1.0), 1), ((3.0, 3.0), 2), ((1.0, 3.0), 2)):
             guider.set_cfg(*cfg)
@@ -98,7 +97,7 @@ def test_guidance_of_video_and_audio(flux: Any) -> None:
 
 
 def test_a_guider_that_counts_is_not_changed_by_being_asked(flux: Any) -> None:
-    """The guider evaluates the negative prompt every other time and a perturbed model at high noise, and it draws
+    """The guider evaluates the negative prompt every other time, evaluates a perturbed model at high noise, and draws
     random numbers."""
     import comfy.samplers
 
@@ -153,7 +152,7 @@ def test_of_other_guiders_all_conditions_count(how: str, flux: Any) -> None:
 
 
 def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
-    """The functions of such guidance are not called before the run, because they may hold state."""
+    """The functions of the guidance are not called before the run, because they may hold state."""
     import comfy.samplers
 
     def perturbed(args: Any) -> Any:
@@ -171,14 +170,14 @@ def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the bytes that runs request."""
+    """Record the bytes that runs request from ComfyUI."""
     reserve, found = pack_module("nodes.adapters.kv_memory").reserved, list[int]()
     monkeypatch.setattr(run, "reserved", lambda model, more: found.append(more) or reserve(model, more))
     return found
 
 
 def turns(model: Any, entries: int, prompts: int = 2) -> list[Any]:
-    """Return the entries of a prompt schedule: prompts that take turns, each in its share of the run."""
+    """Return conditioning with `entries` entries of `prompts` prompts in turn, each active in its part of the run."""
     conds = []
     for n in range(entries):
         ((tensor, options),) = models.conditioning(model, seed=10 + n % prompts)
@@ -191,7 +190,7 @@ def turns(model: Any, entries: int, prompts: int = 2) -> list[Any]:
 def test_prompts_that_take_turns(
     entries: int, prompts: int, cfg: float, model_of: Any, stats_of: Any, asked: list[int]
 ) -> None:
-    """Ten entries of two prompts need the memory of two prompts; caches of prompts used long ago are dropped."""
+    """Only the caches of recently used prompts are held."""
     model = model_of("flux")
     merged = run.apply_toma(model, preset("balanced"))
     models.sample(merged, HEIGHT, WIDTH, steps=20, cfg=cfg, positive=turns(model, entries, prompts))
@@ -231,7 +230,7 @@ def test_areas_count_by_their_size(
 def test_prompts_that_take_turns_fit_where_two_prompts_fit(
     model_of: Any, stats_of: Any, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that take turns are merged as often as with room for all caches, at full precision."""
+    """Compare with a run that has memory for all caches in full precision."""
     memory, model = pack_module("nodes.adapters.kv_memory"), model_of("flux")
     merged, conds = run.apply_toma(model, preset("balanced")), turns(model, 10)
     models.sample(merged, HEIGHT, WIDTH, steps=20, positive=conds)

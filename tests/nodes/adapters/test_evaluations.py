@@ -1,8 +1,8 @@
-"""Runs that are not a plain sequence of steps, on trained models where the error matters.
+"""Unusual sequences of evaluations on trained models, compared with Euler's method.
 
-Samplers of other packs evaluate other sizes in between, change prompts at every step, pass the model another sigma than
-the schedule's, repeat steps and skip them. The error of a merged run is at most twice that of the plain sequence, and
-evaluations without a cache are full and counted so.
+Samplers of other packs evaluate other sizes in between, change prompts at every step, pass the model other sigmas than
+those of the schedule, repeat steps and skip steps. The error of merging is at most twice that with Euler's method.
+Evaluations without a valid cache are full.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.loop import loop
 
 report_text = pack_module("nodes.adapters.report_text")
 
-# Steps, side in pixels, guidance scale, and guidance as set by a FluxGuidance node.
+# By model: number of steps, side in pixels, guidance scale, and the guidance of a FluxGuidance node.
 KINDS: dict[str, tuple[int, int, float, float | None]] = {"few": (8, 32, 1.0, 8.0), "dit": (12, 64, 2.0, None)}
-# Number of sequences of evaluations that are tried with each model.
+# Number of random sequences of evaluations for each model.
 EXAMPLES = int(os.environ.get("TOMA_SEQUENCES", "3"))
 
 
@@ -66,7 +66,7 @@ class Trained:
         )
 
     def error(self, function: Callable[..., Tensor] | None = None, positive: Any = None, **options: Any) -> float:
-        """Return the error of the merged picture, whose run comes last."""
+        """Return the error of merging for this sampler. The merged run comes last, so that its stats can be read."""
         plain = self.drawn(self.model, function, positive, **options)
         return float((self.drawn(self.merged, function, positive, **options) - plain).norm() / plain.norm())
 
@@ -78,7 +78,7 @@ def trained(request: pytest.FixtureRequest, pack: Any) -> Trained:
 
 @pytest.fixture(scope="module")
 def plain_run(trained: Trained, stats_of: Any) -> tuple[float, dict[int, float]]:
-    """Return the error and the merged steps of the plain sequence."""
+    """Return the error of merging with Euler's method, and the ratio of each merged step."""
     found = trained.error()
     assert 1e-4 < found < 0.2
     return found, dict(stats_of(trained.merged).merged_steps)
@@ -86,18 +86,19 @@ def plain_run(trained: Trained, stats_of: Any) -> tuple[float, dict[int, float]]
 
 @pytest.fixture(scope="module")
 def plain(plain_run: tuple[float, dict[int, float]]) -> float:
-    """Return the error of the plain sequence."""
+    """Return the error of merging with Euler's method."""
     return plain_run[0]
 
 
 @pytest.fixture(scope="module")
 def usual(plain_run: tuple[float, dict[int, float]]) -> dict[int, float]:
-    """Return the merged steps of the plain sequence, with their ratios."""
+    """Return the ratio of each merged step with Euler's method."""
     return plain_run[1]
 
 
 def euler(between: Callable[..., None] = lambda *_: None) -> Callable[..., Tensor]:
-    """Return Euler's method, which calls `between(model, x, level, step)` after each evaluation and reports steps."""
+    """Return a sampler with Euler's method that calls `between(model, x, level, step)` after each evaluation and
+    reports steps."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         for step in range(len(sigmas) - 1):
@@ -114,7 +115,7 @@ def euler(between: Callable[..., None] = lambda *_: None) -> Callable[..., Tenso
 
 @loop("shape", ["half", "always"])
 def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: Any, shape: str) -> None:
-    """Dy and SMEA samplers add such evaluations; they change neither the picture nor its error."""
+    """Dy and SMEA samplers evaluate a latent of another size between steps, and do not use the result here."""
 
     def between(model: Any, x: Tensor, level: Tensor, step: int) -> None:
         if shape == "always" or step % 2:
@@ -127,7 +128,7 @@ def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: 
 
 
 def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float], stats_of: Any) -> None:
-    """A sampler may evaluate tiles, or pictures of a batch, one by one. The first one in each step uses the caches."""
+    """Two latents are evaluated in each step, as a sampler of tiles does. The first latent uses the caches."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         latents = [x, torch.randn(x.shape, generator=torch.Generator().manual_seed(7)) * sigmas[0]]
@@ -143,7 +144,8 @@ def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float
 
 
 def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> None:
-    """Guidance around the network adds a call for another prompt. Each call has its own caches, in any order."""
+    """Guidance around the network evaluates a second prompt in each step, before or after the first one. Each call has
+    its own caches."""
     from comfy.patcher_extension import WrappersMP
 
     other, outs = trained.prompt(9)[0][0], []
@@ -166,8 +168,8 @@ def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> Non
 def test_a_prompt_for_every_step(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, equal: bool
 ) -> None:
-    """Prompts with the same text share a cache even if they are different objects. With different texts nearly every
-    step is full."""
+    """Prompts with equal text share a cache even if they are different objects. With different texts, nearly every step
+    is full."""
     steps = trained.steps
     times = [(n / steps, (n + 1) / steps) for n in range(steps)]
     prompts = [trained.prompt(3 + (not equal) * n, start_percent=a, end_percent=b) for n, (a, b) in enumerate(times)]
@@ -185,7 +187,7 @@ def test_a_prompt_for_every_step(
 
 
 def test_an_area_with_too_few_tokens(trained: Trained, plain: float, usual: dict[int, float], stats_of: Any) -> None:
-    """The small area is never merged or cached, and the other conditions are merged as without this area."""
+    """The area is never merged or cached; the other conditions are merged as without the area."""
     error = trained.error(positive=[*trained.prompt(3), *trained.prompt(5, area=(2, 2, 4, 4))])
     stats = stats_of(trained.merged)
     assert stats.merged_steps == usual
@@ -194,7 +196,7 @@ def test_an_area_with_too_few_tokens(trained: Trained, plain: float, usual: dict
 
 
 def test_a_condition_that_begins_exactly_at_a_step(trained: Trained) -> None:
-    """ComfyUI compares in single precision, and ToMA expects the condition in the same steps."""
+    """ComfyUI compares sigmas in fp32, and ToMA must decide equally which conditions are active."""
     conditions = pack_module("nodes.adapters.conditions")
     sampling = trained.model.get_model_object("model_sampling")
     for n in range(1, trained.steps):
@@ -204,7 +206,6 @@ def test_a_condition_that_begins_exactly_at_a_step(trained: Trained) -> None:
             assert conditions.is_active({which: begin}, sigma)
 
 
-# thorough/test_other_evaluations.py has the other combinations.
 CHANGED = [(0.9, True), (0.6, False), (1.1, True)]
 
 
@@ -212,7 +213,7 @@ CHANGED = [(0.9, True), (0.6, False), (1.1, True)]
 def test_a_sigma_that_is_changed_on_purpose(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, factor: float, wraps: bool
 ) -> None:
-    """Detail Daemon and Lying Sigma wrap a sampler and pass the model other sigmas than the schedule's."""
+    """Detail Daemon and Lying Sigma wrap a sampler and pass the model other sigmas than those of the schedule."""
     from comfy.samplers import ksampler
 
     def function(model: Any, x: Any, sigmas: Any, inner: Any = None, **rest: Any) -> Any:
@@ -234,7 +235,7 @@ def test_a_sigma_that_is_changed_on_purpose(
 
 @loop("kind", ["by turns", "refreshes", "unreported"])
 def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: float, kind: str) -> None:
-    """A cache is old if the model's noise level has changed much since, or often; the counted step does not matter."""
+    """A cache is too old if the noise level has changed much since its refresh, whatever the step index."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         for step in range(trained.steps):
@@ -249,13 +250,12 @@ def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: f
             x = denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
         return x
 
-    assert (
-        trained.error(function) < 1.6 * plain
-    )  # more full steps, so that tokens take fewer turns than in the plain run
+    assert trained.error(function) < 1.6 * plain
 
 
 class Watched:
-    """Records calls of the model: an evaluation is merged if its last block receives fewer tokens."""
+    """Counts evaluations of the model. An evaluation is merged if its last block receives fewer tokens than the model
+    has."""
 
     def __init__(self, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.merged = self.lacking = self.text = 0
@@ -283,7 +283,7 @@ class Watched:
         self.tokens.clear()
         out = model(y, *args, **kwargs)
         self.evaluations += 1
-        # In a run without ToMA, the text has all tokens that do not belong to the image.
+        # Without ToMA, the last block receives the text tokens and all image tokens.
         image = -(-y.shape[-2] // self.patch) * -(-y.shape[-1] // self.patch)
         self.text = self.text or self.tokens[0] - image
         assert len(set(self.tokens)) == 1, "all conditions alike"
@@ -301,7 +301,8 @@ ACTIONS = ("small", "wide", "odd", "repeat", "other", "back", "sigma", "skip", "
 
 @pytest.fixture(scope="module")
 def two(trained: Trained) -> SimpleNamespace:
-    """Return a prompt and another one that follows it, and the error of the plain sequence with both."""
+    """Return a prompt for the first half of a run and another one for the second half, and the error of merging with
+    these prompts."""
     positive = [*trained.prompt(3, end_percent=0.55), *trained.prompt(5, start_percent=0.55)]
     return SimpleNamespace(positive=positive, error=trained.error(positive=positive))
 
@@ -314,9 +315,8 @@ def two(trained: Trained) -> SimpleNamespace:
 def test_any_sequence_of_evaluations(
     trained: Trained, two: Any, stats_of: Any, watched: Watched, actions: list[list[str]], reports: bool
 ) -> None:
-    """The actions are other sizes, repeats, changed noise levels, new noise, prompts that come back and positions that
-    change, in any order. The error is at most twice that of the plain sequence. The stats count each evaluation by its
-    mode, and no block of a merged evaluation lacks its cache."""
+    """The actions are other sizes, repeats, changed noise levels, new noise, and changes of prompts and positions, in
+    any order. No block of a merged evaluation lacks its cache."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         guider = model.inner_model
@@ -340,7 +340,7 @@ def test_any_sequence_of_evaluations(
         for step in range(trained.steps):
             wanted = actions[step]
             level = sigmas[step] * (0.8 if "sigma" in wanted and step else 1.0)
-            # The last step is excluded: it is full, because no later step can correct it.
+            # The last step must run, because no later step can correct an omission.
             if "skip" not in wanted or not 0 < step < trained.steps - 1:
                 denoised = at(x, level, tuple(wanted))
             if callback is not None and reports:

@@ -1,4 +1,4 @@
-"""Tests for every family: Auto's input for a chain, and how much less work a run did."""
+"""Tests of the code that all families share: the blocks that Auto judges together, and the work that a run saved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHOWN = {"attn1_patch": lambda n, context, value, options: (n, context, value), 
 def test_auto_receives_the_blocks_that_are_merged_together(
     model: Any, granularity: str, patch: str, around: set[str], attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stack of one block adds as many operations as a block, and so does a block that runs alone."""
+    """A stack of one block costs as many operations as a single block."""
     asked = set()
 
     def too_little(*sizes: Any) -> None:
@@ -54,7 +54,7 @@ def run_of(model: Any, steps: int = 4, **settings: Any) -> Any:
 
 
 def test_more_is_saved_at_a_higher_ratio_and_never_more_than_the_blocks_are(unet: Any) -> None:
-    """Convolutions are not merged, so a UNet cannot save three quarters of its work at a ratio of 0.75."""
+    """Convolutions are not merged, so a UNet saves less work than its ratio."""
     quarter, half, most = (run_of(unet, ratio=ratio).times_less_work for ratio in (0.25, 0.5, 0.75))
     assert 1 < quarter < half < most < 4
 

@@ -1,4 +1,4 @@
-"""The Flux adapter: the results of its blocks, text and references, and unmerged blocks."""
+"""Tests of the Flux adapter: results of its blocks, text and references, and blocks that are not merged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIRST_TWO = {"double.0", "double.1", "single.0", "single.1"}
     ],
 )  # fmt: skip
 def test_skipped_blocks(settings: Any, unmerged: Any, merged: Any, flux: Any, attach: Any, stats_of: Any) -> None:
-    """The first blocks of each kind are skipped, and the last blocks of the last kind."""
+    """`skip_first_blocks` skips blocks of each kind, `skip_last_blocks` only blocks of the last kind."""
     model = attach(flux, **settings)
     models.sample(model, HEIGHT, WIDTH, steps=1)
     assert stats_of(model).unmerged_names() == unmerged
@@ -40,7 +40,7 @@ def test_skipped_blocks(settings: Any, unmerged: Any, merged: Any, flux: Any, at
 
 
 def test_blocks_with_dropped_tokens_are_not_merged(flux: Any, attach: Any, stats_of: Any) -> None:
-    """A post_input patch removes image tokens, so there is no grid."""
+    """A post_input patch removes image tokens, so the tokens are no grid."""
 
     def drop(args: dict[str, Any]) -> dict[str, Any]:
         args["img"], args["img_ids"] = args["img"][:, :100], args["img_ids"][:, :100]
@@ -59,7 +59,7 @@ def test_blocks_with_dropped_tokens_are_not_merged(flux: Any, attach: Any, stats
 
 @pytest.mark.compat
 def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: Any) -> None:
-    """A ControlNet adds to all image tokens after every block, between text and references."""
+    """A ControlNet adds to all image tokens after every block. Image tokens are between text and references."""
     import comfy.controlnet
 
     marks = torch.zeros(1, TOKENS, 48)
@@ -95,8 +95,8 @@ def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: An
 
 @loop("granularity", ["stack", "module"])
 def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: Any, granularity: str) -> None:
-    """Step caches (TeaCache, WaveSpeed) replace the model's loop, call the blocks without transformer_options and read
-    the tokens between them."""
+    """Step caches (TeaCache, WaveSpeed) replace the model's loop, call the blocks without transformer_options, and read
+    the tokens between blocks."""
     from comfy.ldm.flux.layers import timestep_embedding
 
     network, seen = flux.model.diffusion_model, set()
@@ -134,7 +134,7 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
 
 
 def test_attention_override_still_runs_and_sees_merged_tokens(flux: Any, attach: Any) -> None:
-    """Packs with other attention kernels use it; their speed-up adds to ToMA's."""
+    """Packs with other attention kernels use such overrides."""
     lengths = []
 
     def override(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Other packs' blocks, loops and PyTorch hooks in a model: none of them receives merged tokens."""
+"""Models with blocks, loops or PyTorch hooks of other packs: code of other packs never receives merged tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ every_list = loop("family", list(LISTS))
 
 
 class Own(nn.Module):
-    """A pack's block that replaces one of ComfyUI's, with the same weights. seen: the numbers of tokens that it got."""
+    """A block of another pack that replaces one of ComfyUI's and uses its weights. seen: the number of tokens in each
+    call."""
 
     def __init__(self, block: nn.Module, seen: list[int]) -> None:
         super().__init__()
@@ -45,8 +46,8 @@ def blocks_of(model: Any, family: str) -> Any:
 @every_list
 @loop("place", [0, 1, -1])
 def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, stats_of: Any) -> None:
-    """The chain ends before the replaced block and another begins behind it. ComfyUI's own block is merged again after
-    it is restored."""
+    """One chain ends before the replaced block, and another chain begins behind it. If ComfyUI's own block is restored,
+    it is merged again."""
     model = models.TRANSFORMERS[family]()
     blocks = blocks_of(model, family)
     place %= len(blocks)
@@ -101,7 +102,7 @@ def test_a_list_of_blocks_that_is_replaced(what: str, attach: Any, stats_of: Any
 
 
 def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stats_of: Any) -> None:
-    """Patches of another clone are still installed when ToMA first sees the model."""
+    """The first model's blocks are still replaced when ToMA first sees the model."""
     model = models.flux()
     replaced = model.clone()
     for index, block in enumerate(blocks_of(model, "flux")):
@@ -177,6 +178,6 @@ def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
 
 
 def test_tokens_that_a_patch_appends_are_not_the_image() -> None:
-    """The image of Krea 2 begins after the text."""
+    """Krea 2 has text tokens before the image, and a patch appends tokens behind it."""
     given = {"freqs": torch.empty(1, 1, 7 + 140 + 5, 4, 2, 2), "transformer_options": {"img_slice": [7, 152]}}
     assert pack_module("nodes.adapters.families.krea").Signature().image_start(given, 140) == 7

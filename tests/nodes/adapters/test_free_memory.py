@@ -1,4 +1,5 @@
-"""Free memory decides whether conditions are joined in one call or split, and must not change the picture."""
+"""ComfyUI joins conditions in one call or splits them, depending on free memory. Joined and split calls must give the
+same picture."""
 
 from __future__ import annotations
 
@@ -28,15 +29,15 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.fixture
 def preset(pack: Any) -> Callable[..., Any]:
-    """preset(model, name, **settings): apply ToMA, also to small grids and with few skipped blocks."""
+    """preset(model, name, **settings): apply a preset of ToMA, also to small grids, and skip few blocks."""
     settings_of, attach = pack_module("toma_core").UserSettings, pack_module("nodes.adapters.patch_model").apply_toma
     return lambda model, name, **settings: attach(model, settings_of(name, {**SMALL, **settings}))
 
 
 @contextmanager
 def short_of_memory(model: Any) -> Iterator[None]:
-    """Simulate short memory, so that every condition has a separate call. The model's own estimate of memory, which
-    decides on the KV cache, is unchanged."""
+    """Simulate a lack of memory, so that ComfyUI evaluates every condition in a separate call. The model's estimate of
+    memory, which decides on the KV cache, is unchanged."""
     with pytest.MonkeyPatch.context() as patch:
         own, together = model.model.apply_model, set()
 
@@ -55,17 +56,16 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def late(model: Any, start: float = 0.45) -> list[Any]:
-    """Return a prompt that takes part from the beginning, and one that begins later."""
+    """Return one prompt that is active from the beginning, and one that begins later."""
     return [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3, start_percent=start)]
 
 
 @pytest.fixture(scope="module")
 def unmerged(pack: Any) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the pictures without ToMA so far, by kind of model and prompts."""
+    """Return a dict for pictures without ToMA, by kind of model and prompts, which tests fill."""
     return {}
 
 
-# thorough/test_other_free_memory.py has the other combinations.
 RUNS = [("balanced", "two"), ("quality", "late"), ("paper", "two")]
 
 
@@ -75,7 +75,6 @@ RUNS = [("balanced", "two"), ("quality", "late"), ("paper", "two")]
 def test_joined_and_split_calls_give_one_picture(
     model: Any, kind: str, preset: Any, unmerged: Any, name: str, prompts: str
 ) -> None:
-    """Both pictures are equal up to rounding, as they are without ToMA."""
     options: dict[str, Any] = {"steps": 6} if prompts == "two" else {"steps": 6, "positive": late(model)}
     patched = preset(model, name)
     joined = models.sample(patched, SIDE, SIDE, **options)
@@ -104,7 +103,8 @@ def test_the_number_of_threads_does_not_matter(model: Any, preset: Any, name: st
 
 
 def modes(decisions: list[Any]) -> str:
-    """Return a letter for each evaluation: full, refresh, merged with caches, merged without."""
+    """Return a letter for each evaluation: full (f), refresh (r), merged with caches (m), or merged without caches
+    (p)."""
     return "".join({"full": "f", "refresh": "r", "merged cached": "m", "merged": "p"}[d.mode.value] for d in decisions)
 
 
@@ -123,8 +123,8 @@ def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_late_prompt_makes_one_step_full(flux: Any, preset: Any, settled: Any, stats_of: Any) -> None:
-    """The late prompt begins between two full steps. All conditions are full when it begins, and refresh their caches;
-    the next step is merged again."""
+    """The late prompt begins between two scheduled full steps. All conditions refresh their caches at its first step;
+    the next step is merged."""
     models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9)
     assert modes(settled) == "rmmmrmmmf"
     settled.clear()
@@ -141,8 +141,8 @@ def test_a_late_prompt_makes_one_step_full(flux: Any, preset: Any, settled: Any,
 def test_a_controlnet_that_begins_late_makes_one_step_full(
     flux: Any, preset: Any, settled: Any, plan_calls: Any, apart: bool
 ) -> None:
-    """A ControlNet splits chains, and the shorter chains have no caches. If it belongs to one condition only, that
-    condition has a separate call."""
+    """A ControlNet splits chains of blocks, and the new chains have no caches. apart: the ControlNet belongs to only
+    one condition, which then has a separate call."""
     import comfy.controlnet
 
     class Late(comfy.controlnet.ControlBase):

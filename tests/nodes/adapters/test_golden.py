@@ -1,18 +1,17 @@
-"""Latents that must not change: short runs of all presets and granularities on tiny models of each family.
+"""Latents that must not change: short runs of all presets and granularities on tiny models of several families.
 
-The tests are for changes that must not alter pictures. After a change that alters pictures on purpose, write
-golden.json again and list the change in the changelog ("may change seeds"):
+After a change that alters pictures on purpose, write golden.json again and list the change in the changelog ("may
+change seeds"):
 
-TOMA_WRITE_GOLDEN=1 make test ARGS=tests/nodes/adapters/test_golden.py
+    TOMA_WRITE_GOLDEN=1 make test ARGS=tests/nodes/adapters/test_golden.py
 
-The values are those of ComfyUI's default release. If a later release computes other values even without ToMA, an entry
-"CASE from RELEASE" holds them. The same command with that release's COMFYUI_PATH writes the entries that differ.
+Latents are those of ComfyUI's default release. If another release computes other latents even without ToMA, an entry
+"CASE from RELEASE" holds them. The same command with COMFYUI_PATH of that release writes these entries.
 
-Tolerances are shares of a latent's rms. The largest effects of rounding, on an AVX-512 CPU that reproduced all values
-bit for bit: oneDNN switched off 5.8e-5, no instructions newer than AVX2 2.4e-5 or SSE 2.1e-5, conditions in separate
-calls 1.8e-5, two threads 1.4e-5. On mean and rms the effect is 1.6e-7. If one destination differs, the last and least
-important of one window at one selection, the effect is 2.5e-3 in the median of 177 trials. 17 trials showed no effect,
-14 of them in the last selection of the last stack. If any setting of a preset changes by one step, these tests fail.
+Tolerances are fractions of a latent's rms, and larger than the effects of rounding. On an AVX-512 CPU, the largest
+effects on a latent were: oneDNN switched off 5.8e-5, no instructions newer than AVX2 2.4e-5 or SSE 2.1e-5, conditions
+in separate calls 1.8e-5, two threads 1.4e-5. The effect on mean and rms was 1.6e-7. If the selection replaces a single
+destination, the last of one window, the median effect is 2.5e-3.
 """
 
 from __future__ import annotations
@@ -52,24 +51,22 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "ltx": lambda: models.ltx_av(),
     "h3": lambda: models.h3(),
 }
-# Size of the latent, and guidance scale. Odd sides make grids of 19 x 15 and less, and windows of several sizes and
-# budgets.
+# Size of the latent, and guidance scale. Odd sides give windows of several sizes and budgets.
 RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "odd": ((38, 29), 1.0)}
-HALVED = {"sd15", "ltx"}  # families with a token for each pixel: latents of half the side have as many tokens
-# The coarser grids of UNets are below Auto's threshold.
+HALVED = {"sd15", "ltx"}  # families with a token for each pixel, whose latents have half the side
+# Auto's threshold would leave out the coarser grids of UNets.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
 # Flux skips the first five blocks of either kind.
 FIRST = {"flux": {"skip_first_blocks": 5}}
 WHOLE_STEPS = {"full_step_interval": 3, "selection_interval": 3, "weight_interval": 3}
 PLAIN: dict[str, dict[str, Any]] = {
     **{kind: {"granularity": kind} for kind in ("module", "block", "stack")},
-    # No preset uses a residual cache on a UNet.
+    # A residual cache on a UNet, which no preset uses.
     "detail": {"granularity": "block", **WHOLE_STEPS},
 }
 SETTINGS = (*core.PRESETS, *PLAIN)
 CASES = [f"{family} {setting} {run}" for family in FAMILIES for setting in SETTINGS for run in RUNS]
-# The cases that `make test` runs: presets on two UNets, Flux and a video model. thorough/test_other_golden.py has the
-# others.
+# The cases that `make test` runs. thorough/test_other_golden.py has the others.
 QUICK_FAMILIES = ("sdxl", "sd15", "flux", "ltx")
 QUICK_RUN = {"sdxl": "odd", "sd15": "square", "flux": "odd", "ltx": "square"}
 QUICK = [
@@ -82,7 +79,7 @@ QUICK = [
 
 @pytest.fixture(scope="module")
 def golden() -> Iterator[dict[str, Any]]:
-    """Yield the content of the file by case; write it at the end if requested."""
+    """Yield the content of golden.json. With TOMA_WRITE_GOLDEN=1, write the file at the end."""
     found = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     yield found
     if WRITE:
@@ -92,7 +89,7 @@ def golden() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model_of(pack: Any) -> Callable[[str], Any]:
-    """model_of(family): return a tiny model. Its biases are centred here: with biases of 1, as models are made, tokens
+    """model_of(family): return a tiny model with biases around 0. With biases around 1, which other tests use, tokens
     are so similar (a mean cosine of 0.998 in Flux) that rounding would select destinations."""
     made: dict[str, Any] = {}
 
@@ -114,31 +111,29 @@ def sampled(model: Any, family: str, run: str, steps: int, seed: int) -> Tensor:
 
 
 def settings_of(family: str, setting: str) -> Any:
-    """Return the preset of this name, or the case's own settings."""
     if setting in core.PRESETS:
         return core.UserSettings(setting, SMALL)
     return core.ToMAConfig(**PLAIN[setting], **FIRST.get(family, {}), **SMALL)
 
 
 def config_of(family: str, setting: str) -> Any:
-    """Return the config for the model."""
+    """Return the complete config of a case."""
     settings = settings_of(family, setting)
     return settings.resolved(kind_of(family)) if setting in core.PRESETS else settings
 
 
 def kind_of(family: str) -> Any:
-    """Return the kind of model for which presets have settings."""
+    """Return the kind of model that decides on the settings of a preset."""
     return core.ModelKind.UNET if family.startswith("sd") else core.ModelKind.TRANSFORMER
 
 
 def steps_for(family: str, setting: str) -> int:
-    """Return a number of steps that includes full steps, and a second selection that is used before the last step,
-    which is full."""
+    """Return a number of steps with a second selection that is used before the last step, which is full."""
     return 9 if config_of(family, setting).selection_interval < 9 else 11
 
 
 def facts(latent: Tensor) -> dict[str, Any]:
-    """Return the stored facts of a latent: evenly spaced values, mean and rms."""
+    """Return the numbers of a latent to store: evenly spaced values, mean and rms."""
     places = [i * (latent.numel() - 1) // (VALUES - 1) for i in range(VALUES)]
     exact = latent.double()
     sums = {"mean": float(exact.mean()), "rms": float(exact.norm()) / math.sqrt(latent.numel())}
@@ -164,7 +159,7 @@ def number_of(release: str) -> tuple[int, ...]:
 
 
 def stored(golden: dict[str, Any], case: str) -> dict[str, Any]:
-    """Return the entry of a case in this ComfyUI."""
+    """Return the entry of a case for this ComfyUI release."""
     later = [key.rpartition(" ")[2] for key in golden if key.startswith(f"{case} from ")]
     known = [release for release in later if number_of(release) <= number_of(RELEASE)]
     entry: dict[str, Any] = golden[f"{case} from {max(known, key=number_of)}" if known else case]
@@ -172,7 +167,7 @@ def stored(golden: dict[str, Any], case: str) -> dict[str, Any]:
 
 
 def store(golden: dict[str, Any], case: str, found: dict[str, Any]) -> None:
-    """Store the entry of a case. On a ComfyUI other than the default one, store it only if it differs."""
+    """Store the entry of a case. On a ComfyUI release other than the default one, store an entry only if it differs."""
     if RELEASE == DEFAULT_RELEASE:
         golden[case] = found
         return
@@ -185,8 +180,8 @@ def store(golden: dict[str, Any], case: str, found: dict[str, Any]) -> None:
 
 @loop(("family", "run"), runs_of(CASES if WRITE else QUICK))
 def test_without_toma(family: str, run: str, model_of: Any, golden: Any) -> None:
-    """If this fails, this ComfyUI, PyTorch or CPU computes these models differently, and the other tests have no
-    meaning."""
+    """If this test fails, ComfyUI, PyTorch or the CPU computes the models differently without ToMA, and the other tests
+    here have no meaning."""
     found = facts(sampled(model_of(family), family, run, 9, seed=0))
     if WRITE:
         store(golden, f"{family} none {run}", found)
@@ -217,7 +212,8 @@ def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, sureness: Any
 
 @pytest.mark.skipif(WRITE, reason="the file is written at the end of this run")
 def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
-    """Full steps, cached residuals and later selections occur, and the file has no other cases."""
+    """Check that the runs have full steps, cached residuals and later selections, and that golden.json has no other
+    cases."""
     every = {key.partition(" from ")[0] for key in golden}
     assert every == {*CASES, *(f"{family} none {run}" for family in FAMILIES for run in RUNS)}
     for case in CASES:
@@ -232,9 +228,9 @@ def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
 
 @pytest.fixture
 def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
-    """sureness(): return the narrowest choice of a destination since the last call. The lead over the next best slot is
-    divided by the largest effect of rounding on gains; above 1, no other CPU chooses differently. Tests use it only
-    when they write the file."""
+    """sureness(): return how clear the closest selection of a destination was since the last call: its lead over the
+    next best slot, divided by the largest effect of rounding. Above 1, no other CPU selects differently. Only runs that
+    write golden.json measure this."""
     module = pack_module("toma_core.selection")
     search, narrowest = module.greedy_facility_location, [math.inf]
 
@@ -249,7 +245,7 @@ def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
             gain = (S - represented[:, :, None]).relu().sum(1)
             gain = gain if priority is None else gain * priority
             best = (gain - by_place).masked_fill(~open_, -torch.inf).topk(2, 1).values
-            # A window with one open slot has no choice, and a window with none repeats a slot.
+            # A window with one open slot has no choice; a window without an open slot repeats a slot.
             sure = ((best[:, 0] - best[:, 1]) / (4e-6 + 1e-6 * best[:, 0])).nan_to_num(math.inf)
             narrowest[0] = min(narrowest[0], float(sure.min()))
             open_ = open_.scatter(1, pick[:, None], False)

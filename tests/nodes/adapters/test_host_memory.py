@@ -1,7 +1,4 @@
-"""Keys and values in main memory change no bit of a picture, and none of them are left after a run.
-
-`cards` contains the stand-in for a card.
-"""
+"""Keys and values in main memory: pictures stay bit-identical, and no copies or buffers are left after a run."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ KINDS = tuple(kind for kind in LAYOUTS if kind != "ernie")
 
 @loop(("kind", "n"), [(kind, n) for n, kind in enumerate(KINDS)])
 def test_the_picture_is_the_same_wherever_they_lie(kind: str, n: int, model_of: Any, stats_of: Any) -> None:
-    """All or half of the keys and values lie in main memory, in full precision or in four bits; copies end late, or at
+    """All or half of the keys and values are in main memory, in full precision or in four bits. Copies end late, or at
     random."""
     merged, share, quantized = balanced(model_of(kind)), 0.5 * (n % 3 == 0), n % 2 == 0
     card = compared(kind, merged, quantized, n if n % 4 else "late", share)
@@ -57,9 +54,8 @@ def test_with_references_that_are_merged(quantized: bool, model_of: Any) -> None
 
 @loop("split", [False, True])
 def test_with_several_conditions(split: bool, model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One condition has an area, the other covers everything. Both are evaluated in one call or in several, with an
-    additional call for skip layer guidance. If calls are split after the refresh, each call reads its part of a
-    buffer."""
+    """One condition has an area, and skip layer guidance adds a call. If calls are split after the refresh, each call
+    reads its part of a shared buffer."""
     model, evaluations = several_calls(model_of("wan")), list[int]()
     both = [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3)]
     merged = balanced(model)
@@ -78,7 +74,7 @@ def test_with_several_conditions(split: bool, model_of: Any, monkeypatch: pytest
 
 @loop("order", ["late", 3])
 def test_a_run_within_a_run(order: Any, model_of: Any) -> None:
-    """Another model runs inside each step, and each run has its own buffers."""
+    """Another model runs inside each step, with separate buffers."""
     outer, inner, found = balanced(model_of("z_image")), balanced(models.z_image(seed=1)), list[Any]()
     with a_card(1.0, False):
         wanted = [sampled("z_image", each) for each in (outer, inner)]
@@ -93,8 +89,8 @@ def test_a_run_within_a_run(order: Any, model_of: Any) -> None:
 
 @loop("at", [1, 2, 3])
 def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of: Any) -> None:
-    """Memory runs out in the refresh and in merged steps. The picture equals that of a run in which memory runs out on
-    the card."""
+    """Memory runs out in the refresh and in merged steps. The picture equals that of a run without main memory, in
+    which GPU memory runs out."""
     model = model_of("z_image")
     merged, block, found = balanced(model), model.model.diffusion_model.layers[1], []
     for share in (1.0, 0.0):
@@ -119,7 +115,7 @@ def test_a_run_that_ends_early_leaves_nothing(at: int, error: str, model_of: Any
         with pytest.raises(type(raised)):
             sampled("z_image", merged)
         assert card.copies.count
-        # Tensors that the error itself references are no longer read or written.
+        # The error itself references tensors, so delete its traceback.
         raised.__traceback__ = None
     card.ended()
 
@@ -130,6 +126,6 @@ def test_the_card_holds_two_blocks_at_most(quantized: bool) -> None:
     with a_card(0.0, quantized) as card:
         sampled("z_image", balanced(model), cfg=1.0)
     one = card.peak[1] / card.copies.made
-    # The copies are two tensors that are read ahead, two that are being written, and those in use.
+    # The copies hold two tensors that are read ahead, two that are being written, and those in use.
     assert 2 * one <= card.copies.peak <= 6 * one
     assert card.copies.made == 12

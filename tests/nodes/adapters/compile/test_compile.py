@@ -1,7 +1,7 @@
-"""torch.compile by ComfyUI's own node, in both orders: same images, and no recompilation at every step.
+"""ComfyUI's torch.compile node and ToMA, in either order: unchanged images, and no recompilation in later steps.
 
-With Inductor merging is part of the graph (`inside`), with other backends it is outside. The backends here run graphs
-unchanged, so images must be bit-identical; tests with real backends have other tolerances.
+With Inductor, merging is part of the graph (`inside`); with other backends, merging breaks the graph. Most tests use a
+backend that runs graphs unchanged, so images must be bit-identical.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(params=["unet", "flux"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """Build a separate small model, because compiling changes modules."""
+    """Build a new small model, because compiling changes its modules."""
     return small_unet() if request.param == "unet" else models.flux(double=2, single=2)
 
 
@@ -43,7 +43,7 @@ def small_unet() -> Any:
 
 @pytest.fixture
 def both(order: str, model: Any, attach: Any) -> Any:
-    """both(backend, inside, **settings): apply ToMA and the compiler to the model, in either order."""
+    """both(backend, inside, **settings): apply ToMA and torch.compile to the model, in either order."""
 
     def make(backend: Any, inside: bool, **settings: Any) -> Any:
         if order == "toma first":
@@ -65,8 +65,7 @@ def both(order: str, model: Any, attach: Any) -> Any:
 def test_compiled_run_is_the_uncompiled_one(
     model: Any, attach: Any, stats_of: Any, both: Any, granularity: str, inside: bool
 ) -> None:
-    """Merging ends in the middle of the run: a branch that was frozen at the first trace would continue merging. Later
-    runs, including longer ones, compile nothing."""
+    """End merging in the middle of the run. A graph that had traced the decision to merge would continue merging."""
     settings = {"end_percent": 0.5, "granularity": granularity, "selection_interval": 2, "weight_interval": 1}
     plain_model = attach(model, **settings)
     plain = models.sample(plain_model, SIDE, SIDE, steps=4)
@@ -80,25 +79,24 @@ def test_compiled_run_is_the_uncompiled_one(
     assert stats.merged_blocks == expected.merged_blocks
 
     warm = backend.graphs
-    # Merged steps use one graph and full steps another, and neither breaks.
+    # One graph is that of merged steps, the other that of full steps.
     assert warm == 2 if inside else warm > 2
     assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=4), plain)
     longer = models.sample(compiled_model, SIDE, SIDE, steps=7, seed=6)
     assert torch.equal(longer, models.sample(plain_model, SIDE, SIDE, steps=7, seed=6))
     if granularity == "module":
-        # Graphs inside the model's own forward depend on the number of steps, which ComfyUI passes to it.
+        # Graphs of the model's own forward depend on the number of steps, which ComfyUI passes to the model.
         warm = backend.graphs
         models.sample(compiled_model, SIDE, SIDE, steps=7, seed=7)
     assert backend.graphs == warm
 
 
 def test_a_profile_takes_a_graph_for_each_sigma_range(model: Any) -> None:
-    """The number of ratios does not matter, and other numbers of steps need no further graphs."""
     run, core = pack_module("nodes.adapters.patch_model"), pack_module("toma_core")
     names = [block.name for block in pack_module("nodes.adapters.registry").blocks_of(model)]
     high = {name: (0.25, 0.5, 0.75)[n % 3] for n, name in enumerate(names)}
     flow = model.get_model_object("model_sampling").sigma_max <= 1
-    first, second = (0.85, 0.5) if flow else (2.0, 0.5)  # some of six steps lie above, between and below these sigmas
+    first, second = (0.85, 0.5) if flow else (2.0, 0.5)  # each of the three ranges gets at least one of six steps
     ratio_schedule = ((first, high), (second, dict.fromkeys(names[:2], 0.5)), (0.0, {}))
     backend = Counting()
     config = core.ToMAConfig(min_tokens=4, selection_interval=1, weight_interval=1)
@@ -127,7 +125,7 @@ def test_the_residual_cache_is_used_in_a_compiled_run(model: Any, attach: Any, s
 
 
 def test_a_grid_too_small_to_merge_breaks_no_graph(model: Any, attach: Any, stats_of: Any) -> None:
-    """Auto does not merge the grid: the model then has no hooks of ToMA, and the report has the reason."""
+    """Auto does not merge the grid, so the model has no hooks of ToMA."""
     settings = {"min_tokens": 0}
     plain_model, backend = attach(model, **settings), Counting()
     compiled_model = compiled(attach(model, **settings), backend, inside=True)
@@ -161,8 +159,8 @@ def test_other_sizes_and_batches_run(model: Any, attach: Any) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
-    """Other packs compile Flux models block by block: a chain begins in one graph and ends in another, or outside of
-    any graph."""
+    """Compile single blocks, as other packs do. A chain of merged blocks may then begin in one graph and end in
+    another."""
     plain = models.sample(attach(flux), SIDE, SIDE, steps=3)
     for keys in (
         ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.2"],
@@ -174,7 +172,6 @@ def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
 
 @pytest.mark.parametrize("family", sorted(set(models.TRANSFORMERS) - {"flux"}))
 def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats_of: Any) -> None:
-    """Full steps use another graph, and no step recompiles."""
     model, settings = models.TRANSFORMERS[family](), {"end_percent": 0.6}
     run = {"steps": 4, "cfg": 1.0}
     plain = models.sample(attach(model, **settings), SIDE, SIDE, **run)
@@ -184,13 +181,13 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
     assert stats_of(toma).unmerged == {}
     assert len(stats_of(toma).merged_steps) > 1
     own = of_the_model_itself(model, run)
-    # LTX-2 and Qwen-Image 2.1 break their graph before the blocks, which are merged in one additional graph. MiniMax H3
+    # LTX-2 and Qwen-Image 2.1 break their graph before the blocks, which need one more graph to be merged. MiniMax H3
     # reads its sigma and is recompiled in every step, merged or not.
     assert backend.graphs == own + {"ltx_av": 1, "qwen_image21": 1, "h3": 0}.get(family, own)
 
 
 def of_the_model_itself(model: Any, run: dict[str, Any]) -> int:
-    """Count the graphs that the model needs without ToMA: some models break their graphs."""
+    """Count the graphs of the model without ToMA. Some models break their graphs."""
     torch._dynamo.reset()
     backend = Counting()
     models.sample(compiled(model, backend), SIDE, SIDE, **run)
@@ -205,8 +202,8 @@ def test_ahead_of_time_graphs_run_too(flux: Any, attach: Any) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
 def test_inductor(model: Any, attach: Any) -> None:
-    """The real backend reuses memory as soon as the graph no longer needs it. Its sums differ in the last digits, which
-    could change destinations with nearly equal gains, so destinations lie on a fixed grid."""
+    """Inductor rounds differently, which could change destinations with nearly equal gains. So destinations lie on a
+    fixed grid."""
     settings = {"full_step_interval": 3, "selector": "grid"}
     plain = models.sample(attach(model, **settings), SIDE, SIDE, steps=4)
     compiled_model = compiled(attach(model, **settings), "inductor")
@@ -216,7 +213,7 @@ def test_inductor(model: Any, attach: Any) -> None:
 
 
 def test_later_runs_without_toma(model: Any, attach: Any) -> None:
-    """Code that was compiled for a run with ToMA is used again and must not need ToMA."""
+    """Code that was compiled in a run with ToMA is reused in the run without."""
     plain = models.sample(model, SIDE, SIDE, steps=3)
     settings = {"full_step_interval": 2}
     toma = models.sample(attach(model, **settings), SIDE, SIDE, steps=3)

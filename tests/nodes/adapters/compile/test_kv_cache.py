@@ -1,4 +1,4 @@
-"""Merged blocks that attend to all tokens, in the graphs of a compiled model, in every family."""
+"""The KV cache in the graphs of a compiled model, in every family."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     fresh_compiler: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a full or a 4-bit cache there are two graphs, as without a cache: one for full and one for merged steps."""
+    """Merged steps use one graph and full steps another, with a KV cache in full precision or in 4 bits."""
     model_of(kind)  # skips models that this ComfyUI lacks
     if packed:
         monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
@@ -42,12 +42,12 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     assert stats_of(merged).unmerged == {}
     warm = backend.graphs
     models.sample(merged, HEIGHT, WIDTH, steps=9)
-    if kind not in ("ltx_av", "h3", "qwen_image21"):  # they break their graph before the blocks, see `test_compile.py`
+    if kind not in ("ltx_av", "h3", "qwen_image21"):  # these models break their graph before the blocks
         assert backend.graphs == warm <= 3
 
 
 def test_the_same_beside_the_prefix_cache_of_qwen_image_21(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
-    """The model compares prompts, which is not possible in a graph, and fills its cache in the first step."""
+    """Qwen-Image 2.1 compares prompts outside of the graph, and fills its own prefix cache in the first step."""
     model, run = models.qwen_image21(layers=2), {"steps": 4, "cfg": 1.0}
     del model.model_options["transformer_options"]["qwen_image21_cache"]  # switches the cache off
     plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), Counting(), inside=True)
@@ -71,7 +71,7 @@ def test_attention_without_overrides_is_noticed_inside_the_graphs(
 
 
 def test_keys_and_values_in_main_memory(fresh_compiler: None) -> None:
-    """The operators copy keys and values; graphs contain nothing for these copies."""
+    """Custom operators copy keys and values; graphs contain no code for these copies."""
     model, backend = models.z_image(layers=2), Counting()
     card = compared("z_image", compiled(balanced(model), backend, inside=True), quantized=True, order=3, cfg=1.0)
     assert card.peak[1] > 0

@@ -1,4 +1,4 @@
-"""Token layouts in transformer_options for other nodes' attention, in the graphs of a compiled model."""
+"""The token layouts that ToMA passes to other nodes' attention, in the graphs of a compiled model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ fresh_compiler = test_compile.fresh_compiler
 @pytest.mark.parametrize("kind", ["unet", "flux"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: str, inside: bool) -> None:
-    """The layout in the options becomes part of the picture, which differs unless all code gets the same layout. There
-    are no more graphs than without ToMA."""
+    """The attention adds the layout to the image, so that a wrong layout changes the image."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 

@@ -1,4 +1,4 @@
-"""Layouts of the blocks of every family, and a block computed by hand on merged tokens; both are references for
+"""The layout of the blocks' arguments in every family, and a merged block computed by plain indexing, as references for
 tests."""
 
 from __future__ import annotations
@@ -14,19 +14,26 @@ from torch import Tensor, nn
 from scripts import comfyui
 
 HEIGHT, WIDTH, TEXT = 20, 28, 7
-CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, at which fp32 sums in another order differ by some 1e-5
+CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # fp32 sums in another order differ by 1e-5 of values up to 30
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The positions of things in the arguments of a model's blocks, written down a second time, by hand, from ComfyUI's
-    source.
+    """Describe the arguments of a model's blocks. Layouts are written by hand from ComfyUI's source, independently of
+    the adapters.
 
-    blocks: their lists. tokens: the argument; before: what comes before the image in it. rope_arg: the argument with
-    the positions, and rope_token_dim: its axis that counts tokens; above, below: what comes before those of `tokens`
-    and behind, in positions and in attention, such as a stream of text. keys: a mask of the keys that begins with the
-    image. out: which of the results. rows: further arguments with a row for each token. pairs: arguments and results
-    are pairs, of which the first is meant. flat: tokens have no batch. grid: they lie on their grid, of one frame.
+    blocks: attribute of the model with the list of blocks.
+    tokens: argument with the image tokens.
+    names: names of the positional arguments, if the signature does not have them.
+    before: number of tokens before the image in the argument `tokens`.
+    rope_arg, rope_token_dim: argument with the positions, and the axis of its tokens.
+    above, below: number of positions before and behind those of `tokens`, such as those of a text stream.
+    keys: argument with a mask of the attention's keys, which begins with the image.
+    out: index of the image tokens in the block's results.
+    rows: further arguments with a row for each token.
+    pairs: arguments and results are pairs whose first element is the image.
+    flat: tokens have no batch axis.
+    grid: tokens are (B, frames, height, width, C).
     """
 
     blocks: str
@@ -46,14 +53,14 @@ class Layout:
     grid: bool = False
 
     def taken(self, value: Any) -> Tensor:
-        """Return the tensor in an argument or a result, tokens as (B, T, C)."""
+        """Return the tensor in an argument or result, with tokens as (B, T, C)."""
         value = value if self.out is None or not isinstance(value, tuple) else value[self.out]
         value = value[0] if self.pairs and isinstance(value, tuple) else value
         value = value.flatten(1, 3) if self.grid and value.ndim == 5 else value
         return value[None] if self.flat and value.ndim == 2 else value
 
     def given(self, like: Any, tensor: Tensor) -> Any:
-        """Return the same with another tensor."""
+        """Return an argument of the form of `like` that contains `tensor`."""
         if self.pairs and isinstance(like, tuple):
             return (tensor, *like[1:])
         if self.grid and like.ndim == 5:
@@ -91,7 +98,7 @@ LAYOUTS = {
         ),
     ),
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), above=TEXT, out=1),),
-    # Pictures have a single frame; test_wan.py has videos.
+    # Pictures have a single frame. test_wan.py has videos.
     "cosmos": (Layout("blocks", "x_B_T_H_W_D", rope_arg="rope_emb_L_1_1_D", rope_token_dim=1, grid=True),),
     "wan": (Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1),),
     "hunyuan": (replace(DOUBLE, patch=1), replace(SINGLE, patch=1)),
@@ -99,19 +106,19 @@ LAYOUTS = {
     "ltx_av": (
         Layout("transformer_blocks", "x", rope_arg="v_pe", rope_token_dim=1, patch=1, rows=("v_cross_pe",), pairs=True),
     ),
-    # The tokens before the video: the text, and two channels of five tokens of audio.
+    # Before the video there are the text and two channels of five audio tokens.
     "h3": (Layout("blocks", "x", rope_arg="rope_freqs", rope_token_dim=1, before=TEXT + 10, flat=True),),
 }
-# Latents of these models have no batch.
+# Families whose latents have no batch.
 ALONE = ("h3",)
-# Plans from the previous step's prediction, with an adaptive budget.
+# Settings that make every plan from the previous step's prediction.
 PREDICTED: dict[str, Any] = {
     "similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1
 }  # fmt: skip
 
 
 def current() -> bool:
-    """Return whether this ComfyUI has all families."""
+    """Return whether this is the default ComfyUI, which has all families."""
     return bool(importlib.import_module("comfyui_version").__version__ == comfyui.DEFAULT_RELEASE)
 
 
@@ -120,7 +127,7 @@ def grid_of(layout: Layout) -> tuple[int, int]:
 
 
 def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
-    """Return a recorded call's arguments by name."""
+    """Return the arguments of a recorded call by name."""
     names = layout.names or tuple(inspect.signature(type(block).forward).parameters)[1:]
     return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
@@ -128,8 +135,10 @@ def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
 def merged_call(
     layout: Layout, given: dict[str, Any], plans: list[Any], M: Tensor
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return the arguments on merged tokens, by plain indexing, and the images before and after. plans: of the image
-    and of merged references after it, with one matrix for all of them."""
+    """Return the arguments of a block on merged tokens, the image, and the merged image.
+
+    plans: the plan of the image, and those of merged references behind the image. M: one merge matrix for all plans.
+    """
     x, tokens = layout.taken(given[layout.tokens]), sum(plan.tokens for plan in plans)
     image = x[:, layout.before : layout.before + tokens]
     merged = M @ image
@@ -155,7 +164,7 @@ def merged_call(
 
 
 def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor) -> Tensor:
-    """Return all tokens after a block with the merged output `out`."""
+    """Return all tokens after a block whose output on merged tokens is `out`."""
     y = layout.taken(out)
     length = merged.shape[1]
     new = image + U @ (y[:, layout.before : layout.before + length] - merged)
@@ -163,7 +172,7 @@ def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor)
 
 
 def run(block: nn.Module, layout: Layout, given: dict[str, Any]) -> Any:
-    """Run the block itself, with positional arguments if its class requires them."""
+    """Run a block on copies of the arguments."""
     copies = {name: _copied(value) for name, value in given.items()}
     first = [copies.pop(name) for name in layout.names]
     return block(*first, **copies)
@@ -176,7 +185,7 @@ def _copied(value: Any) -> Any:
 
 
 def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, Any]:
-    """Return conditioning with two references of different sizes."""
+    """Return conditioning options for two references of different sizes."""
     channels, generator = model.model.latent_format.latent_channels, torch.Generator().manual_seed(9)
     five = model.model.latent_format.latent_dimensions == 3
     sizes = [(1, channels, *((1,) if five else ()), side, 12) for side in (8, 6)]
@@ -185,7 +194,7 @@ def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, A
 
 
 def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any, **merged_args: Any) -> Tensor:
-    """Run a recorded block on tokens and positions that are gathered by plain indexing."""
+    """Run a recorded block on tokens and positions that are merged by plain indexing."""
     M, U = dense(plan)
     seen, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
     return restored(layout, run(block, layout, {**seen, **merged_args}), image, merged, U)

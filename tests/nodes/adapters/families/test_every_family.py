@@ -1,5 +1,7 @@
-"""Tests of every family on a small model of its real class. A new family is added to `testbed.models` and `LAYOUTS`;
-these tests name the entries that it still lacks."""
+"""Tests of every family on a small model of its real class.
+
+Add a new family to `testbed.models` and `LAYOUTS`. The last test names the entries that are missing.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,6 @@ every_family = loop("family", LAYOUTS)
 def test_block_is_computed_on_merged_tokens(
     family: str, layout: Layout, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
-    """The block gets means of tokens, the positions of the destinations, and unchanged text and padding; all tokens get
-    the update."""
     batch = 1 if family in ALONE else batch
     model = model_of(family)
     block = getattr(model.model.diffusion_model, layout.blocks)[1]
@@ -71,7 +71,7 @@ def test_block_is_computed_on_merged_tokens(
 def test_consecutive_blocks_stay_merged(
     family: str, layout: Layout, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
-    """In Flux the references come behind the image."""
+    """Flux also has references, which follow the image."""
     model = model_of(family)
     references = of_references(model, layout, None) if family == "flux" else {}
     conds = {"positive": models.conditioning(model, seed=1, **references)}
@@ -86,7 +86,7 @@ def test_consecutive_blocks_stay_merged(
     merged_args, image, merged = merged_call(layout, given, [plan], M)
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
-        # All other arguments differ between blocks, such as modulation in Chroma.
+        # All other arguments, such as modulation in Chroma, differ between blocks.
         told_as_merged = layout.tokens, layout.rope_arg, *layout.rows, layout.keys
         others = {n: v for n, v in seen.items() if n not in told_as_merged}
         out = run(block, layout, {**merged_args, **others})
@@ -132,7 +132,6 @@ def test_odd_sizes_batches_and_guidance(
 
 @every_family
 def test_residuals_are_cached_and_reused(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """Full steps are bit-identical to the model, and the error of later steps is smaller than without the cache."""
     model = model_of(family)
     plain = models.sample(model, HEIGHT, WIDTH, steps=4, cfg=1.0)
     uncached = models.sample(attach(model, ratio=0.5), HEIGHT, WIDTH, steps=4, cfg=1.0)
@@ -157,8 +156,7 @@ def test_plans_from_the_predicted_picture(
     stats_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All blocks and both conditions share one plan in every step except the first; the result is reproducible."""
-    # With a large shift, all three steps have too much noise for their predictions to be used.
+    # With a large shift, predictions would be too noisy to be used in any of the three steps.
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     model, batch = model_of(family), 1 if family in ALONE else batch
     merged = attach(model, **PREDICTED)
@@ -174,7 +172,7 @@ def test_plans_from_the_predicted_picture(
 def test_conditions_in_calls_of_their_own(
     family: str, settings: Any, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free memory decides whether prompt and negative prompt share a call, and it must not change the picture."""
+    """Free memory decides whether prompt and negative prompt share a call, which must not change the picture."""
     model = model_of(family)
     merged = attach(model, **settings)
     joined = models.sample(merged, HEIGHT, WIDTH, steps=2)
@@ -194,7 +192,6 @@ def test_block_with_a_renamed_argument_is_not_merged(
     warnings: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A model with an unknown part runs unmerged, and one warning names the part."""
     if layout.names:
         pytest.skip("its blocks take whatever they are given")
     model = models.TRANSFORMERS[family]()
@@ -253,7 +250,7 @@ def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any,
 @pytest.mark.compat
 @loop("family", ["z_image", "lumina2", "qwen_image", "lens", "wan"])
 def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of: Any, attach: Any) -> None:
-    """ControlNets that work as patches get the image after every block and replace it."""
+    """ControlNets that work as patches replace the image after every block."""
     model, seen = model_of(family), []
 
     def patch(args: dict[str, Any]) -> dict[str, Any]:
@@ -273,7 +270,7 @@ def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of:
 
 
 def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
-    """A chain must not begin or end at a block that is never called."""
+    """A chain must not begin or end at a block that the model never calls."""
     model = models.chroma(double=4, single=3)
     network = model.model.diffusion_model
     for skipped in ([0], [3], [1, 2], [0, 1, 2, 3]):
@@ -297,7 +294,6 @@ def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: An
 
 
 def test_more_positional_arguments_than_known(attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unknown positional arguments are passed on unchanged, and the block is not merged."""
     model = models.flux()
     cls, given = type(model.model.diffusion_model.double_blocks[0]), []
     original = cls.forward
@@ -329,4 +325,4 @@ def test_every_supported_transformer_is_tried_here(pack: Any) -> None:
     registry = pack_module("nodes.adapters.registry")
     assert set(LAYOUTS) == set(models.TRANSFORMERS)
     families = {type(registry.find(make().model.diffusion_model)).__module__ for make in models.TRANSFORMERS.values()}
-    assert len(families) + 1 == len(registry._FAMILIES) == len(models.FAMILIES)  # and the UNets
+    assert len(families) + 1 == len(registry._FAMILIES) == len(models.FAMILIES)  # 1 for UNets

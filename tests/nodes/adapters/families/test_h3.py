@@ -1,4 +1,4 @@
-"""MiniMax H3: a stream without a batch, modulation by segments, and tokens before the video."""
+"""MiniMax H3: tokens without a batch axis, modulation by segments of tokens, and other tokens before the video."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def first_frame() -> dict[str, Any]:
 
 
 def references() -> dict[str, Any]:
-    """Return references: a picture, a video with its sound, and a sound."""
+    """Return conditioning options for three references: a picture, a video with its sound, and a sound."""
     return {
         "minimax_refs": [
             {"kind": "image", "latent_h": 6, "latent_w": 8, "latent": noise(1, 24, 1, 6, 8)},
@@ -54,7 +54,7 @@ def references() -> dict[str, Any]:
     }
 
 
-# The tokens before the video, and their number.
+# Conditioning options, and the number of tokens that they add before the video.
 BEFORE: dict[str, tuple[dict[str, Any], int]] = {
     "audio alone": ({}, 0),
     "a first frame": (first_frame(), FRAME),
@@ -67,7 +67,7 @@ BEFORE: dict[str, tuple[dict[str, Any], int]] = {
 def test_a_block(
     what: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Only the video is merged, at the positions of its destinations, and the ends of segments are adjusted."""
+    """Only video tokens are merged, so the last segment gets shorter."""
     model, (options, others) = model_of("h3"), BEFORE[what]
     block = model.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -107,7 +107,7 @@ def test_runs_of_the_preset(what: str, sampler: str, cfg: float, model_of: Any, 
 
 
 def in_int8(model: Any) -> Any:
-    """Convert the model as ComfyUI loads it from an int8 checkpoint: linear layers of its blocks have a scale per
+    """Convert the model as ComfyUI loads it from an int8 checkpoint: linear layers of the blocks have a scale per
     row."""
     import comfy.sd
 
@@ -127,7 +127,7 @@ def in_int8(model: Any) -> Any:
 
 
 def test_int8_weights_and_a_lora(stats_of: Any) -> None:
-    """The template has both, a checkpoint in int8 and a LoRA for few steps."""
+    """Sample as ComfyUI's template does, with an int8 checkpoint and a LoRA for few steps."""
     import comfy.sd
 
     plain = models.h3()

@@ -1,4 +1,5 @@
-"""MiniMax H3 with a mask, as for inpainting and extending a video: each token of the video has a row of modulation."""
+"""MiniMax H3 with a mask, as in inpainting and in extending a video: each token of the video has its own row of
+modulation."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ Change = Callable[[list[Any]], list[Any]]
 
 @pytest.fixture
 def with_segments(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], Any]:
-    """with_segments(change): return a model whose blocks are called with other segments, one list in an evaluation."""
+    """with_segments(change): return a model whose blocks get the segments of modulation that `change` returns."""
 
     def changed(change: Change) -> Any:
         model, lists = model_of("h3"), list[tuple[Any, Any]]()
@@ -42,7 +43,7 @@ def with_segments(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[C
         call = block.__call__
 
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > 2:  # the model passes these arguments, the test does not
+            if len(args) > 2:  # arguments of the model's own calls, not of the test's
                 if not lists or lists[-1][0] is not args[2]:
                     lists.append((args[2], change(args[2])))
                 args = (*args[:2], lists[-1][1], *args[3:])
@@ -55,7 +56,7 @@ def with_segments(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[C
 
 
 def levels(segments: list[Any]) -> Tensor:
-    """Return rows of two of the model's noise levels for the tokens of the video."""
+    """Return a row of modulation for each video token, chosen at random from two noise levels."""
     first, last = segments[0][2], segments[-1][2]
     return torch.where(noise(TOKENS) > 0, first, last)
 
@@ -66,13 +67,13 @@ def by_token(segments: list[Any]) -> list[Any]:
 
 
 def by_token_of_both(segments: list[Any]) -> list[Any]:
-    """Give the audio rows per token, too."""
+    """Give each audio token a row of modulation, too."""
     *others, (a, b, row), (start, stop, _) = segments
     return [*others, (a, b, torch.full((b - a,), row)), (start, stop, levels(segments))]
 
 
 def by_frame(segments: list[Any]) -> list[Any]:
-    """Cut the video into several segments, one of them with rows per token."""
+    """Cut the video into two segments; tokens of the second one have separate rows of modulation."""
     *others, (start, stop, row) = segments
     middle, rows = start + 2 * FRAME, levels(segments)[: stop - start - 2 * FRAME]
     return [*others, (start, middle, row), (middle, stop, rows)]
@@ -116,10 +117,10 @@ def test_segments_that_are_not_known_are_refused_in_words(with_segments: Any, st
 @loop(
     "segments",
     [
-        [(0, START, 1), (START, START + TOKENS, torch.zeros(TOKENS))],  # not whole numbers
+        [(0, START, 1), (START, START + TOKENS, torch.zeros(TOKENS))],
         [(0, START, 1), (START, START + TOKENS, torch.zeros(TOKENS - 1, dtype=torch.long))],
         [(0, START, 1), (START, START + TOKENS, torch.zeros(TOKENS, 2, dtype=torch.long))],
-        [(0, START, 1), (START + 1, START + TOKENS, 0)],  # a gap
+        [(0, START, 1), (START + 1, START + TOKENS, 0)],
         [(0, START, 1), (START, START + TOKENS + 1, 0)],
         [(0, START + 1, 1), (START + 1, START + TOKENS, 0)],
         [(0, START), (START, START + TOKENS)],
@@ -139,7 +140,7 @@ def test_whatever_segments_are_they_are_no_error(segments: Any, pack: Any) -> No
 
 
 def masks(what: str) -> tuple[Tensor, Tensor]:
-    """Return masks of the video and of the audio; values of 1 are computed."""
+    """Return masks of the video and of the audio. Values of 1 are generated, values of 0 are kept."""
     video, audio = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, 2, AUDIO // 2)
     if what == "a rectangle":
         video[..., :, :6, :8] = 0
@@ -156,7 +157,7 @@ def masks(what: str) -> tuple[Tensor, Tensor]:
 @loop("what", ["a rectangle", "an extension", "a soft edge", "all alike", "audio alone"])
 @loop("cfg", [1.0, 3.0])
 def test_a_masked_run(what: str, cfg: float, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model reads masks since ComfyUI 0.33.0; an older ComfyUI only blends by the mask, after the model."""
+    """The model reads masks since ComfyUI 0.33.0. Older releases only blend latents by the mask, after the model."""
     from comfy.nested_tensor import NestedTensor
 
     model, (video, audio) = model_of("h3"), masks(what)

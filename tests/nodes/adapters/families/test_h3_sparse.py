@@ -1,5 +1,5 @@
-"""MiniMax H3 with sparse attention, as in Fast-H3: for a part of the schedule, from 12,288 tokens on, the node passes
-blocks an attention function."""
+"""MiniMax H3 with sparse attention, as in Fast-H3: in part of the schedule, a node passes the blocks an attention
+function. ComfyUI's node does this from 12,288 tokens on."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ STEPS, BLOCKS = 8, 4
 
 @pytest.fixture
 def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int], list[int]]]:
-    """sparse(start_percent, dense): return a model with a stand-in for ComfyUI's `BlockSparseAttention`, which came
-    after 0.33 with the block's argument `attention`; also return the tokens of each sparse attention and of each block.
+    """sparse(start_percent, dense): return a model with sparse attention, the token counts of its calls, and those of
+    all blocks.
 
-    dense: blocks that are never sparse.
+    The attention stands in for ComfyUI's `BlockSparseAttention`, which is newer than 0.33. dense: indices of blocks
+    that are never sparse.
     """
 
     def patched(start_percent: float, dense: set[int]) -> tuple[Any, list[int], list[int]]:
@@ -75,16 +76,16 @@ def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 @loop(
     ("start_percent", "dense", "merged_calls"),
     [
-        (0.2, set(), BLOCKS),  # as in the template: only the second step is dense and not full
+        (0.2, set(), BLOCKS),  # only the second step is neither sparse nor full
         (0.6, set(), 3 * BLOCKS),
-        (0.2, {0, 3}, 5 * 2 + 2),  # blocks that stay dense merge in every merged step
-        (1.0, set(), 5 * BLOCKS),  # never sparse, as for fewer than 12,288 tokens
+        (0.2, {0, 3}, 5 * 2 + 2),  # blocks 0 and 3 are merged in every merged step
+        (1.0, set(), 5 * BLOCKS),  # no step is sparse
     ],
 )
 def test_blocks_merge_before_the_sparse_part_and_around_it(
     start_percent: float, dense: set[int], merged_calls: int, sparse: Any, model_of: Any, stats_of: Any
 ) -> None:
-    """A sparse block runs on all tokens, in the attention that the user chose, and the report names it."""
+    """A sparse block runs on all tokens, and the report names it."""
     model, calls, lengths = sparse(start_percent, dense)
     own, merges = sampled(model, steps=STEPS), pack_module("nodes.adapters.patch_model").apply_toma
     all_dense = merges(model_of("h3"), preset("balanced"))

@@ -31,7 +31,7 @@ from tests.nodes.adapters.families.layouts import (
 
 Reason = pack_module("toma_core.reasons").Reason
 
-# As in version 1.5: a token for each pixel of the latent, no single blocks, no pooled text.
+# Version 1.5 has a token for each latent pixel, no single blocks and no pooled text.
 NEW = {
     "base": "HunyuanVideo15",
     "kind": "HunyuanVideo15",
@@ -53,8 +53,8 @@ def hunyuan() -> Any:
 
 
 def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any) -> Tensor:
-    """Run a recorded block on tokens and positions that are gathered by plain indexing; the mask has the length of the
-    remaining tokens."""
+    """Run a recorded block on tokens and positions that are merged by plain indexing. The mask gets the length of the
+    merged tokens."""
     M, U = dense(plan)
     merged_args, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
     if merged_args["attn_mask"] is not None:
@@ -110,7 +110,7 @@ def test_videos_and_guidance(
 
 
 def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, attach: Any, stats_of: Any) -> None:
-    """For image to video that replaces the first frame, ComfyUI passes single blocks the index of a token inside a
+    """In image to video that replaces the first frame, ComfyUI passes single blocks a token index that lies inside of a
     frame."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}

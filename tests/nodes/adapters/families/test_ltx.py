@@ -28,7 +28,7 @@ def sampled(model: Any, **options: Any) -> list[Tensor]:
 
 
 def video_mask(kind: str) -> Tensor:
-    """Return a mask of a given first frame, as for image to video, or of half of every frame."""
+    """Return a mask for a given first frame, as in image to video, or for half of every frame."""
     mask = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
     if kind == "frame":
         mask[:, :, 0] = 0
@@ -51,7 +51,7 @@ def masked(family: str, kind: str, audio: float = 1.0) -> Any:
 def test_a_block_of_a_video(
     family: str, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Frames do not share destinations, and both RoPE tables are those of the destinations."""
+    """Frames do not share destinations, and both RoPE tables have the rows of the destinations."""
     model, (layout,) = model_of(family), LAYOUTS[family]
     block = model.model.diffusion_model.transformer_blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -80,7 +80,7 @@ def test_a_block_of_a_video(
 def test_modulation_follows_the_destinations(
     family: str, kind: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Modulation is per frame, as in LTX-2 with a given frame, or per token: merged tokens have the modulation of their
+    """Modulation is per frame, as in LTX-2 with a given frame, or per token. Merged tokens have the modulation of their
     destination."""
     model, (layout,) = model_of(family), LAYOUTS[family]
     block = model.model.diffusion_model.transformer_blocks[1]
@@ -110,7 +110,6 @@ def test_modulation_follows_the_destinations(
 
 @loop("family", BOTH)
 def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) -> None:
-    """Masked content is the same with ToMA, also in steps with modulation per token."""
     model = model_of(family)
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     for kind in ("frame", "half"):
@@ -125,9 +124,10 @@ def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) 
 
 
 def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the audio attended to merged tokens, its error would be much larger."""
+    """Audio that attended to merged tokens would have a much larger error."""
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
-    monkeypatch.setattr(pack_module("toma_core.run"), "RECENT", 1.0)  # tokens that take turns would hide the fault
+    # The priority of tokens that were not computed recently would hide a fault.
+    monkeypatch.setattr(pack_module("toma_core.run"), "RECENT", 1.0)
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     own = sampled(model, steps=8)
     _, error = errors(sampled(merged, steps=8), own)
@@ -137,7 +137,7 @@ def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.Monk
 
 
 def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, stats_of: Any) -> None:
-    """One run has only a video; the other has audio, with the tokens of reference audio."""
+    """The first run has no audio; the second has audio and tokens of reference audio."""
     model = model_of("ltx_av")
     merged = attach(model)
     alone = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH)
@@ -154,8 +154,8 @@ def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, 
 
 
 def guided(model: Any, strength: float) -> dict[str, Any]:
-    """Return conditioning with a guide of one frame behind the video, as ComfyUI's node adds it, with its attention
-    strength."""
+    """Return conditioning with a guide of one frame, placed as ComfyUI's node does. strength: scales the attention to
+    the guide."""
     from comfy_extras.nodes_lt import LTXVAddGuide, _append_guide_attention_entry
 
     latent, mask = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
@@ -168,7 +168,7 @@ def guided(model: Any, strength: float) -> dict[str, Any]:
 
 @loop("family", BOTH)
 def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """A guide's strength scales the attention to its tokens. Such runs are not merged and report the reason."""
+    """A guide with a strength other than 1 scales the attention to its tokens; such runs are not merged."""
     model = model_of(family)
     merged, strong, weak = attach(model), guided(model, 1.0), guided(model, 0.5)
     (found,), (own,) = sampled(merged, **strong), sampled(model, **strong)
@@ -183,7 +183,7 @@ def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: 
 
 @loop("family", BOTH)
 def test_guides_that_are_smaller_than_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """Guides of an IC-LoRA have fewer tokens per frame. Such runs are not merged and report the reason."""
+    """Guides of an IC-LoRA have fewer tokens per frame than the video; such runs are not merged."""
     from comfy_extras.nodes_lt import LTXVAddGuide
 
     model = model_of(family)
@@ -200,7 +200,7 @@ def test_guides_that_are_smaller_than_the_video(family: str, model_of: Any, atta
 
 
 def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of: Any) -> None:
-    """Guidance that switches streams off may make its calls in another order at each step."""
+    """Guidance that switches off a stream may order its calls differently in each step."""
     import comfy.samplers
     from comfy.model_patcher import create_model_options_clone
 
@@ -232,7 +232,6 @@ def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of
 
 @loop("settings", ["tokens", "balanced"])
 def test_context_windows(settings: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """Each window has its own video and audio."""
     from comfy_extras.nodes_context_windows import LTXVContextWindowsNode
 
     model = model_of("ltx_av")
@@ -260,8 +259,8 @@ STAGES = {
 
 @loop("stage", list(STAGES))
 def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
-    """The model of LTX-2.5 is that of LTX-2.3 with other settings; its guider has one scale for the picture and one for
-    the sound. The sampler draws new noise, and its steps are small enough to be merged nevertheless."""
+    """LTX-2.5 is the model of LTX-2.3 with other settings. Its guider has separate scales for picture and sound, and
+    its sampler draws so little new noise that steps are merged."""
     import comfy.sample
     import comfy.samplers
     from comfy.ldm.lightricks.av_model import LTXAVModel

@@ -1,4 +1,4 @@
-"""Qwen-Image 2.1: each way in which its blocks are called, references, and nodes that change its blocks."""
+"""Qwen-Image 2.1: the ways in which the model calls its blocks, references, and nodes that change blocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated
 REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # fewer tokens than the image, more, and as many
 CACHES = ("off", "auto", "cpu")
 PLACES = (*CACHES, "gpu")
-# Whether blocks add into their input and are called twice while the cache is filled, as in later releases.
+# In-place blocks add into their input and are called twice while the prefix cache is filled, as in later releases.
 FORMS = (False, True)
 IMAGE = HEIGHT * WIDTH
 
 
 @pytest.fixture(scope="module")
 def made(pack: Any) -> Any:
-    """made(in_place): return a small model of one form. ComfyUI's own class has one form."""
+    """made(in_place): return a small model with blocks of either form. ComfyUI's own class has only one form."""
     found: dict[bool, Any] = {}
 
     def of(in_place: bool) -> Any:
@@ -52,7 +52,7 @@ def sampled(model: Any, **options: Any) -> Tensor:
 
 
 def at(model: Any, cache: str, dtype: str = "default") -> Any:
-    """Return the model with ComfyUI's prefix cache in another place and dtype."""
+    """Return the model with ComfyUI's prefix cache on the given device and in the given dtype."""
     model = model.clone()
     model.model_options["transformer_options"]["qwen_image21_cache"] = {"device": cache, "dtype": dtype}
     return model
@@ -100,8 +100,7 @@ def test_without_changes_a_merged_step_equals_the_models_own(
 def test_comfyuis_cache_in_fewer_bits(
     in_place: bool, dtype: str, most: float, made: Any, attach: Any, stats_of: Any
 ) -> None:
-    """Fewer bits change merged pictures about as much as the pictures of the model alone, on the card and in main
-    memory."""
+    """A prefix cache with fewer bits changes merged pictures about as much as unmerged ones."""
     model, given = made(in_place), conds(made(in_place), REFERENCES[:2])
     merged = attach(model, **KEYS)
     alone = errors([sampled(at(model, "auto", dtype), **given)], [sampled(at(model, "auto"), **given)])[0]
@@ -116,8 +115,7 @@ def test_comfyuis_cache_in_fewer_bits(
 @loop("in_place", FORMS)
 @loop("cache", CACHES)
 def test_queries_of_destinations_see_keys_of_all(in_place: bool, cache: str, made: Any, attach: Any) -> None:
-    """As in the model, text attends to the tokens before the image, and the image attends to all keys at their own
-    positions."""
+    """Text attends to the tokens before the image, and the image attends to all keys at their own positions."""
     model = at(made(in_place), cache)
     watch = Watch(1)
     evaluated(watch.on(attach(model, ratio=0.5, **KEYS)))
@@ -164,7 +162,8 @@ def patched(model: Any, seen: list[int]) -> Any:
 
 
 def controlled(model: Any, seen: list[int]) -> Any:
-    """After every second block, add the output of a separate branch of blocks on all tokens, as Fun ControlNet does."""
+    """Run a separate branch of blocks on all tokens and add its output after every second block, as Fun ControlNet
+    does."""
     blocks = copy.deepcopy(model.model.diffusion_model.transformer_blocks[:2])
     state: dict[str, Tensor] = {}
 
@@ -182,9 +181,8 @@ def controlled(model: Any, seen: list[int]) -> Any:
     return model
 
 
-# These are the manual sigmas of ComfyUI's template for the turbo LoRA.
 def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the card, ComfyUI's cache holds keys and values of text and references in every block, for each condition of a
+    """ComfyUI's prefix cache holds keys and values of text and references in every block, for each condition of a
     step."""
     from comfy.sampler_helpers import convert_cond
     from comfy.samplers import CFGGuider, sampler_object

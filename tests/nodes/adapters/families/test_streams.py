@@ -1,4 +1,4 @@
-"""Videos with sound: latents of two streams, of which the video is merged."""
+"""Videos with sound, whose latents have two streams. Only the video is merged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ FRAMES = 5
 def test_errors_grow_with_the_ratio(
     kind: str, height: int, width: int, frames: int, model_of: Any, stats_of: Any
 ) -> None:
-    """The audio is not merged, and its error is less than that of the video at every ratio."""
     model, asked = model_of(kind), {"frames": frames, "cfg": 1.0, "steps": 8}
     own, before = models.sample_streams(model, height, width, **asked), 0.0
     for ratio in (0.25, 0.5, 0.75):

@@ -25,7 +25,7 @@ Reason = pack_module("toma_core.reasons").Reason
 
 (LAYOUT,) = LAYOUTS["wan"]
 FRAME = HEIGHT // 2 * (WIDTH // 2)
-# Wan 2.2 5B, which has a sigma for each frame.
+# Wan 2.2 5B has a sigma for each frame.
 WAN22 = {"base": "WAN22", "kind": "WAN22_T2V", "in_dim": 48, "out_dim": 48}
 
 
@@ -39,7 +39,7 @@ def destinations_of(frames: int) -> int:
 
 
 def held_first(model: Any, frames: int, **options: Any) -> Tensor:
-    """Sample with a fixed first frame, as Wan 2.2 5B does for image to video."""
+    """Sample with a fixed first frame, as Wan 2.2 5B does in image to video."""
     mask = torch.ones(1, 1, frames, HEIGHT, WIDTH)
     mask[:, :, 0] = 0
     return models.sample(model, HEIGHT, WIDTH, frames=frames, noise_mask=mask, **options)
@@ -50,7 +50,7 @@ def held_first(model: Any, frames: int, **options: Any) -> Tensor:
 def test_a_block_of_a_video(
     frames: int, batch: int, wan: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Frames do not share destinations: a destination represents only tokens of its own frame."""
+    """A destination represents only tokens of its own frame."""
     block = wan.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(wan, granularity="block")
     models.sample(merged, HEIGHT, WIDTH, frames=frames, batch=batch, steps=1, cfg=1.0)
@@ -85,7 +85,7 @@ def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: A
 
 
 def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, stats_of: Any) -> None:
-    """Frames behind the video would shift the assignment of sigmas."""
+    """Tokens behind the video would get the sigmas of wrong frames."""
     model = models.wan(**WAN22)
     behind = torch.randn(1, 48, 1, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(3))
     conds = {"positive": models.conditioning(model, seed=1, time_dim_concat=behind)}
@@ -93,7 +93,7 @@ def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, 
     out = held_first(merged, 3, steps=1, cfg=1.0, **conds)
     assert list(stats_of(merged).unmerged) == [Reason.OWN_MODULATION()]
     assert torch.equal(out, held_first(model, 3, steps=1, cfg=1.0, **conds))
-    # If all frames have the same sigma, a shift of the assignment has no effect.
+    # If all frames have the same sigma, wrong frames have no effect.
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
     assert stats_of(merged).unmerged == {}
 
@@ -122,7 +122,7 @@ def test_frames_odd_sizes_and_guidance(
 
 
 def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
-    """Sample a video in four steps by two consecutive models."""
+    """Sample a video in four steps: two by each model."""
     import comfy.sample
 
     conds = [models.conditioning(high, seed=seed) for seed in (1, 2)]
@@ -152,7 +152,7 @@ def test_presets_where_two_models_take_two_steps_each(
 
 
 def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no_state_left: None) -> None:
-    """Wan 2.2 14B has one model for high noise and one for low noise, each with its own settings."""
+    """Wan 2.2 14B has one model for high noise and one for low noise, each with its own ToMA settings."""
     low = models.wan(seed=1)
     merged = attach(wan, ratio=0.5), attach(low, ratio=0.25)
     out = in_two(*merged)
@@ -167,7 +167,7 @@ def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no
 
 
 def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overlapping windows cache frames several times."""
+    """Overlapping windows cache their common frames several times."""
     nodes, run = (
         importlib.import_module("comfy_extras.nodes_context_windows"),
         pack_module("nodes.adapters.patch_model"),
@@ -189,8 +189,7 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
 def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
     """Plans belong to the frames of a call, and both conditions share them."""
     nodes = importlib.import_module("comfy_extras.nodes_context_windows")
-    # There are 7 latent frames in windows of 5 that overlap by 3; ComfyUI may add a frame before windows that begin
-    # later.
+    # There are 7 latent frames in windows of 5 that overlap by 3. ComfyUI may add a frame before later windows.
     window_options = ("standard_static", 1, False, "pyramid", False)
     windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *window_options).result[0]
     merged = attach(windowed, **settings)
@@ -208,7 +207,7 @@ def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_
 
 
 def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
-    """An area applies to every frame."""
+    """An area of the picture applies to every frame."""
     positive = models.conditioning(wan, seed=1) + models.conditioning(wan, seed=3, area=(12, 16, 4, 8))
     merged = attach(wan)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=2, cfg=1.0, positive=positive)

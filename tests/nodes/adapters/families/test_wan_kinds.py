@@ -1,4 +1,5 @@
-"""The tokens beside the video in the kinds of Wan: references, context, poses and music; and unsupported kinds."""
+"""The tokens beside the video in the kinds of Wan: references, context, poses and music. Some kinds are not
+supported."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_blocks_are_not_merged_with_reference_and_context(attach: Any, stats_of:
 
 
 def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
-    """The first frame and its mask are channels, and the CLIP vision output of this frame is treated as text."""
+    """The first frame and its mask are channels; the CLIP vision output of this frame is treated as text."""
     model = models.wan(kind="WAN21_I2V", model_type="i2v", in_dim=36)
     model.model.image_to_video = True
     first = noise(1, 16, 5, HEIGHT, WIDTH)
@@ -136,7 +137,7 @@ def test_kinds_that_read_all_tokens_between_blocks(
 def test_references_are_frames_and_poses_follow(
     kind: str, references: int, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """The poses of SCAIL may have half of the size; neither references nor poses are merged."""
+    """SCAIL's poses may have half the height and width of the video. Neither references nor poses are merged."""
     import comfy.model_base
 
     name = kind.upper()
