@@ -1,6 +1,6 @@
 """ComfyUI-ToMA: SDXL and Flux on fewer tokens, by Token Merge with Attention.
 
-Nothing here needs ComfyUI until it asks for the nodes, so that tools and tests can import the folder without it.
+ComfyUI's modules are imported only with the nodes, so that tools and tests can import this folder without ComfyUI.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ WEB_DIRECTORY = "./web"
 
 
 async def comfy_entrypoint() -> Any:
-    """Called by ComfyUI when it loads custom nodes."""
+    """Return the extension object; ComfyUI calls this function when it loads custom nodes."""
     from .nodes import ToMAExtension
 
     return ToMAExtension()

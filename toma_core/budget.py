@@ -1,7 +1,8 @@
-"""Adaptive budgets: windows in which tokens vary little give destinations to windows in which they vary much. Not in
-the paper.
+"""Adaptive budgets: windows in which tokens vary little give destinations to windows in which they vary much. The paper
+has no adaptive budgets.
 
-The counts are decided before any destination is selected, so that selection stays one pass and the total is exact.
+The number of destinations of each window is decided before selection, so that selection stays one pass and the total is
+exact.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
 def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool = False) -> Budget:
     """Reallocate the destinations of an equal budget by the spread of its windows, (B, W) from the function `spread`.
 
-    In two dimensions, quantisation has the least error if the density of points is proportional to the root of the
-    variance (Zador 1982). by_latents: cached tensors are propagated by the latent, which usually explains most of the
-    change in flat windows; the density is then proportional to the variance. Destinations are given out one at a time,
-    each to the window that has the fewest relative to its share, so the sum is exact. A window gets at least one
-    destination and at most as many as it has tokens. Each frame of a video keeps its total. No host sync.
+    The density of destinations is proportional to the root of the variance, which gives quantisation in two dimensions
+    the least error (Zador 1982). by_latents: whether cached tensors are propagated by the latent. In windows of low
+    variance the latent usually explains most of their change, so the density is then proportional to the variance
+    itself. Destinations are given out one at a time, each to the window that has the fewest relative to its share. A
+    window gets at least one destination and at most as many as it has tokens. Each frame of a video keeps its total.
+    The host does not wait for the device.
     """
     device, frames = spread.device, windows.frames
     images, total = len(spread), budget.total // frames
     spread = spread.reshape(images * frames, -1)
-    # The most destinations that one window can get: each of the others keeps at least one.
+    # K is the most destinations that one window can get, because every other window keeps at least one.
     K = min(windows.slots, total - spread.shape[1] + 1)
     rank = torch.arange(K, device=device)
     sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], windows.slots)

@@ -1,4 +1,4 @@
-"""The store of the residual and KV caches: tensors by name and condition. `coverage` records their origins."""
+"""Store the tensors of the residual and KV caches by name and condition; `coverage` records when they may be used."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ Stored = Tensor | Int4Tensor | Parked
 
 
 class _Entry(NamedTuple):
-    """One of the equal chunks of a cached tensor. As long as one chunk is in use, it holds the memory of the entire
-    tensor."""
+    """One of the equal chunks of a cached tensor. A single chunk in use holds the memory of the entire tensor."""
 
     tensor: Stored
     number: int
@@ -36,9 +35,9 @@ class _Entry(NamedTuple):
 class Cache:
     """Cached updates, keys and values of one run. Several devices may share the object."""
 
-    bounded: bool = False  # whether to disable the cache if dropping old entries does not bring it within its limit
+    bounded: bool = False  # whether `Coverage.enforce_limit` may disable the cache
     reserved: int = 0  # bytes set aside for keys, values and updates of a run with a KV cache
-    on_card: int = 0  # how many of the reserved bytes lie on the card, including copies
+    on_card: int = 0  # how many of the reserved bytes lie on the card
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
     # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. It is never set
@@ -73,7 +72,7 @@ class Cache:
                         self.host.dropped(entry.tensor)
 
     def put(self, keys: Keys, given: Tensor, quantized: bool = False, kv: bool = False) -> None:
-        """Store the equal chunks of (B, N, C), one under each key.
+        """Split (B, N, C) along the batch into equal chunks, and store one under each key.
 
         quantized: store four bits per element. kv: the chunks are keys or values, which may lie in main memory. Raises
         `torch.OutOfMemoryError`.
@@ -86,8 +85,8 @@ class Cache:
         chunks = update.chunk(len(keys))
         before = [self._entries.get(key) for key in keys]
         replaced = Counter(id(entry.tensor) for entry in before if entry)
-        # Conditions that were evaluated together before, and separately now, share a tensor. Write into that tensor: a
-        # new one beside it would double the memory.
+        # Conditions that were evaluated together before, and separately now, share a tensor. Write each chunk into that
+        # tensor, because a new tensor beside it would double the memory.
         apart = any(self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)] for entry in before if entry)
         if not apart or len(chunks) != len(keys):
             self._replace(keys, before, update, host)
@@ -125,7 +124,7 @@ class Cache:
         self._chunks[id(entry.tensor)] += 1
 
     def disable(self) -> bool:
-        """Drop everything for good. Return False if nothing was held."""
+        """Drop all entries and store nothing afterwards. Return whether there was any entry."""
         with self.lock:
             held = bool(self._entries)
             self.disabled = True
@@ -135,7 +134,7 @@ class Cache:
     def read(self, keys: Keys, like: Tensor) -> Tensor | None:
         """Return the tensors under the keys, concatenated: (B, N, C) with the shape, dtype and device of `like`.
 
-        None if any part is missing or differs from `like`, so that cond and uncond are treated alike.
+        Return None if any chunk is missing or differs from `like`, so that cond and uncond are treated alike.
         """
         with self.lock:
             found = [self._entries[key] for key in keys if key in self._entries]
@@ -155,7 +154,7 @@ class Cache:
         return self.dequantize(t) if isinstance(t, Int4Tensor) else t
 
     def read_ahead(self, conditions: tuple[Hashable, ...], after: str = "") -> None:
-        """Begin to read from main memory the tensors that a merged call for these conditions needs next. after: name of
+        """Begin to copy from main memory the tensors that a merged call for these conditions needs next. after: name of
         the tensor that the call read last."""
         for name in () if self.host is None else self.host.after(after):
             with self.lock:
@@ -171,7 +170,7 @@ class Cache:
             self.host.free_staging(device)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all entries."""
         with self.lock:
             self._entries.clear()
             self._chunks.clear()

@@ -1,9 +1,8 @@
-"""Choose ratios from measured errors: the least error for a given saving of work.
+"""Choose ratios from measured errors, so that a given saving of work costs the least error.
 
-Not in the paper. Squared errors of blocks add up (docs/fidelity.md), so the squared errors of all sites, bands and
-ratios predict which combination is best. A *site* is a group of adjacent blocks with one ratio, a *band* a range of
-noise levels. The best combination of one ratio per cell (a site and a band) is a knapsack problem. A greedy choice
-along the lower hull of each cell is optimal except for its last option.
+The paper has no calibration. A *site* is a group of adjacent blocks with one ratio, a *band* a range of noise levels,
+and a *cell* a site in a band. Squared errors of blocks add up (docs/fidelity.md), so the best ratio for each cell is a
+knapsack problem. A greedy choice along the lower hull of each cell's options is optimal except for its last option.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def saved_by(choice: Choice) -> float:
 
 
 def hull(options: Iterable[Option]) -> list[Option]:
-    """Return the options on the lower hull, beginning with `UNMERGED`: each saves more work than the one before, and
-    costs more squared error per work saved."""
+    """Return the options on the lower hull of squared error over saved work, beginning with `UNMERGED`."""
     chosen = [UNMERGED]
     for option in sorted(options, key=lambda o: (o.saved, o.squared_error)):
         while len(chosen) > 1 and _price(chosen[-2], chosen[-1]) >= _price(chosen[-2], option):
@@ -52,9 +50,10 @@ def _price(a: Option, b: Option) -> float:
 
 
 def choose(table: Mapping[Cell, Sequence[Option]], saved: float) -> Choice:
-    """Return the choice with the smallest error that saves this share of the work; if none does, the largest saving.
+    """Return the choice with the smallest error that saves the share `saved` of the work; if none does, the choice that
+    saves most.
 
-    The choice overshoots the share by at most its last option. Ties go to the cell that comes first.
+    The choice exceeds `saved` by at most its last option. Of equally good options the one of the first cell is chosen.
     """
     pieces = [(_price(*pair), cell, pair[1]) for cell, options in table.items() for pair in pairwise(hull(options))]
     choice: Choice = {}

@@ -44,8 +44,8 @@ class RatioAdvice(NamedTuple):
     most: float
 
 
-# Ratios of UNets were measured up to `most`. In transformers, running fewer unmerged steps has less error than a ratio
-# above `most` (docs/fidelity.md).
+# Ratios of UNets were measured up to `most`. In transformers, an unmerged run of fewer steps has less error than
+# merging at a ratio above `most` (docs/fidelity.md).
 UNET_RATIOS = RatioAdvice(0.25, 0.5, 0.75)
 TRANSFORMER_RATIOS = RatioAdvice(0.25, 0.5, 0.6)
 
@@ -207,8 +207,8 @@ def check(name: str, value: Any) -> Any:
 
 
 def resolve_count(amount: float, count: int) -> int:
-    """Return how many of `count` blocks `skip_first_blocks` or `skip_last_blocks` skips. amount: if below 1, a share of
-    the blocks, rounded up."""
+    """Return how many of `count` blocks `skip_first_blocks` or `skip_last_blocks` skips. amount: the value of the
+    setting; below 1 it is a share of the blocks, rounded up."""
     wanted = amount * count if amount < 1 else amount
     # An excess of less than 1e-9 over an integer is floating-point rounding.
     return min(count, math.ceil(wanted - 1e-9))

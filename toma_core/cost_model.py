@@ -1,8 +1,8 @@
 """Estimate where merging pays, for `min_tokens` = 0 (Auto).
 
-A GPU runs behind a host that launches its operations one by one. Merging shortens the GPU's part and lengthens the
-host's a little, so merging gains only where computing a block takes longer than launching it. The rule estimates these
-times from shapes and the card's data sheet. No time is measured: the same seed has to give the same picture.
+A GPU runs behind a host that launches its operations one by one. Merging shortens the GPU's time and lengthens the
+host's a little, so merging gains only where computing a block takes longer than launching it. `too_little` estimates
+both times from shapes and the card's data sheet. Nothing is timed, because the same seed has to give the same picture.
 
 `python -m benchmarks.suite --only break-even` prints the measured gain of merging on a card beside this estimate.
 """
@@ -17,10 +17,12 @@ import torch
 from .config import Granularity
 from .reasons import Message, Reason
 
-FEWEST = 256  # tokens, on every device; on a CPU merging pays from 64 tokens on (docs/performance.md), but gains little
+# Smaller token grids are not merged on any device; on a CPU merging gains a little from 64 tokens on
+# (docs/performance.md).
+FEWEST = 256
 LAUNCH = 6e-6  # seconds for launching one operation: PyTorch's few microseconds, and ComfyUI's Python code
 # Share of its peak that a card reaches in a block: 0.5 to 0.7 in large products, next to nothing in norms, activations
-# and residuals. An overestimate does no harm: grids that would gain a little stay unmerged.
+# and residuals. With a value that is too high, only grids that would gain a little stay unmerged.
 EFFICIENCY = 0.4
 # Hz, for cards whose clock PyTorch does not report: cards since 2017 boost to 1.4 (A100) up to 2.5 GHz (RTX 4090).
 CLOCK = 2.0e9
@@ -42,20 +44,21 @@ class Block:
     # Multiply-adds of the block's linear layers per token, divided by the width squared. Self-attention has 4; a
     # feed-forward layer has twice its expansion, three times if gated.
     weights: float
-    launches: int  # operations per block: those of all blocks in an evaluation, divided by the count of blocks
+    launches: int  # operations per block, the mean over all blocks of an evaluation
     # Operations per block that merging adds: around a stack (divided by the blocks of the family's shortest stack,
     # rounded up), around each block, around each module. With Triton, merging and restoring are one launch each; with
     # the residual cache, restoring takes some 15 launches by PyTorch. If a block has no modules to merge, the third
     # number is the second one without the residual cache.
     added: tuple[int, int, int]
-    beside: int = 0  # text tokens in the block in addition to the grid's: the smallest number that ComfyUI pads to
+    beside: int = 0  # text tokens that the block computes too: the smallest number that ComfyUI pads to
 
     def launching(self, granularity: Granularity) -> float:
         """Return the seconds that the host takes to launch the merged block."""
         return (self.launches + self.added[_ORDER.index(granularity)]) * LAUNCH
 
     def flops(self, tokens: int, images: int, width: int, keys: int | None = None) -> float:
-        """Return the FLOPs of linear layers and self-attention; a multiply-add is two. keys: tokens attended to."""
+        """Return the FLOPs of linear layers and self-attention; a multiply-add counts as two. keys: number of tokens
+        attended to."""
         attended = (tokens if keys is None else keys) + self.beside
         return 2.0 * images * (tokens + self.beside) * width * (self.weights * width + 2.0 * attended)
 
@@ -99,11 +102,11 @@ def computing(tokens: int, images: int, width: int, dtype: torch.dtype, card: Ca
 def too_little(
     tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block, granularity: Granularity
 ) -> Message | None:
-    """Return why Auto does not merge a grid, None if it does.
+    """Return why Auto does not merge a token grid, None if Auto merges it.
 
-    images: images per condition. The number of conditions in the batch does not count: it depends on free memory, which
-    must not change a picture. card: if None, only the `FEWEST` tokens are required. granularity: the part of the model
-    around which tokens are merged; a stack of one block counts as a block.
+    images: images per condition. The number of conditions in the batch does not count, because it depends on free
+    memory, which must not change a picture. card: if None, the grid only needs `FEWEST` tokens. granularity: the part
+    of the model around which tokens are merged; a stack of one block counts as a block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)

@@ -1,7 +1,5 @@
-"""The ledger of the caches: what the entries of each condition were made of, and whether they still hold.
-
-A line of the ledger holds numbers, hashables and one tensor: the latent of the call that wrote the entries last.
-"""
+"""Record from which inputs the cached entries of each condition were made, and decide whether they may still be
+used."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from torch import Tensor
 
 from .cache import Cache, Keys
 
-# Limit of the cache in addition to its reserved bytes. The update of one chain of a 720p video takes 1.5 GB for two
-# conditions, and ControlNets may split the chain into 40.
+# Limit of the cache in bytes, in addition to its reserved bytes. The update of one chain of a 720p video takes 1.5 GB
+# for two conditions, and ControlNets may split the chain into 40 chains.
 MAX_CACHE_BYTES = 4 << 30
-# A cached update is used at sigmas up to this factor times its own. At a higher sigma the sampler must have gone back
-# in its run.
+# A cached update is used up to this factor times the sigma at which it was cached. At a higher sigma the sampler must
+# have returned to an earlier step.
 _SIGMA_FACTOR = 1.5
 
 
@@ -33,7 +31,7 @@ class Origin(NamedTuple):
 
 @dataclass(eq=False)
 class _Line:
-    """A line of the ledger: what the entries of one condition were made of."""
+    """The record of one condition's entries."""
 
     origin: Origin  # origin of the last refresh
     layout: Hashable = None  # layout of the call that refreshed the entries; None until that call has ended
@@ -49,22 +47,22 @@ class Coverage:
 
     cache: Cache
     _lines: dict[Hashable, _Line] = field(default_factory=dict)
-    # Origins in this evaluation, by signature. The key None has the origin of all other conditions.
+    # Origins of the evaluation in progress, by signature. The key None has the origin of all other conditions.
     _now: dict[Hashable, Origin] = field(default_factory=dict)
-    # Equal to `_now` if the evaluation is a refresh, else empty; until the next evaluation begins.
+    # Equal to `_now` from the start of a refresh until the next evaluation begins, else empty.
     _refreshing: dict[Hashable, Origin] = field(default_factory=dict)
     _absent: set[Hashable] = field(default_factory=set)  # signatures that a refresh named and never evaluated
     _interval: int = 1  # age in steps at which entries are dropped
 
     def begin(self, origins: Mapping[Hashable, Origin], other: Origin, interval: int) -> bool:
-        """Begin an evaluation of these conditions; return whether the entries of all of them hold.
+        """Begin an evaluation of these conditions; return whether the entries of all of them may be used.
 
-        other: origin of conditions that calls evaluate in addition to these. interval: number of steps for which a
-        refresh holds.
+        other: origin of conditions that calls evaluate in addition to these. interval: number of steps for which
+        entries may be used after a refresh.
         """
         with self.cache.lock:
             self._interval = interval
-            # Mark conditions that the last refresh missed: some nodes skip conditions.
+            # Mark conditions that the last refresh missed, because some nodes skip conditions.
             if any(signature in self._lines for signature in self._refreshing):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in self._lines)
             self._refreshing = {}
@@ -96,7 +94,7 @@ class Coverage:
         return all(line is not None and line.layout == layout for line in lines)
 
     def store(self, keys: Keys, update: Tensor, quantized: bool = False, kv: bool = False) -> None:
-        """Cache the equal chunks of (B, N, C) in a refresh, one under each key. quantized, kv: see `Cache.put`."""
+        """Cache (B, N, C) in a refresh. The arguments are those of `Cache.put`."""
         with self.cache.lock:
             if self.cache.disabled:
                 return
@@ -104,12 +102,12 @@ class Coverage:
             try:
                 self.cache.put(keys, update, quantized, kv)
             except torch.OutOfMemoryError:
-                self.disable()  # finishing the run matters more than its caches
+                self.disable()  # the run can finish without its caches
             self.enforce_limit()
 
     def _note(self, signatures: set[Hashable]) -> None:
-        """Note refreshed signatures. Lines that are too old are dropped at the first call in a step, not in `begin`,
-        because another node may skip the step."""
+        """Record refreshed signatures. Records that are too old are dropped at the first call in a step, not in
+        `begin`, because another node may skip the step."""
         fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
         if all(s in self._lines and self._lines[s].origin == origin for s, origin in fresh.items()):
             return
@@ -122,13 +120,13 @@ class Coverage:
     def ended(self, signatures: tuple[Hashable, ...], latent: Tensor | None, layout: Hashable = None) -> None:
         """Note that a call has written the entries of these conditions.
 
-        latent: the call's, (B, C, ..., H, W); None if entries are not propagated. layout: the call's if it is a
-        refresh; None in a merged call.
+        latent: the latent of the call, (B, C, ..., H, W); None if entries are not propagated. layout: the layout of the
+        call, None if the call is merged.
         """
         parts = [None] * len(signatures) if latent is None else latent.chunk(len(signatures))
         with self.cache.lock:
             if layout is not None and not self._refreshing:
-                return  # broken off meanwhile
+                return  # the refresh has been broken off
             if layout is not None:
                 # Areas with too few tokens store nothing in a refresh; later steps do not merge these areas either.
                 self._note(set(signatures))
@@ -158,19 +156,19 @@ class Coverage:
                 self.disable()
 
     def forget(self, signatures: set[Hashable]) -> None:
-        """Drop lines and entries of these conditions."""
+        """Drop records and entries of these conditions."""
         self.cache.drop([key for key in self.cache.keys if key[1] in signatures])
         for signature in signatures:
             self._lines.pop(signature, None)
 
     def disable(self) -> bool:
-        """Drop everything for good. Return False if nothing was held."""
+        """Drop all records and entries, and store nothing afterwards. Return whether there was any entry."""
         with self.cache.lock:
             self._lines.clear()
             return self.cache.disable()
 
     def clear(self) -> None:
-        """Drop everything; the next evaluation refreshes."""
+        """Drop all records and entries; the next evaluation is then a refresh."""
         with self.cache.lock:
             self._lines.clear()
             self.cache.clear()

@@ -20,10 +20,10 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan
 
-# Caches hold while at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md).
+# Caches are used while at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
-# In runs that begin flat (`Schedule.begins_flat`), caches also hold while at most this share of the latent comes from
-# predictions.
+# In runs whose first steps hardly lower sigma (`Schedule.begins_flat`), caches are also used while at most this share
+# of the latent comes from predictions.
 _SMALL_SHARE = 0.03
 
 
@@ -61,7 +61,7 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
     if facts.unshared and not facts.awaits_prediction:
         return _full(run, plan, Reason.SEVERAL_DEVICES())
     if run.kv_cache and run.cache.disabled:
-        # Presets with a KV cache skip no block: merging without caches would change the picture.
+        # Presets with a KV cache skip no block, so merging without the cache would have a large error.
         run.stats.call_not_merged(Reason.KV_CACHE_DISABLED())
         return _full(run, plan, Reason.KV_CACHE_DISABLED())
     if facts.another:
@@ -72,7 +72,7 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
         plan = _without_cache(run, plan, Reason.TILES())
     elif plan.mode.caches:
         plan = plan.with_mode(_cached_mode(run, plan, facts))
-    # A refresh needs no merge plan, so it need not wait for a prediction.
+    # A refresh does not wait for a prediction, because it needs no merge plan.
     return plan.with_mode(StepMode.FULL) if facts.awaits_prediction and plan.mode.merges else plan
 
 
@@ -80,7 +80,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
     Guidance takes the difference of conditions, so all of them use caches or none does: if the entries of one condition
-    do not hold, the evaluation is a refresh. Where the settings allow merging without caches, there is at most one
+    cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, there is at most one
     unscheduled refresh between two scheduled ones; further evaluations without entries are merged without caches.
     """
     plainly = merges_plainly(run)
@@ -112,13 +112,13 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
 
 
 def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
-    """Begin an evaluation in the ledger; return whether the entries of all conditions hold."""
+    """Begin an evaluation in `run.coverage`; return whether the entries of all conditions may be used."""
     schedule = run.schedule
     given = facts.sigma if facts.model_sigma is None else facts.model_sigma
-    # The ledger expects falling noise; unsampling adds it.
+    # `Coverage` expects a falling noise level; in unsampling it rises, but its inverse falls.
     falling = 1 / max(given, 1e-9) if schedule.rises else given
     # The step is in doubt where another node changes noise levels or the sampler reports no steps. In all other cases
-    # the noise level is not used to count steps, because a schedule may return to a level.
+    # the noise level is not used to count steps, because a schedule may return to an earlier noise level.
     in_doubt = facts.unreported or given != facts.sigma
     other_steps = schedule.step_at(given) if in_doubt else plan.step, facts.unreported
     origin = Origin(plan.step, falling, None, other_steps)
