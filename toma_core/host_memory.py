@@ -1,8 +1,8 @@
-"""Decide which keys and values of a run lie in main memory, and hold its buffers.
+"""Decide which keys and values of a run lie in main memory, and hold the buffers for them.
 
 A refresh writes keys and values to main memory while the next blocks compute. A merged step reads the keys and values
-of the next block ahead, in the order of the refresh, and writes the propagated ones back. A tensor has the same bits
-wherever it lies.
+of the next block ahead, in the order of the refresh, and writes the propagated ones back. A tensor has the same bits on
+the card and in main memory.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class HostMemory:
             memory = _pages(size)
         except RuntimeError:
             return None
-        # After one failure to pin, later attempts would fail too, and each makes ComfyUI wait for the card.
+        # After one failure to pin, later attempts would fail too, and each attempt would make ComfyUI wait for the
+        # card.
         buffer = Buffer(lane, layout, memory, self.pinned and self.copier.pin(memory))
         self.pinned &= buffer.pinned
         self._buffers.append(buffer)
@@ -115,7 +116,7 @@ class HostMemory:
                 self._unused.append(t.buffer)
 
     def after(self, name: str = "") -> list[str]:
-        """Return the names that follow `name` in the refresh; all names if it is empty."""
+        """Return the names that were cached after `name` in the refresh; all names if `name` is empty."""
         with self.lock:
             return list(self._order)[self._order.get(name, -1) + 1 :]
 
@@ -138,7 +139,7 @@ class HostMemory:
             self.copier.unpin(buffer.memory)
 
     def clear(self) -> None:
-        """Wait for all copies and release every buffer, even if some cannot be released."""
+        """Wait for all copies and release every buffer, even if one release fails."""
         with self.lock, ExitStack() as last_first:
             for held in (self._lanes, self._on_card, self._unused, self._order):
                 last_first.callback(held.clear)

@@ -1,8 +1,8 @@
-"""Keep recent evaluations, for the predicted picture and for the share of a later latent that is new.
+"""Keep the latents and predicted pictures of recent evaluations, and measure how much of a later latent is new.
 
-Not in the paper. A sampler that adds no noise begins each step with a linear combination of earlier latents and
-predictions. The part of a latent that is no such combination is new: noise that samplers such as `euler_ancestral` draw
-in every step, or another picture.
+The paper does not measure noise. A sampler that adds no noise begins each step with a linear combination of earlier
+latents and predictions. The part of a latent that is no such combination is new: noise that samplers such as
+`euler_ancestral` draw in every step, or another picture.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Evaluations that a latent is compared with: solvers of third order combine three.
+# Number of evaluations that a latent is compared with, because solvers of third order combine three evaluations.
 _RECENT = 3
 # New noise is averaged over square cells of the latent with this side.
 _CELL = 8
 # Noise below this share of the latent's root mean square no longer changes the picture.
 _NEGLIGIBLE = 0.05
-# Earlier latents and predictions may be linearly dependent: what is left of one below this share of it is rounding.
+# Earlier latents and predictions may be linearly dependent. The part of one that is orthogonal to the others is
+# rounding if its norm is below this share.
 _ROUNDING = 1e-5
 
 
@@ -28,7 +29,7 @@ _ROUNDING = 1e-5
 class History:
     """The last evaluations of the conditions that are evaluated together."""
 
-    compared: bool = True  # whether latents are kept, to be compared with later ones
+    compared: bool = True  # whether latents are kept for comparison with later ones
     _recent: deque[tuple[Tensor, Tensor]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def prediction(self, shape: torch.Size | tuple[int, ...]) -> Tensor | None:
@@ -61,7 +62,8 @@ class History:
             basis.append(rest * torch.where(new, 1 / size.clamp_min(1e-30), 0.0))
         latent = latent.float()
         noise = (_NEGLIGIBLE * latent.square().mean().sqrt()).clamp_min(max(sigma, 1e-9))
-        # Where a mask keeps most of the picture, a mean over the entire picture would hide new noise in the rest.
+        # Where a mask keeps most of the picture, a mean over the entire picture would hide new noise in the part that
+        # is sampled.
         new = _without(latent, basis).square().mean(1).flatten(0, -3)[:, None]
         cell = [min(_CELL, side) for side in new.shape[2:]]
         return F.avg_pool2d(new, cell, ceil_mode=True, count_include_pad=False).max().sqrt() / noise

@@ -1,21 +1,21 @@
-"""Propagate cached tensors by the one change that is known at every token: the change of its latent.
+"""Propagate cached tensors by the change of the latent, which is known at every token.
 
-Not in the paper. A merged step knows how keys, values and updates have changed at its D destinations. Part of that
-change is caused by the destinations' own noise, which no other token shares. With samplers that draw new noise in each
-step, it is most of the change. But all tokens depend on their latents in the same way. So the change of destinations is
-regressed on their latents (with a small ridge and a constant), each token gets the part that its own latent explains,
-and only the rest is shared: the regression estimator of statistics.
+The paper has no such regression. A merged step knows how keys, values and updates have changed at its D destinations.
+Part of that change is caused by the destinations' own noise, which no other token shares; with samplers that draw new
+noise in each step, noise causes most of the change. But all tokens depend on their latents in the same way. So the
+change of destinations is regressed on their latents (with a small ridge and a constant), each token gets the part that
+its own latent explains, and only the residual of the regression is shared among tokens.
 
     A = (f'f + 0.1 F / D * mean diag(f'f))^-1 f' c  =  fit c
     cached + G A + U (c - f A)                  =  cached + U c + (G - U f) A  =  cached + U c + spread A
 
     f  (D, F)  features of destinations
     G  (N, F)  features of all tokens
-    c  (D, C)  the change at destinations
+    c  (D, C)  the change of a cached tensor at destinations
     A  (F, C)  the answer: the change per unit of each feature
     U  (N, D)  unmerge weights: a destination gets its own value, another token `REST_WEIGHT` of its weighted mean
 
-`fit` and `spread` belong to a plan and a call: all blocks share them.
+`fit` and `spread` are computed once per plan and call, and shared by all blocks.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
 # Share of a destination's change that nearby tokens get, after the part that latents explain is subtracted. Part of
-# this change is noise for them; a lower share would lose what tokens have in common
+# what remains is the destination's own noise; a lower share would lose what tokens have in common
 # (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
-# The ridge, as a share of the textbook's F / D. Latents explain most of the change, so the full ridge would mostly add
-# bias.
+# The ridge, as a share of the textbook's F / D. Latents explain most of the change of cached tensors, so the full ridge
+# would mostly add bias.
 _RIDGE = 0.1
 # With fewer destinations per feature, the regression overfits to the destinations.
 _LEAST_DESTINATIONS = 2
@@ -96,7 +96,7 @@ class Regression:
 
     plan: MergePlan  # its unmerge weights are U
     fit: Tensor  # (B, F, D), in the dtype of the plan's weights
-    spread: Tensor  # (B, N, F), in the same dtype
+    spread: Tensor  # (B, N, F), in the dtype of `fit`
 
     def propagate(self, cached: Tensor, fresh: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Return the cached values of all tokens, (B, N, C), propagated by the change at destinations.
@@ -114,7 +114,7 @@ class Regression:
         return rotation.add(cached, self._explain(unmerge(change, self.plan), change))
 
     def _by_kernels(self, kernels: TritonKernels, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> Tensor:
-        """See `propagate`: two launches, and between them the matrix product for the answer."""
+        """Compute `propagate` in two launches, with the matrix product for A between them."""
         R, R_destinations = (None, None) if rotation is None else (rotation.tokens, rotation.destinations)
         change = kernels.change(fresh, cached, self.plan.destinations, R_destinations)
         answer, layout = torch.bmm(self.fit, change), (self.plan.windows, self.plan.budget)
@@ -131,7 +131,7 @@ class LatentChange:
     """The latent of a call, and the latent of the call that wrote the cached tensors."""
 
     latent: Tensor  # (B, C, ..., H, W)
-    before: Tensor  # of the call that wrote the cached tensors, the same shape
+    before: Tensor  # latent of the call that wrote the cached tensors, of the same shape
     _regressions: dict[int, tuple[MergePlan, Regression | None]] = field(default_factory=dict)  # by the plan's id
 
     def regression(self, plan: MergePlan) -> Regression | None:
@@ -162,7 +162,7 @@ def regress(features: Tensor, plan: MergePlan) -> Regression:
     plan = with_rest_weight(plan)
     f = gather_destinations(features, plan)
     gram = f.mT @ f
-    squares = gram.diagonal(dim1=1, dim2=2)  # a view
+    squares = gram.diagonal(dim1=1, dim2=2)  # writing to this view changes `gram`
     ridge = squares[:, :-1].mean(1, keepdim=True) * (_RIDGE * (f.shape[2] - 1) / f.shape[1])
     squares[:, :-1] += ridge.clamp_min(torch.finfo(f.dtype).tiny)
     # Unlike `cholesky` and `solve`, `cholesky_ex` does not wait for the device to report success.
@@ -178,7 +178,7 @@ def regress(features: Tensor, plan: MergePlan) -> Regression:
 
 def with_rest_weight(plan: MergePlan) -> MergePlan:
     """Return the plan with unmerge weights by which destinations keep their own value and other tokens get
-    `REST_WEIGHT` of the sum."""
+    `REST_WEIGHT` times their weighted mean of destinations."""
     weights, slots = plan.unmerge_weights, torch.arange(plan.windows.slots, device=plan.dest_slots.device)
     own = plan.dest_slots[:, :, None] == slots[:, None]  # (B, W, S, K)
     if (valid := plan.budget.valid) is not None:

@@ -17,8 +17,8 @@ from .windows import Budget, Windows
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# Maximum of windows in a row that PyTorch merges as one product. Multiplying the zeros between 4 windows takes less
-# time than gathering each window, between 8 windows more (measured on a CPU).
+# Maximum of windows in a row that PyTorch merges as one product. On a CPU, multiplying the zeros between 4 windows
+# takes less time than gathering each window; between 8 windows it takes more.
 _MAX_IN_ROW = 4
 
 
@@ -57,10 +57,11 @@ class MergePlan:
 
     @cached_property
     def strips(self) -> tuple[Tensor, Tensor] | None:
-        """M and A^T of rows of windows, (B * R, D / R, N / R) and (B * R, N / R, D / R), for products in PyTorch.
+        """Merge weights M and unmerge weights A^T for entire rows of windows, (B * R, D / R, N / R) and (B * R, N / R,
+        D / R).
 
-        A row of windows is one span of memory, read in place by a product. Between its windows the matrices are zero.
-        None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW` windows.
+        A row of windows is one span of memory, which PyTorch multiplies in place. Weights between different windows are
+        zero. None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW` windows.
         """
         windows, tiles = self.windows, self.windows.tiles
         if self.kernels is not None or windows.contiguous or tiles is None or tiles[2] > _MAX_IN_ROW:
@@ -177,7 +178,7 @@ class MergeMap:
 
 
 def draw_map(plan: MergePlan) -> MergeMap:
-    """Return the map of a plan's first image. Copies from device to host: for the end of a run."""
+    """Return the map of a plan's first image. Call it at the end of a run, because it copies from device to host."""
     windows, frames = plan.windows, plan.windows.frames
     count, tokens = len(windows.counts) // frames, windows.tokens // frames
     # A token merges into the destination with the largest unmerge weight.

@@ -1,7 +1,7 @@
 """Keep cached tensors in main memory; copy them down from a device, and up to it, while the device computes.
 
     stream     waits for
-    up         the last write of the buffer; the computation that used the memory of the copy before
+    up         the last write of the buffer; the computation that used the memory of the previous copy
     compute    `up`, before the copy is read or dropped; `down`, before the memory of a written tensor is free
     down       the computation of the tensor, which comes after every earlier read of the buffer
 
@@ -23,13 +23,15 @@ from torch import Tensor
 
 from .quant4 import Int4Tensor
 
-# Maximum of tensors that are read ahead at a time, and of tensors that are being written: a block's keys and values.
+# Maximum number of tensors that are read ahead at a time, and of tensors that are being written: the keys and values of
+# one block.
 MAX_STAGED = 2
 _ALIGNMENT = 64  # bytes
 
 
 class Stream(Protocol):
-    """A queue of work on a device. Its events have a method `query`: whether the stream has reached the event."""
+    """A queue of work on a device. Its events have a method `query`, which returns whether the stream has reached the
+    event."""
 
     def record_event(self) -> Any: ...
     def wait_event(self, event: Any) -> None: ...
@@ -37,7 +39,7 @@ class Stream(Protocol):
 
 
 class Copier(Protocol):
-    """The operations of a device; tests replace CUDA's by operations that they record."""
+    """The copying operations of a device; tests record these operations in place of CUDA."""
 
     def current(self, device: torch.device) -> Stream:
         """Return the stream on which the model computes."""
@@ -80,7 +82,7 @@ class CudaCopier:
     def pin(self, memory: Tensor) -> bool:
         try:
             return bool(self.pin_memory(memory))
-        except Exception:  # systems differ in how they report their limits
+        except Exception:  # systems report their limits by different exceptions
             return False
 
     def unpin(self, memory: Tensor) -> None:
@@ -89,8 +91,8 @@ class CudaCopier:
 
 @cache
 def _cuda_streams(device: torch.device) -> tuple[Stream, Stream]:
-    """Make streams once for all runs: PyTorch has 32 streams, so the 33rd would be the first one again, which copies
-    ComfyUI's weights."""
+    """Make the streams once for all runs. PyTorch has 32 streams, so a 33rd stream would be the first one again, on
+    which ComfyUI copies weights."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
@@ -130,7 +132,7 @@ class Buffer:
         return sum(self.layout.sizes)
 
     def parts(self) -> list[Tensor]:
-        """Return the parts of the tensor, views."""
+        """Return the parts of the tensor, as views of `memory`."""
         _, shapes, dtypes = self.layout
         chunks = zip(self.memory[: self.nbytes].split(self.layout.sizes), shapes, dtypes, strict=True)
         return [chunk[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for chunk, shape, dtype in chunks]
@@ -213,7 +215,8 @@ class Lane:
         """Write a tensor down."""
         with self.lock:
             buffer = parked.buffer
-            self.forget(read for read in self.ahead if read.buffer is buffer)  # the copy is out of date
+            # Copies of the old tensor are out of date.
+            self.forget(read for read in self.ahead if read.buffer is buffer)
             self._finish(MAX_STAGED - 1)
             self.down.wait_event(self.copier.current(self.device).record_event())
             buffer.written = self._copied(self.down, parked.parts(), _parts(source), buffer.pinned)

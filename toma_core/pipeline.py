@@ -49,7 +49,7 @@ class Evaluation:
         return self if step is self.step_plan else replace(self, step_plan=step)
 
     def again(self) -> Evaluation:
-        """Return the evaluation for a call that the model makes of itself, with cache keys of its own."""
+        """Return this evaluation with separate cache keys, for a second call of the model in the same evaluation."""
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
@@ -63,7 +63,7 @@ class Evaluation:
 
     def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:
         """Return the plan for tokens x of (B, N, C) that show the same content during the entire run, such as those of
-        a reference image. Each condition has its own plan, as references may differ."""
+        a reference image. Each condition has its own plan, because conditions may have different reference images."""
         return self.run.plan(x, grid, scope, self.lasting, self.cond_keys)
 
     @property
@@ -73,7 +73,7 @@ class Evaluation:
 
     def cached(self, block: str, x: Tensor, kv: bool = False, of_latent: bool = True) -> Refresh | Cached | None:
         """Return the block's cache entry for tokens x of (B, N, C): to write in a refresh, to begin with in a merged
-        step. None if no cached tensor fits. Block names are unique.
+        step. None if no cached tensor fits x.
 
         kv: whether the entry holds keys or values. of_latent: whether the tokens are the latent's, not a reference
         image's.
@@ -109,7 +109,7 @@ class Evaluation:
         if self.images and len(x) != self.images:
             return Reason.IMAGES_CHANGED()
         images, tokens, width = len(x) // len(self.cond_keys), *x.shape[1:]
-        if least := self.run.config.min_tokens:  # a number set by the user holds on every device
+        if least := self.run.config.min_tokens:  # a number set by the user applies to every device
             return Reason.TOO_FEW_TOKENS(least=least) if tokens < least else None
         card = cost_model.card_of(x.device)
         return cost_model.too_little(tokens, images, width, x.dtype, card, block, granularity)
@@ -119,9 +119,8 @@ def reduce(x: Tensor, plan: MergePlan | None, cached: Refresh | Cached | None = 
     """Merge (B, N, C) to (B, D, C); return x itself without a plan or in a refresh."""
     if plan is None or isinstance(cached, Refresh):
         return x
-    # With a cached update, blocks compute the destination tokens themselves, as their update is compared with the
-    # cached one. Weighted means hold less noise than the model expects, so their update would differ for that reason
-    # alone.
+    # With a cached update, blocks compute the destination tokens themselves, not weighted means. Means hold less noise
+    # than the model expects, so their update would differ from the cached one for that reason alone.
     return merge(x, plan) if cached is None else gather_destinations(x, plan)
 
 
@@ -136,8 +135,8 @@ def restore(
     """Return x + unmerge(out - reduced), (B, N, C); `out` itself without a plan or in a refresh, which caches out - x.
 
     Only the update is merged: the residual stream passes unchanged. cached: the entry with whose update a merged step
-    begins. exact: destinations attended to all tokens, so their change has weight 1, and the propagated update is
-    cached again.
+    begins. exact: whether destinations attended to all tokens; the change of their update then has weight 1, and the
+    propagated update is cached.
     """
     if isinstance(cached, Refresh):
         cached.store(out - x)

@@ -1,7 +1,8 @@
 """Features for comparing tokens: the clean picture that the previous step predicted.
 
-Not in the paper, which compares the tokens themselves; these are mostly noise in the first steps. The predicted picture
-is nearly as good as the outcome itself (docs/fidelity.md), known before the model runs, and short: 64 values per token.
+The paper compares the tokens themselves, which are mostly noise in the first steps. Plans from the predicted picture
+are nearly as good as plans from the final picture (docs/fidelity.md). The predicted picture is known before the model
+runs, and has 64 values per token if the latent has 16 channels.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from .windows import Grid
 
 _CELLS = 2  # cells of a token along each side
-# With more noise than this, a prediction is a mean of many pictures and misses what tells these apart
+# Above this share of noise, a prediction is a mean of many possible pictures and lacks the details in which they differ
 # (benchmarks/results/fidelity/trials.md).
 _MAX_NOISE = 0.92
 
@@ -28,8 +29,8 @@ def similarity_features(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     """Return the features by which tokens of a grid are compared, (B, N, F + 1): the F numbers of each token in the
     picture, see `picture_tokens`, and a constant.
 
-    Cosines ignore the lengths of tokens. The constant, the root mean square of an image's lengths, gives tokens of
-    different lengths different directions. Tokens that hold NaN or infinity do not count.
+    Cosines ignore the lengths of tokens. The constant, the root mean square length of an image's tokens, gives tokens
+    of different lengths different directions. Tokens that hold NaN or infinity do not count.
     """
     tokens = picture_tokens(picture, grid, like)
     squares = tokens.float().square().sum(2).nan_to_num_(0.0, 0.0)
@@ -50,7 +51,7 @@ def picture_tokens(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     cells = max(1, min(_CELLS, round(picture.shape[-1] / width)))
     sizes = [side * cells for side in (height, width)]
     covers = [-(-side // size) for side, size in zip(picture.shape[-2:], sizes, strict=True)]
-    # Models round their grids up: replicate the right and bottom edges.
+    # Replicate the right and bottom edges, because models round their grids up.
     bottom, right = (size * cover - side for size, cover, side in zip(sizes, covers, picture.shape[-2:], strict=True))
     if bottom or right:
         picture = F.pad(picture, (0, right, 0, bottom), mode="replicate")

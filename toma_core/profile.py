@@ -19,17 +19,17 @@ from .schedule import RatioSchedule
 from .setting_spec import ConfigError, Refusal, shown
 
 SCHEMA = 1
-_MAX_TEXT = 10_000  # maximum length of a profile that is read, in characters; written profiles have a fifth of it
-_MAX_BANDS = 8  # maximum of noise levels, and of ratios above 0: under torch.compile every ratio is a graph
+_MAX_TEXT = 10_000  # longest profile that is read, in characters; written profiles have less than 2000
+_MAX_BANDS = 8  # maximum of noise levels, and of ratios above 0, because torch.compile makes a graph for every ratio
 _MAX_SIGMA = 1e9  # ComfyUI's highest noise level is about 4500
 _MAX_LINE = 120  # characters of an explanation on a node
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Ratios by block and noise level, and the settings with which these were found. Raises `ValueError`."""
+    """Ratios by block and noise level, and the settings with which these ratios were found. Raises `ValueError`."""
 
-    model: str  # fingerprint of the model that it was made with
+    model: str  # fingerprint of the model with which the profile was made
     config: ToMAConfig
     above: tuple[float, ...]  # sigma at which each band ends, from high to low; the last is 0
     # "first block - last block", or a block alone -> a ratio for each band. Other blocks are not merged.

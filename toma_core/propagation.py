@@ -1,8 +1,8 @@
 """Store a block's updates, keys and values in a refresh; propagate the stored ones in a merged step.
 
-Not in the paper. Updates change slowly from step to step, above all in the fine structure that destinations cannot
-carry. With a KV cache a merged step propagates the cached tensors and stores the results. Without a KV cache it adds
-the share p of the cached update that destinations still show, adds half of their change, and stores nothing.
+The paper has no caches. Updates change slowly from step to step, above all in the fine structure that destinations
+cannot carry. With a KV cache a merged step propagates the cached tensors and stores the results. Without a KV cache a
+merged step only reads cached updates, see `unmerge_residual_cached`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from .coverage import Coverage
 from .latent_regression import LatentChange, Rotation
 from .merge import MergePlan, add_unmerged, gather_destinations, unmerge_residual
 
-# Weight of the change at destinations where the cached update still holds: part of that change comes from the merge,
-# not from the step (docs/fidelity.md). Where the cached update no longer holds at all, the weight is 1: plain merging.
+# Weight of the change at destinations if the cached update still fits fully (p = 1): part of that change comes from the
+# merge, not from the step (docs/fidelity.md). If the cached update no longer fits at all (p = 0), the weight is 1, as
+# without a cache.
 DELTA_WEIGHT = 0.5
 
 
@@ -80,8 +81,8 @@ def unmerge_residual_cached(out: Tensor, reduced: Tensor, x: Tensor, cached: Ten
 def _projection_coefficient(fresh: Tensor, old: Tensor) -> Tensor:
     """Return the least-squares share of an image's old update in the fresh one, within [0, 1]: (B, 1, 1) fp32.
 
-    It is close to 1 between neighbouring steps of a run of 20 steps, and close to 0 in a run of 4 steps, whose noise
-    levels lie far apart.
+    The share is close to 1 between neighbouring steps of a run of 20 steps, and close to 0 in a run of 4 steps, whose
+    noise levels lie far apart.
     """
     old = old.float()
     common, norm = ((t * old).sum((1, 2), keepdim=True) for t in (fresh, old))

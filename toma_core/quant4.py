@@ -1,7 +1,7 @@
 """Quantise cached tensors to four bits per element, for KV caches that do not fit otherwise.
 
-Not in the paper. Groups of neighbouring channels of a token share a minimum and a step, as in the KV caches of language
-models (KIVI, arXiv 2402.02750). Sizes and errors are in docs/settings.md.
+Groups of neighbouring channels of a token share a minimum and a step, as in the KV caches of language models (KIVI,
+arXiv 2402.02750). Sizes and errors are in docs/settings.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Int4Tensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.low.dtype  # the original one
+        return self.low.dtype  # dtype before quantisation
 
     @property
     def device(self) -> torch.device:

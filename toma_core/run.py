@@ -1,6 +1,6 @@
 """The state of one sampling run: plans, layouts on the device, caches and counters.
 
-Nothing here is shared between runs or outlives one; to reset, drop the `RunState`.
+Runs share nothing of this state.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class RunState:
         return self.schedule.config
 
     def check_kv_cache(self, config_for: Callable[..., ToMAConfig]) -> None:
-        """Go on without a KV cache if the last evaluation revealed that it cannot be used. Settings without a KV cache
-        skip other blocks, so the residual cache is cleared too."""
+        """Continue without a KV cache if the last evaluation was tiled, or if no attention called ToMA's hook. The
+        residual cache is cleared too, because other blocks are skipped without a KV cache."""
         if self.kv_cache and (self.tiles or self.attention_hook_called is False):
             self.stats.without_kv_cache = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION()
             self.schedule, self.kv_cache = replace(self.schedule, config=config_for(kv_cache=False)), False
@@ -171,7 +171,8 @@ class RunState:
         if old is not None:
             plan = self._reweighed(x, old, features)
         else:
-            # Tokens of noise vary alike in all windows; references are never noise.
+            # Without a predicted picture, windows get equal shares: tokens are mostly noise, which varies alike in all
+            # windows. Tokens of reference images are never noise.
             even = picture is None and step.selection != LASTING
             turns = self._by_latents(step) and step.mode is StepMode.MERGED_CACHED
             plan = self._selected(x, features, grid, step, even, self._taking_turns(key) if turns else None)
@@ -270,7 +271,8 @@ class RunState:
         return windows, allocate(budget, spread(windows.split(features), windows), windows, self._by_latents(step))
 
     def _by_latents(self, step: StepPlan) -> bool:
-        """Return whether merged steps can propagate cached tensors by the latent: references have none of their own."""
+        """Return whether merged steps can propagate cached tensors by the latent, which has no tokens of reference
+        images."""
         return self.kv_cache and step.selection != LASTING
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:
@@ -296,7 +298,7 @@ class RunState:
         try:
             self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}
         except Exception as error:
-            # Text only: a log record that holds the error would hold the run's tensors.
+            # Log the text alone, because a log record that holds the error would hold the run's tensors.
             logging.warning("ToMA: the windows of this run could not be drawn: %s", str(error))
 
     def close(self) -> RunStats:

@@ -1,4 +1,4 @@
-"""Decide when to merge, how much, and when a plan is too old, by plain numbers without tensors or state.
+"""Decide when to merge, how much, and when a plan is too old, from numbers alone, without tensors or state.
 
 Steps come from sigma, not from a count of calls: samplers of higher order evaluate the model several times a step, at
 sigmas between scheduled sigmas. Callers that know the step index pass it, because two steps may share a sigma.
@@ -14,13 +14,14 @@ from functools import cached_property
 from .config import ToMAConfig
 from .reasons import Message, Reason
 
-# From high noise to low: (sigma, ratio of every block above this sigma); the last ratios hold below it too.
+# From high noise to low: (sigma, ratio of every block above this sigma); the last ratios also apply below the last
+# sigma.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
-# A run begins flat if it has at most this many steps and the first two lower sigma by less than this share.
+# A run "begins flat" if it has at most this many steps and its first two steps lower sigma by less than this share.
 _FLAT_STEPS, _FLAT_SHARE = 8, 0.015
 
-# Generation number of plans made once a run: even, since odd ones have shifted windows.
+# Generation number of plans made once a run: an even number, because odd generations have shifted windows.
 LASTING = 1 << 40
 
 
@@ -50,8 +51,8 @@ class StepPlan:
     step: int  # sampling step, from 0
     mode: StepMode = StepMode.FULL
     ratio: float = 0.0  # share of tokens merged away in merged steps, the largest of all blocks; 0.0 if FULL
-    selection: int = 0  # generation of destinations; a plan with another one is too old
-    weighing: int = 0  # generation of weights, likewise
+    selection: int = 0  # generation of destinations; a plan of another generation is too old
+    weighing: int = 0  # generation of weights; weights of another generation are too old
     ratios: Mapping[str, float] | None = None  # by block where blocks differ; blocks not listed are not merged
 
     def ratio_of(self, block: str) -> float:
@@ -125,7 +126,8 @@ class Schedule:
     @cached_property
     def begins_flat(self) -> bool:
         """Whether a short run begins with steps that hardly lower the noise level, as distilled LTX models do. Caches
-        hold throughout these steps; full steps help more at the end (benchmarks/results/fidelity/trials.md)."""
+        can be used throughout these steps, and full steps lower the error more at the end
+        (benchmarks/results/fidelity/trials.md)."""
         sigmas = self.sigmas
         if not (self.finishes and self.config.uses_cache and 2 < len(sigmas) <= _FLAT_STEPS) or self.ratio_schedule:
             return False
@@ -133,18 +135,18 @@ class Schedule:
 
     @property
     def cache_steps(self) -> int:
-        """The number of steps for which a refresh holds."""
+        """The number of steps for which cached entries may be used after a refresh."""
         return len(self.sigmas) if self.begins_flat else self.config.full_step_interval
 
     def predicted_share(self, step: int) -> float:
-        """Return the share of the latent that comes from predictions after this step, by Euler's method; it is 1 at the
-        end."""
+        """Return the share of the latent that comes from predictions after this step, by Euler's method; the share is 1
+        at the end."""
         following = (*self.sigmas, 0.0)[min(step + 1, len(self.sigmas))]
         return 1 - following / self.sigmas[0] if self.sigmas and following < self.sigmas[0] else 1.0
 
     def _is_full(self, step: int, age: int) -> bool:
-        """Return whether a step is full by the interval. Runs that begin flat have as many full steps as other runs:
-        the first step, and the rest at the end."""
+        """Return whether `full_step_interval` makes a step full. Runs that begin flat have as many full steps as other
+        runs: the first step, and all others at the end."""
         every, last = self.config.full_step_interval, len(self.sigmas) - 1
         if not self.begins_flat:
             return age % every == 0
@@ -193,7 +195,8 @@ class Schedule:
         return (Reason.TOO_FEW_STEPS(),) if too_few and not merged else tuple(found)
 
     def decide(self, sigma: float, step: int | None = None) -> StepPlan:
-        """Return the plan of an evaluation by the settings; `decision.decide` adjusts it. step: its index, if known."""
+        """Return the plan of an evaluation by the settings; `decision.decide` adjusts the plan. step: index of the
+        sampling step, if known."""
         config, step = self.config, self.step_at(sigma) if step is None else step
         age = max(0, step - self.span[0])
         # The first step decides the composition, and no later step can mend seams that the last step leaves: both are
@@ -216,7 +219,7 @@ class Schedule:
 
 def step_at(sigmas: Sequence[float], sigma: float) -> int:
     """Return the step of a sigma in a schedule; sigmas between two steps belong to the earlier one."""
-    # dpmpp_2s_ancestral returns to a scheduled sigma through exp and log in fp32, a few millionths off.
+    # dpmpp_2s_ancestral computes scheduled sigmas by exp and log in fp32, which is a few millionths off.
     if sigmas and sigmas[-1] > sigmas[0]:
         begun = sum(begin <= sigma * (1 + 1e-4) for begin in sigmas)
     else:

@@ -1,7 +1,7 @@
 """Select the destinations of each window by a greedy search for the facility-location objective (paper, section 4.1).
 
 f(A) = sum over tokens i of max over destinations j in A of (1 + cos(x_i, x_j)). The 1 makes every term non-negative,
-so that f is monotone and submodular with f(empty) = 0, as the (1 - 1/e) bound of greedy search needs; it does not
+so that f is monotone and submodular with f(empty) = 0, as the (1 - 1/e) bound of greedy search needs. The 1 does not
 change which set is best.
 """
 
@@ -41,7 +41,7 @@ def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tenso
 
 
 def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Tensor:
-    """Sort slots of (B, W, K), best first, by position. A window with a smaller budget keeps its best."""
+    """Sort slots of (B, W, K), best first, by position. A window with a smaller budget keeps its best slots."""
     if budget.valid is None:
         return dest_slots.sort(-1).values
     dest_slots = dest_slots.masked_fill(~budget.valid, windows.slots).sort(-1).values
@@ -55,7 +55,8 @@ def greedy_facility_location(
 
     similarity: (G, S, S) fp32, S_ij = cos(x_i, x_j); valid: (G, S) bool, False in padding slots, None without padding.
     priority: (G, S) fp32 in (0, 1], factors of gains; if the least factor is p, the guarantee is 1 - e^-p. A window
-    with fewer valid slots repeats a slot at the end. Ties go to the lowest slot, see `tie_step`. No host sync.
+    with fewer valid slots repeats a slot at the end. Ties go to the lowest slot, see `tie_step`. The host does not wait
+    for the device.
 
     Each round picks argmax_j of the gain sum_i relu(S_ij - m_i). m_i, the max of S_ij over picked j, says how well
     token i is represented; it starts at -1, the smallest cosine.
@@ -83,8 +84,8 @@ def greedy_facility_location(
 
 
 def tie_step(slots: int) -> float:
-    """Return the difference between the penalties on the gains of neighbouring slots. Over a window it adds up to at
-    most 256 * TIE, so that large windows do not prefer their first slots."""
+    """Return the difference between the penalties on the gains of neighbouring slots. Penalties grow to at most 256 *
+    TIE over a window, so that large windows do not prefer their first slots."""
     return TIE * min(1.0, 256 / slots)
 
 

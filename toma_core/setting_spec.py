@@ -51,8 +51,8 @@ def option(default: Any, tooltip: str, bounds: tuple[float, ...] = (), *, intern
 
 
 def checked(name: str, value: Any, spec: SettingSpec) -> Any:
-    """Return the value as the field holds it: of the type of its default (enum, int, float or bool) and in its range.
-    Raises `ConfigError`."""
+    """Return the value in the type of the field's default (enum, int, float or bool). Raises `ConfigError` if the value
+    is out of range."""
     default = spec.default
     if isinstance(default, Enum):
         try:

@@ -19,7 +19,7 @@ class Unmerged(NamedTuple):
     part: str = ""  # part of the block, "" for all of it
 
     def __str__(self) -> str:
-        """Return its name in the report."""
+        """Return the name as the report shows it."""
         return " ".join(filter(None, self))
 
 
@@ -33,7 +33,7 @@ class RunStats:
     merged_steps: dict[int, float] = field(default_factory=dict)  # ratio of each step that is merged
     total_steps: int = 0  # steps that the run was to make
     grids: dict[Grid, int] = field(default_factory=dict)  # destinations of each token grid
-    merged_at: dict[str, set[int]] = field(default_factory=dict)  # steps in which a block was merged, by block
+    merged_at: dict[str, set[int]] = field(default_factory=dict)  # by block, the steps in which it was merged
     blocks: set[str] = field(default_factory=set)
     unmerged: dict[Message, set[Unmerged]] = field(default_factory=dict)  # by reason
     unmerged_calls: dict[Message, None] = field(default_factory=dict)  # why calls of the model ran on all tokens
@@ -48,7 +48,7 @@ class RunStats:
     cache_disabled: bool = False
     without_kv_cache: Message | None = None  # why the KV cache was not used
     kv_place: tuple[int, int] = (0, 0)  # peak bytes of keys and values, on the card and in main memory
-    kv_pinned: bool = True  # whether that main memory could be pinned
+    kv_pinned: bool = True  # whether main memory for keys and values could be pinned
     kv_skipped: float = 0.0  # share of blocks, counted from the first, that run unmerged because memory is short
     # For each attention that another node overrides: (whether tokens are merged, whether that node passed the call on
     # to ComfyUI).

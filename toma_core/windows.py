@@ -79,10 +79,10 @@ class Windows:
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """The number of destinations in each window: at most K = `slots` per window, D = `total` altogether. It is the same
-    for all images, or adaptive, with counts for each image. Tensors are None if every slot is in use."""
+    """The number of destinations in each window: at most K = `slots` per window, D = `total` altogether. A budget is
+    the same for all images, or adaptive, with counts for each image. Tensors are None if every slot is in use."""
 
-    counts: tuple[int, ...]  # destinations in equal shares, which an adaptive budget reallocates
+    counts: tuple[int, ...]  # destinations in equal shares, before an adaptive budget reallocates them
     compact: Tensor | None  # (D,) int64, the slots in use in the flattened (W * K), ascending; adaptive (B, D)
     expand: Tensor | None  # (W * K,) int64, destinations; unused slots repeat the window's first; adaptive (B, W * K)
     valid: Tensor | None  # (W, K) bool, False in unused slots; adaptive (B, W, K)
@@ -139,9 +139,9 @@ def make_windows(
 ) -> Windows:
     """Return windows over `frames` grids of `height` x `width` tokens, on the CPU. Raises ValueError.
 
-    Tiles are `size` x `size`, or smaller where the side of the grid is not a multiple: cuts are spread evenly, so 52
-    rows at size 8 become seven windows of 7 or 8 rows. Stripes are full-width bands of about size^2 tokens. shifted:
-    cuts are offset by half a window.
+    Tiles are `size` x `size`, or smaller where a side of the grid is not a multiple of `size`: cuts are spread evenly,
+    so 52 rows at size 8 become seven windows of 7 or 8 rows. Stripes are full-width bands of about size^2 tokens.
+    shifted: cuts are offset by half a window.
     """
     if height < 1 or width < 1 or frames < 1:
         raise ValueError(f"a token grid needs at least one row and one column, got {frames} x {height} x {width}")
@@ -152,7 +152,7 @@ def make_windows(
         rows, columns = _cuts(height, max(1, round(size * size / width)), shifted), (0, width)
     else:
         rows, columns = (0, height), (0, width)
-    # Frames are stacked along the rows: cut at their borders too.
+    # Frames are stacked along the rows, so cut at the borders of frames too.
     rows = (0, *(frame * height + row for frame in range(frames) for row in rows[1:]))
 
     grid = torch.arange(frames * height * width).view(frames * height, width)
@@ -189,8 +189,8 @@ def make_budget(counts: tuple[int, ...], ratio: float, frames: int = 1) -> Budge
     """Share D = N - round(ratio * N) destinations among windows of `counts` tokens, on the CPU. Raises ValueError.
 
     Each window gets its proportional share, rounded so that the sum is exact (largest remainder), and at least one
-    destination. Only this minimum can make D larger, by at most one per window. frames: count of equal parts of the
-    windows, in order, each with the same total.
+    destination. Only this minimum can raise the total above D, by at most one per window. frames: number of frames,
+    which have equal windows and get equal totals.
     """
     if not 0 <= ratio < 1:
         raise ValueError(f"ratio must be in [0, 1), got {ratio}")

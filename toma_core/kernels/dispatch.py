@@ -1,4 +1,4 @@
-"""Choose the kernels of a run: Triton's where nothing prevents them and a trial at first use succeeds."""
+"""Choose the kernels of a run: Triton's if they can run and a trial at first use succeeds, else plain PyTorch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class KernelName(MessageId):
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernels that a run uses, and why no faster ones."""
+    """The kernels that a run uses."""
 
     kernels: TritonKernels | None  # None for plain PyTorch
     reason: Message | None = None  # why no faster kernels are used
@@ -95,12 +95,12 @@ class Dispatch:
         return quantize(x) if kernels is None else kernels.quantize(x)
 
     def dequantize(self, quantized: Int4Tensor) -> Tensor:
-        """Return the inverse of `quantize`, to half a quantum."""
+        """Reverse `quantize`, with an error of at most half a quantisation step."""
         kernels = (self.given or self._choices.get(_quant_key(quantized), Choice(None))).kernels
         return quantized.dequantize() if kernels is None else kernels.dequantize(quantized)
 
     def _choice(self, key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
-        """Return the choice under a key. slots: per window. correct: tests kernels against PyTorch's results."""
+        """Return the choice under a key. slots: tokens per window. correct: tests kernels against PyTorch's results."""
         if self.given is None and key not in self._choices:
             self._choices[key] = _tried(key, x, slots, correct)
         return self.given or self._choices[key]
@@ -111,7 +111,7 @@ def _quant_key(x: Tensor | Int4Tensor) -> Hashable:
 
 
 def _obstacle(x: Tensor, slots: int) -> Message | None:
-    """Return why Triton's kernels cannot compute on x, None if they can. slots: per window."""
+    """Return why Triton's kernels cannot compute on x, None if they can. slots: tokens per window."""
     if x.device.type != "cuda" or torch.version.hip:
         return NoTriton.NO_CUDA()
     if x.dtype not in _DTYPES:
@@ -119,7 +119,7 @@ def _obstacle(x: Tensor, slots: int) -> Message | None:
     try:
         from .triton import INTERPRETED, MAX_SLOTS
     except Exception as error:
-        # A Triton that is missing, too old or built for another PyTorch fails in any way while it loads.
+        # A Triton that is missing, too old or built for another PyTorch may raise any exception while it loads.
         return NoTriton.FAILED(error=_first_line(error))
     if INTERPRETED:
         return NoTriton.FAILED(error="TRITON_INTERPRET=1")
@@ -136,8 +136,8 @@ def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernel
     """Return the kernels if they give PyTorch's results (`correct`) at their first use in this process, else the reason
     why not.
 
-    Triton compiles at first use and needs a C compiler and a driver. Only this trial is guarded and waits for the
-    device: errors in the run itself are not hidden.
+    Triton compiles at first use and needs a C compiler and a driver. Only this trial catches errors and waits for the
+    device; errors in the run itself are not caught.
     """
     if reason := _obstacle(x, slots):
         return Choice(None, reason)
@@ -201,7 +201,7 @@ def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Te
         angles = torch.arange(N * P, device=cached.device).view(1, N, 1, P).float()
         R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
         rotations.append(Rotation.of(R, R[0, plan.destinations], cached))
-    rotations.append(rotations[-1])  # twice, because only the second launch is a prepared one
+    rotations.append(rotations[-1])  # repeated, because only the second launch is a prepared one
     return [(fast.propagate(cached, fresh, R), plain.propagate(cached, fresh, R)) for R in rotations]
 
 

@@ -1,4 +1,5 @@
-"""Sizes, memory layouts and operator names that kernels and plans share. Plain integers: Triton's helpers are slow."""
+"""Sizes, memory layouts and operator names that kernels and plans share. Sizes are plain integers, because Triton's
+helpers are slow."""
 
 from __future__ import annotations
 

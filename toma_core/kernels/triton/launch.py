@@ -28,7 +28,7 @@ INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Return whether products need fp32 operands: Triton's interpreter multiplies the bits of bf16."""
+    """Return whether products need fp32 operands: Triton's interpreter would multiply the bits of bf16 values."""
     return INTERPRETED and dtype is torch.bfloat16
 
 
@@ -93,7 +93,8 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, int], like: Tensor, tokens: int, fixed: tuple[Any, ...], **options: int
     ) -> None:
-        """Prepare a kernel. Its arguments: the result, (B, tokens, C) as `like`; the call's tensors; `fixed`."""
+        """Prepare a kernel whose arguments are the result, (B, tokens, C) like `like`, then the call's tensors, then
+        `fixed`."""
         self._kernel, self._grid, self._fixed, self._options = kernel, (*grid, 1), fixed, options
         self._shape, self._dtype, self._device = (len(like), tokens, like.shape[2]), like.dtype, like.device
         self._alone = not like.is_cuda or torch.cuda.device_count() == 1

@@ -1,9 +1,9 @@
 """Merge and unmerge in one launch each (paper, section 4.2).
 
-Each is one small matrix product per window. If changes are regressed on latents (`latent_regression`), unmerging also
-adds the product of features and answers, rotates the sum, and then adds the cached tensor. Layout changes (tokens to
-windows, slots to destinations) need no extra pass: programs read and write at the right addresses. Every destination
-and token is written once.
+Merging and unmerging are each one small matrix product per window. If changes are regressed on latents
+(`latent_regression`), unmerging also adds the product of features and answers, rotates the sum, and then adds the
+cached tensor. Layout changes (tokens to windows, slots to destinations) need no extra pass: programs read and write at
+the right addresses. Every destination and token is written once.
 """
 
 from __future__ import annotations
@@ -213,6 +213,6 @@ def _unmerging(
     flags = (residual, bool(regressed), rotates, windows.valid is not None, budget.expand is not None)
     steps = (upcast(like.dtype), cdiv(K, block_k), block_k, block_s, block_c, _BLOCK_F)
     fixed = (*missing, windows.source, windows.valid, *strides, *sizes, *flags, *steps)
-    # Rotations take as many registers as the sums.
+    # Rotations take as many registers as the sums, so a program has more warps.
     warps = 8 if rotates else warps
     return Launch(_unmerge_kernel, grid, like, windows.tokens, fixed, num_warps=warps, num_stages=2)

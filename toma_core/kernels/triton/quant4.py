@@ -58,7 +58,7 @@ def _dequantize_kernel(
     bottom = tl.load(low + index, mask=here, other=0.0).to(tl.float32)[:, None]
     width = tl.load(step + index, mask=here, other=0.0).to(tl.float32)[:, None]
     out += index[:, None] * 2 * HALF + c[None, :]
-    # Clamped: values rounded beyond the limit of the dtype would be infinite.
+    # Clamp, because values rounded beyond the limit of the dtype would be infinite.
     left = tl.minimum(tl.maximum(bottom + (code & 15).to(tl.float32) * width, lowest), -lowest)
     right = tl.minimum(tl.maximum(bottom + (code >> BITS).to(tl.float32) * width, lowest), -lowest)
     tl.store(out, left.to(out.dtype.element_ty), mask=mask)

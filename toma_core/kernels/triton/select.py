@@ -65,7 +65,7 @@ def _select_kernel(
         used += (program // windows) * stride_u + window * K
         count = tl.sum(tl.load(used + k, mask=k < K, other=0).to(tl.int32), axis=0)
 
-    # One mask of the chosen slots, in the two layouts that the reductions need.
+    # The mask of the chosen slots is held in the two layouts that the reductions need.
     if SELECT:
         # Padding tokens add nothing to any gain where S is -1. Ties go to the lowest slot.
         open_rows = tl.where(inside[:, None], similarity, -1.0)
