@@ -155,7 +155,7 @@ def _gain(base: Timing, timed: Timing) -> Message:
 
 
 def _notes(task: Task, preset: str, runs: int, model: ModelPatcher, last: Timing) -> list[Message]:
-    """Return what was sampled, the device, number format and versions, and what was merged."""
+    """Return messages on the task, the machine, and the last run's merging."""
     batch, *_, height, width = task.latent.shape
     what: dict[str, Any] = {"latent": f"{width} x {height}", "batch": batch, "conditions": task.conditions}
     how: dict[str, Any] = {"runs": runs, "steps": task.steps, "sampler": task.sampler_name, "scheduler": task.scheduler}
@@ -167,7 +167,7 @@ def _notes(task: Task, preset: str, runs: int, model: ModelPatcher, last: Timing
 
 
 def _table(timings: Sequence[Timing]) -> list[str]:
-    """Return a Markdown table that is aligned, so that it can also be read as plain text."""
+    """Return a Markdown table whose columns are aligned for reading as plain text."""
     rows = [("setting", "ms per step", "20 to 80 %", "speed", "error")]
     for timed in timings:
         median, low, high = (f"{seconds * 1e3:.4g}" for seconds in (timed.median, *timed.spread))

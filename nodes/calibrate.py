@@ -2,9 +2,9 @@
 
 Ratios are chosen from three sampling runs:
 
-1. unmerged and probed         the errors of sites
-2. the preset                  its error, and how much work there is to save
-3. the choice                  its error, beside the preset's
+1. unmerged, with probes       gives the error of each site
+2. merged by the preset        gives the preset's error and the work that can be saved
+3. merged by the choice        gives the error of the choice
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .report_charts import MERGED, RECOMMENDED, Bar, Caption, bar_chart
 from .task import Task, error, progress
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-# Target -> the preset and ratio whose work a choice has.
+# By target, the preset and ratio that determine how much work the choice saves.
 TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
-_PROBES = 1.2  # evaluations for probes, as a share of a run's; probes and the preset's run take about two runs' time
+_PROBES = 1.2  # evaluations for probes, as a share of those of a run
 _MIN_SITES, _MAX_SITES = 6, 12
 
 
@@ -144,7 +144,8 @@ class Calibrated:
     profile: Profile | None = None  # the choice, or the preset if that is better; None if nothing was chosen
     errors: tuple[float, float] = (0.0, 0.0)  # error of the preset and of the choice
     work: tuple[float, float] = (1.0, 1.0)  # shares of the blocks' work that remain with the preset and with the choice
-    keeps_preset: bool = False  # whether the choice's error is not smaller, over all images or in most of them
+    # Whether the choice has no smaller error than the preset, over all images or in most of them.
+    keeps_preset: bool = False
     problem: Message | None = None  # why nothing was measured or chosen
 
 
@@ -215,8 +216,8 @@ def _saving(facts: Sequence[BlockFacts], blocks: Container[str], ratio: float) -
 
 def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str]) -> dict[Cell, list[Option]]:
     """Return the options of every cell; savings are shares of the work in a run."""
-    # The share of a predicted image's error that enters the latent in each step. This error is assumed to last until
-    # the end: on a trained UNet, estimates of its growth did not improve the choices.
+    # The share of a predicted image's error that enters the latent in each step. Errors in the latent are assumed not
+    # to grow, because estimates of their growth did not improve the choices on a trained UNet.
     passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]
     table: dict[Cell, list[Option]] = {}
     for (site, number, ratio), squared in probes.squared_errors().items():
@@ -230,7 +231,7 @@ def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str
 
 
 def _mostly_closer(latent: Tensor, than: Tensor, unmerged: Tensor) -> bool:
-    """Whether more than half of the images have at most the error of those in `than`, so that no outlier decides."""
+    """Whether more than half of the images have at most the error that they have in `than`."""
     mine, others = ((each - unmerged).flatten(1).norm(dim=1) for each in (latent, than))
     return bool((mine <= others).float().mean() > 0.5)
 
@@ -252,7 +253,6 @@ def _cfgs_of_samplers(hidden: Any) -> list[float]:
 
 
 def _notes(found: Calibrated, target: str) -> list[Message | str]:
-    """Return the messages on a calibration, with the answer first."""
     if found.problem is not None:
         return [found.problem]
     (before, after), (usual, work), (preset, ratio) = found.errors, found.work, TARGETS[target]
@@ -263,7 +263,6 @@ def _notes(found: Calibrated, target: str) -> list[Message | str]:
 
 
 def _bars(found: Calibrated, target: str) -> list[Bar]:
-    """Return a bar for the preset and one for the choice."""
     names, colours = (TARGETS[target][0], "profile"), (MERGED, RECOMMENDED)
     rows = () if found.problem else zip(names, found.work, found.errors, colours, strict=True)
     return [

@@ -1,4 +1,4 @@
-"""Show the runs of a node on it while the page is open: when a run begins, when it ends, and errors in between.
+"""Show on a node that a run of its model has begun or ended, and errors of the run.
 
 web/toma.js writes the lines on the node, in the language of the page. Messages go only to the page that queued the
 prompt, and name its workflow, because two workflows may use the same node ids.
@@ -94,9 +94,8 @@ def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
 
 
 def _running() -> tuple[Any, str | None, str | None]:
-    """Return ComfyUI's server, the client whose prompt is running, and the id of the workflow on its page, each None if
-    missing. All are None if ComfyUI's queue differs from the one that this pack knows, because a status must never end
-    a run."""
+    """Return ComfyUI's server, the client whose prompt is running, and the id of the workflow on its page, None for
+    each that is missing. All are None if ComfyUI's queue differs from the one that this pack knows."""
     try:
         server = sys.modules["server"].PromptServer.instance  # missing where ComfyUI runs without a server
         (prompt,) = server.prompt_queue.get_current_queue_volatile()[0]

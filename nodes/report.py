@@ -77,7 +77,6 @@ class ToMAReport(io.ComfyNode):
 
 
 def _captions(stats: RunStats) -> list[Message | str]:
-    """Return captions that describe the picture."""
     if not stats.steps:
         return []
     shown = [*([Caption.MAP()] if stats.maps else []), Caption.STEPS(), Caption.BLOCKS()]

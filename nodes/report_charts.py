@@ -88,7 +88,7 @@ def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
 def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
     """Draw a square for each transformer block, with one row per stack: merged, merged in part, or not merged.
 
-    A square shows the numbers that its reasons have in the report's section "Not merged".
+    A square shows the numbers of the block's reasons in the report's section "Not merged".
     """
     reasons: dict[str, list[str]] = {}
     for number, reason in enumerate(stats.unmerged_reasons(), 1):

@@ -1,4 +1,4 @@
-"""Sample for the nodes that measure: one task, one sampling run, one error."""
+"""Run the sampling tasks of Benchmark and Calibrate."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Task:
     negative: Any  # None to sample without guidance
     latent: Any  # zeros, (B, C, H, W) or (B, C, T, H, W), or ComfyUI's `NestedTensor` of several streams
     steps: int
-    cfg: float = 4.0  # has an effect only with a negative
+    cfg: float = 4.0  # used only with a negative conditioning
     sampler_name: str = "euler"
     scheduler: str = "simple"
-    noise: Tensor | None = None  # if None, it is drawn from seed 0, as ComfyUI's samplers do
+    noise: Tensor | None = None  # if None, noise is drawn from seed 0 as by ComfyUI's samplers
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, latent: Any, negative: Any = None, **sampler: Any) -> Task:
@@ -51,7 +51,7 @@ class Task:
         return 1 if self.negative is None or self.cfg == 1.0 else 2
 
     def sample(self, model: ModelPatcher, stepped: Callable[..., None]) -> Tensor:
-        """Sample, and return the final latent, fp32 on the CPU; if it has several streams, the first. stepped: called
+        """Sample, and return the final latent (the first stream if there are several), fp32 on the CPU. stepped: called
         by ComfyUI after each step."""
         with torch.random.fork_rng(devices=()):  # ComfyUI seeds the global generator
             noise = comfy.sample.prepare_noise(self.latent, 0) if self.noise is None else self.noise

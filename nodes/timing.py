@@ -27,7 +27,7 @@ from .task import Task, error, progress
 
 _WARM_UP_STEPS = 3  # the first and last step are full, so one step between them warms up the merged kind
 WORTH = 1.2  # speed-up from which on merging is worth its error
-TOO_NOISY = 0.15  # if the runs of one setting differ by more than this share of their median, they show nothing
+TOO_NOISY = 0.15  # speed-ups are not trusted if the runs of one setting differ by more than this share of their median
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Timing:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The seconds per step that a fifth of the runs do not reach, and those that four fifths do not reach."""
+        """The 20th and the 80th percentile of the seconds per step."""
         low, _, _, high = statistics.quantiles(self.seconds, n=5, method="inclusive")
         return low, high
 

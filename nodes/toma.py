@@ -42,7 +42,7 @@ def complaint(**values: Any) -> bool | str:
 
 
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
-    """Return the patched model, whose runs the node shows. A node that is switched off shows so at once."""
+    """Return the patched model, whose runs the node shows."""
     with status_of(hidden) as status:
         settings = UserSettings(preset, overrides)
         model = validate_inputs.model(model)
@@ -148,9 +148,9 @@ class ToMAAdvanced(io.ComfyNode):
         window_size: int | None = None,
         sharpness: float | None = None,
     ) -> bool | str:
-        """Return True, or what is wrong with the range of steps, or with an input whose minimum is above 0. ComfyUI
-        allows such an input all values from -1 to that minimum. ComfyUI flags every input for one error; the page finds
-        the faulty one."""
+        """Return True, or what is wrong with the range of steps, or with an input whose minimum is above 0: ComfyUI
+        allows such an input all values from -1 to the minimum. ComfyUI marks every input for one error; web/toma.js
+        finds the faulty input."""
         given = {
             "start_percent": start_percent,
             "end_percent": end_percent,

@@ -54,7 +54,8 @@ class ActiveChain:
     def prepare(self, like: Tensor, width: int) -> tuple[tuple[int, int], ...]:
         """Return (N, D) of each grid for images of `like`'s batch, dtype and device, before the tokens exist.
 
-        Empty if the chain is not merged; the reason is noted in the run's stats. width: C of the tokens.
+        Return an empty tuple if the chain is not merged, and note the reason in the run's stats. width: C of the
+        tokens.
         """
         evaluation, tokens = self.evaluation, self.tokens
         if not self.merges(like.new_empty(()).expand(len(like), tokens[0], width)):
@@ -71,8 +72,8 @@ class ActiveChain:
     def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
         """Whether (B, N, C) tokens of the image are merged. If not, note the reason in the run's stats.
 
-        reason: why not, if the caller found a reason. part: name of the part of the blocks that gets these tokens, for
-        the report.
+        reason: a reason against merging that the caller found. part: name of the part of the blocks that gets these
+        tokens, for the report.
         """
         if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(self.evaluation.plan_keys)):
             reason = Reason.TOKENS_CHANGED()
@@ -135,8 +136,8 @@ class Reduction:
         return self.chain.signature.clamp_fp16(joined(restored))
 
     def _all_attended(self) -> bool:
-        """Return whether `attended` has every block of the chain. Note in the run whether the set has any, and empty
-        the set."""
+        """Return whether `attended` has every block of the chain. Note in the run whether `attended` has any block, and
+        empty it."""
         run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
         run.attention_hook_called = bool(run.attention_hook_called or self.attended)
         self.attended.clear()
@@ -161,7 +162,7 @@ class Reduction:
             shape = part[:, :1].expand(-1, tokens, -1)
             cached = evaluation.cached(f"{block} {what} {n}", shape, kv=True, of_latent=not n)
             if isinstance(cached, Refresh):
-                # If the cache held a view, it would change when the block writes into the tensor.
+                # A cached view would change when the block writes into the tensor.
                 cached.store(part if own else part.clone(memory_format=torch.contiguous_format))
             elif cached is not None and plan is not None:
                 rotation = self._rotation(part, t.shape[3:]) if what.startswith("key") and not n else None

@@ -1,4 +1,4 @@
-"""Chains of blocks on merged tokens, for every family: a site in the model, and the hook of each of its blocks.
+"""Chains of blocks on merged tokens, for every family: a site in the model, and a hook for each block.
 
     x = site.enter(x)         merge
     x = block(x) ...          the blocks, with rotary positions and arguments that fit the merged tokens
@@ -75,9 +75,9 @@ class ChainSite:
         """Prepare the numbers for a graph in which blocks like `module` get (B, N, width) tokens for a latent of B
         images.
 
-        Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks. If it
-        returns True, either the numbers are prepared, or the decision waits for the tokens, because the chain is not
-        set, the width is unknown (0), or the plan keys do not divide the batch.
+        Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks. If the
+        method returns True, either the numbers are prepared, or the decision waits for the tokens, because the chain is
+        not set, the width is unknown (0), or the plan keys do not divide the batch.
         """
         chain = self.chain
         if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
@@ -95,7 +95,7 @@ class ChainSite:
 
     def reach(self) -> ActiveChain | None:
         """Note that the model has reached the chain, and return it. If another node calls the model a second time in
-        one evaluation, that call has separate caches. A pair that is still set was left by a call that ran out of
+        one evaluation, that call has separate caches. A `pair` that is still set was left by a call that ran out of
         memory and is now repeated with fewer images."""
         if self.chain is not None and self.reached and not self.pair:
             self.chain = replace(self.chain, evaluation=self.chain.evaluation.again())
@@ -145,7 +145,7 @@ class ChainSite:
             self.pair = compile_ops.operators.enter(image, self.number, self.destinations), image
         reduced = self.pair[0]
         if x.shape[1] == self.tokens:
-            # `leave` needs the original input of the block.
+            # Clone, because `leave` needs the original input of the block.
             return reduced.clone() if self.signature.mutates_input else reduced
         return torch.cat([x[:, :before], reduced, x[:, before + self.tokens :]], 1)
 
@@ -232,7 +232,7 @@ class BlockHook(Hook):
         self.signature.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Check this before anything else, because a graph guards on every value that it reads.
+        # Check `in_graph` before anything else, because a graph guards on every value that it reads.
         if self.site.in_graph:
             call_args = self.signature.call_args(args, kwargs)
             before = self.signature.image_start(call_args, self.site.image)

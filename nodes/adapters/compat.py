@@ -144,7 +144,7 @@ def end_interrupted(several_devices: bool = False) -> None:
     a node ends. several_devices: end only this device's recording, because other devices still compute."""
     try:
         from comfy import model_prefetch as prefetch
-    except ImportError:  # an older ComfyUI has no such feature to end
+    except ImportError:  # an older ComfyUI neither records nor prefetches
         return
     name = "cleanup_malloc_graph" if several_devices else "cleanup_prefetch_queues"
     try:

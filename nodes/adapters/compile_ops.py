@@ -38,11 +38,11 @@ def in_one_piece(model_options: dict[str, Any]) -> bool:
 
 def allow_more_graphs() -> None:
     """Allow as many graphs per function as there are sizes, prompts and references. By default PyTorch stops compiling
-    after eight graphs; full and merged steps need one each. The limit is not lowered again, because the graphs
+    after eight graphs; full and merged steps need one graph each. The limit is not lowered again, because the graphs
     remain."""
-    from torch._dynamo import config  # takes seconds, so runs that compile nothing do not import it
+    from torch._dynamo import config  # imported here, because the import takes seconds
 
-    for name in ("recompile_limit", "cache_size_limit"):  # the latter before PyTorch 2.6
+    for name in ("recompile_limit", "cache_size_limit"):  # PyTorch before 2.6 has only `cache_size_limit`
         if hasattr(config, name):
             setattr(config, name, max(getattr(config, name), _GRAPHS))
             return

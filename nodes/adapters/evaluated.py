@@ -1,7 +1,7 @@
 """Predict, before a run begins, which conditions each step evaluates, and which of them the caches will hold.
 
-Only the guider knows what it evaluates. So its `predict_noise` is called on zeros, without the model and without the
-functions of other nodes, which may hold state. This trial does not change the run.
+Only the guider's `predict_noise` decides what is evaluated. So it is called on zeros, without the model and without the
+functions of other nodes, which may hold state.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _asked(
     try:
         asked = copy(guider)
         for name, value in vars(guider).items():
-            if type(value) in (dict, list, set):  # the guider may count in these
+            if type(value) in (dict, list, set):  # `predict_noise` may write into such attributes
                 setattr(asked, name, copy(value))
         options = {key: value for key, value in guider.model_options.items() if not key.startswith(_FOREIGN)}
         options["transformer_options"] = {

@@ -101,7 +101,8 @@ class ModelHooks:
         every = (self.flops_beside_blocks(latent) + sum(fact.flops() for fact in facts)) * stats.evaluations
         saved = 0.0
         for step, ratio in stats.merged_steps.items():
-            by_block = schedule.ratios_at(0.0, step) if schedule.sigmas else None  # None: the same for all
+            # None: all blocks have the same ratio.
+            by_block = schedule.ratios_at(0.0, step) if schedule.sigmas else None
             for fact in facts:
                 if step in stats.merged_at.get(fact.name, ()):
                     share = ratio if by_block is None else by_block.get(fact.name, 0.0)
@@ -236,7 +237,6 @@ def _needs_all_tokens(group: BlockGroup, index: int, added: Sequence[Any], repla
 
 
 def _replaced(options: Options) -> Mapping[Any, Any]:
-    """Return the replacements of blocks by other nodes."""
     return options.get("patches_replace", {}).get("dit", {})
 
 

@@ -36,7 +36,7 @@ _SHARE = 0.55
 # Shares of the blocks, counted from the first, that stay unmerged if there is no room for the keys and values of all
 # blocks.
 _FEWER_BLOCKS = (0.15, 0.3, 0.5)
-# ComfyUI frees this much memory for each byte of weights that it loads, see `load_models_gpu`.
+# ComfyUI frees this many bytes for each byte of weights that it loads, see `load_models_gpu`.
 _LOADING = 1.1
 # Schedules whose context windows move at each step.
 _MOVING = ("looped_uniform", "standard_uniform")
@@ -66,7 +66,7 @@ def plan_kv_cache(
 ) -> KVCachePlan:
     """Decide what a run on latents of (B, C, ..., H, W) caches. Keys and values have full precision if they fit beside
     the model's weights, else four bits, for fewer blocks if necessary. Keys and values that do not fit on the card lie
-    in main memory; if that is short too, nothing is cached.
+    in main memory; if main memory is short too, nothing is cached.
 
     packed: the shape of all streams as packed by ComfyUI. sigmas: one per step, then that at the run's end; if empty,
     all conditions count.
@@ -121,8 +121,8 @@ def _numbers(
     windows: float,
     config: ToMAConfig,
 ) -> tuple[int, int, int]:
-    """Return three numbers for a run with these settings: the elements of updates that it holds at a time, at most; the
-    same for keys and values; how many conditions have keys and values. steps: see `evaluated_parts`. windows: see
+    """Return the maximum number of elements of updates that a run with these settings holds at a time, the same for
+    keys and values, and how many conditions have keys and values. steps: see `evaluated_parts`. windows: see
     `windows_of`."""
     conds = _conds(guider)
     of_an_area = partial(
@@ -196,7 +196,7 @@ def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], co
     """
     try:
         activations, _ = estimate_memory(model, shape, conds)
-    except Exception as error:  # see `memory_left`
+    except Exception as error:  # ComfyUI's estimate may fail, see `memory_left`
         warn(UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}"), "with a smaller KV cache")
         return
     least = model_management.minimum_inference_memory()
@@ -283,8 +283,8 @@ class _Reserving:
 
 @contextmanager
 def reserved(model: Any, more: int) -> Iterator[None]:
-    """Make ComfyUI count `more` additional bytes for activations while it loads the model. If another node replaces the
-    method in the meantime, that replacement stays."""
+    """Make ComfyUI count `more` additional bytes for activations while it loads the model. If another node replaces
+    `memory_required` in the meantime, the replacement stays."""
     ours = vars(model).get("memory_required")
     if not isinstance(ours, _Reserving):
         ours = model.memory_required = _Reserving(model)

@@ -34,7 +34,7 @@ def may_take(size: int) -> bool:
     """Return whether `size` bytes of main memory may be taken now. For this, ComfyUI gives up weights that it has
     pinned for models that do not run."""
     with optional_api("ensure_pin_budget"):
-        make_way = getattr(model_management, "ensure_pin_budget", None)  # not before 0.26
+        make_way = getattr(model_management, "ensure_pin_budget", None)  # ComfyUI before 0.26 has no such function
         if make_way is not None:
             make_way(size)
     return min(each.available for each in _memories()) - _LAST >= size

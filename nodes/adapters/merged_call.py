@@ -55,7 +55,6 @@ def merged_call(
 
 
 def _sites(hooks: Iterable[Hook]) -> list[ChainSite]:
-    """Return the sites at which a chain begins."""
     return [hook.site for hook in hooks if isinstance(hook, BlockHook) and hook.site is hook.own_site]
 
 
@@ -70,7 +69,7 @@ def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> tuple[H
 def _note(
     sites: Sequence[ChainSite], sampling: SamplingRun, evaluation: Evaluation, x: Tensor, layout: Hashable
 ) -> None:
-    """Note in the ledger which chains of a call have written their caches."""
+    """Record which chains of a call have written their caches."""
     missed = [site for site in sites if not site.reached or site.pair]
     if len(missed) < len(sites) or not sites:  # otherwise another node has skipped the model
         sampling.ended(evaluation, x, layout, [site.chain.name for site in missed if site.chain is not None])

@@ -1,4 +1,4 @@
-"""Tell ComfyUI's own code from that of other custom nodes, which may read tokens that merging removes."""
+"""Distinguish ComfyUI's own code from that of other custom nodes, which may read tokens that merging removes."""
 
 from __future__ import annotations
 

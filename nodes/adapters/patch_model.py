@@ -223,13 +223,14 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         image = executor(*args, **kwargs)
     except torch.OutOfMemoryError:
-        # All conditions are evaluated again, because guidance would amplify an error in a single one. ComfyUI does not
-        # wait for other devices, so their results would be taken for those of the next evaluation: see `_apply_model`.
+        # All conditions are evaluated again, because guidance would amplify an error in a single one. With several
+        # devices this is impossible: ComfyUI does not wait for the other devices, and would take their results for
+        # those of the next evaluation.
         if sampling is None or sampling.several_devices or not sampling.no_memory():
             raise
         image = None
     if image is None:
-        # At this point the error is gone, with everything that it references.
+        # Here, outside of `except`, the error and the tensors that it references are freed.
         end_interrupted()
         comfy.model_management.soft_empty_cache()
         image = executor(*args, **kwargs)

@@ -169,7 +169,6 @@ def _sections(stats: RunStats) -> dict[Line, list[Message]]:
 
 
 def _why_full(stats: RunStats) -> Message:
-    """Return why no step was merged."""
     if stats.full_reasons:
         return max(stats.full_reasons, key=lambda reason: len(stats.full_reasons[reason]))
     if Reason.TOO_FEW_STEPS() in stats.full_by:

@@ -70,7 +70,7 @@ class SamplingRun:
     sigma: float | None = None  # as passed to the model; None before the run's first evaluation
     latent_shape: tuple[int, ...] = ()  # () if unknown
     patches: Hashable = ()  # patches of the model, by name
-    several_devices: bool = False  # whether its conditions may run on several devices
+    several_devices: bool = False  # whether conditions may run on several devices
     counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)  # calls by condition and content
     calls: int = 0  # calls of `observe` in this evaluation
     merged_calls: int = 0
@@ -262,8 +262,8 @@ class SamplingRun:
         return replace(evaluation, step_plan=self.step_plan)
 
     def ended(self, evaluation: Evaluation, x: Tensor, layout: Hashable, unreached: Iterable[str]) -> None:
-        """Note in the ledger that a call on latents x has written its caches. unreached: names of chains that another
-        node skipped, so that their caches were not written."""
+        """Record that a call on latents x has written its caches. unreached: names of chains that another node skipped,
+        so that their caches were not written."""
         if not evaluation.step_plan.mode.caches:
             return
         missed = [key for name in unreached for key in evaluation.keys(name)]
@@ -292,7 +292,7 @@ class SamplingRun:
 
     def prediction(self, transformer_options: Mapping[str, Any]) -> Tensor | None:
         """Return the clean image that the last evaluation of this size predicted, (B, C, ..., H, W). None if plans are
-        made from tokens, if that image is too poor, or with context windows."""
+        made from tokens, if the image is too poor, or with context windows."""
         # With a KV cache a poor plan does no harm.
         poor = self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache
         if poor or transformer_options.get("context_window") is not None or not self.run.config.uses_prediction:

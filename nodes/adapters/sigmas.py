@@ -1,8 +1,8 @@
 """The noise level of an evaluation as a Python number.
 
-Samplers hold the level in a tensor. Reading a tensor waits for the device, whereas a host that never waits launches
-kernels a step ahead. So levels are taken from the schedule if the sampler is known to evaluate once a step, at the
-sigmas of the schedule. For all other samplers they are read from the tensor.
+Samplers hold the noise level in a tensor. Reading a tensor waits for the device, whereas a host that never waits
+launches kernels a step ahead. So noise levels are taken from the schedule if the sampler is known to evaluate once a
+step, at the sigmas of the schedule. For all other samplers, noise levels are read from the tensor.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ ONCE_A_STEP = (
     *("sample_res_multistep_ancestral_cfg_pp", "sample_gradient_estimation", "sample_gradient_estimation_cfg_pp"),
     *("sample_er_sde", "sample_sa_solver"),
 )
-# Samplers of `ONCE_A_STEP` that draw new noise. The noise is measured in each step of a run with a KV cache. These
-# samplers wait for the device anyway, to test for the last step, so no work of the model is queued when the noise is
-# read.
+# Samplers of `ONCE_A_STEP` that draw new noise. Runs with a KV cache measure the noise in each step. These samplers
+# wait for the device anyway, to test for the last step, so no work of the model is queued when the noise is read.
 _DRAWS_NOISE = (
     *("sample_euler_ancestral", "sample_euler_ancestral_cfg_pp", "sample_lcm", "sample_ddpm", "sample_er_sde"),
     *("sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp", "sample_sa_solver"),
@@ -143,7 +142,7 @@ class SigmaTracker:
         self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
-        # If a node changes the model's noise level, the sampler's is still one of the step's.
+        # Even if a node changes the model's noise level, the sampler's noise level lies within the step.
         ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
         sigma = min(max(given, min(ends)), max(ends))
         self._unreported += by_sigma and given != self._last_given
@@ -177,8 +176,8 @@ class SigmaTracker:
         return again and self._sigmas[following] != self._sigmas[following - 1]
 
     def check(self) -> None:
-        """Warn if the sampler left its schedule. It is called at the end of a run, when reading a value no longer
-        delays the device."""
+        """Warn if the sampler left its schedule. Call it at the end of a run, when reading a value no longer delays the
+        device."""
         if not self._taken:
             return
         scheduled = torch.tensor([self._scheduled[n] for n in self._taken])

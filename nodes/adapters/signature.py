@@ -146,12 +146,12 @@ class BlockSignature:
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
         """Return for each attention to the image, in order: the number of keys before the image, of all keys and, if
-        other tokens attend, of queries. Attentions between these have other numbers."""
+        other tokens attend, of queries. All other attentions differ in these numbers."""
         tokens = self._text(call_args) + int(self.tokens(call_args).shape[1])
         return ((self.attention_offset(call_args) + before, tokens),)
 
     def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
-        """Return the grid of the image's tokens; None if unknown. grid: the latent's."""
+        """Return the grid of the image's tokens; None if unknown. grid: that of the latent."""
         return grid
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
@@ -173,7 +173,8 @@ class BlockSignature:
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
         """Return a copy of the options that describes merged tokens, because another node that computes attention may
         index by these options. If nothing changes, `options` itself is returned."""
-        changed, image, removed = {}, options.get("img_slice"), reduction.removed  # [text, all]
+        # `img_slice` holds the counts of text tokens and of all tokens.
+        changed, image, removed = {}, options.get("img_slice"), reduction.removed
         if image and removed:
             changed["img_slice"] = [image[0], image[1] - removed]
         if len(reduction.lengths) > 1 and "reference_image_num_tokens" in options:
