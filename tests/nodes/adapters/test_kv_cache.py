@@ -1,4 +1,5 @@
-"""The KV cache in every family: if nothing changes between steps, a merged step equals the model's own step."""
+"""The KV cache in every family. If nothing changes between steps, a merged step with a KV cache equals the model's own
+step."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
 
 SHOWN = [name for name in LAYOUTS if name != "ernie"]
-# One family for each layout of blocks; thorough/test_other_kv_cache.py has the others.
+# One family for each layout of blocks. thorough/test_other_kv_cache.py has the others.
 FEW = ("flux", "z_image", "qwen_image", "sd3", "wan", "h3")
 
 
@@ -43,17 +44,15 @@ def hint(message: str) -> str:
 def test_keys_are_propagated_as_their_destinations_change(
     kind: str, model_of: Any, attach: Any, plan_calls: list[Any], dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries belong to destinations, and keys and values to all tokens: the cached ones plus the change at their
-    destinations. Every merged step updates the cache. Regression on the latent is off here, because it has its own
-    tests."""
+    """A merged step adds the change at the destinations to the cached keys and values of all tokens, and stores the
+    result. Regression on the latent is off."""
     monkeypatch.setattr(pack_module("toma_core.coverage").Coverage, "latent_of", lambda *_: None)
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)
     lasting = {"similarity_from": "tokens", "selection_interval": 100, "weight_interval": 100, "sharpness": 10_000.0}
     evaluated(watch.on(attach(model, **{**KEYS, **lasting})), drifting)
     full, *merged = watch.evaluations()
-    # Some models have refiner blocks before, on text or image alone; these are not merged and attend to their own
-    # tokens.
+    # Refiner blocks, which some models run first, are not merged and attend to their own tokens.
     block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
     before = layout.before + layout.above
     cached, plan = full[block][1:], plan_calls[0].plan
@@ -75,7 +74,7 @@ def test_keys_are_propagated_as_their_destinations_change(
 
 @loop("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
 def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, attach: Any) -> None:
-    """In the same block Wan attends to its text, with as many keys as queries."""
+    """In the same block, Wan's image tokens attend to the text, whose length here equals the number of destinations."""
     model = model_of("wan")
     own, *found = evaluated(model, text=text)[:1] + evaluated(attach(model, **KEYS), text=text)
     for picture in found:
@@ -128,7 +127,7 @@ def test_the_4bit_cache_is_read_only(model_of: Any, attach: Any, monkeypatch: py
 
 
 def theirs(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, **__: Any) -> Tensor:
-    """Replace ComfyUI's attention by another pack's, which ignores overrides."""
+    """Compute attention in place of ComfyUI's function, as some packs do, without calling overrides."""
     parts = [t.unflatten(2, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
     return torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
 
@@ -144,14 +143,14 @@ NOT_ASKED = Reason.KV_FOREIGN_ATTENTION()
 
 
 def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, without_overrides: None) -> None:
-    """Presets then have no KV cache, and the report has the reason."""
+    """Without overrides, presets have no KV cache."""
     run, model = pack_module("nodes.adapters.patch_model"), model_of("wan")
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(model, HEIGHT, WIDTH, **asked)
     merged, without = (run.apply_toma(model, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
     assert str(NOT_ASKED) in report_text.summary(stats_of(merged))
-    # The second step is also full: it refreshes the cache for other blocks than the first step.
+    # The second step is also full, because it refreshes the residual cache of other chains than the first step.
     assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
     assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]
     assert (found - own).norm() <= (usual - own).norm()
@@ -161,7 +160,7 @@ def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, wi
 def test_it_is_noticed_where_an_evaluation_begins(
     model_of: Any, stats_of: Any, without_overrides: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All calls of an evaluation use the cache, or none of them, because guidance takes their difference."""
+    """Both calls of an evaluation must have the same mode, because guidance takes their difference."""
     sampling, seen = pack_module("nodes.adapters.sampling_run").SamplingRun, list[tuple[int, bool]]()
     observe = sampling.observe
 
@@ -179,7 +178,7 @@ def test_it_is_noticed_where_an_evaluation_begins(
 def test_a_full_step_that_a_cache_skips_loses_nothing(
     model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a step cache skips the full step, the next step is full."""
+    """A step cache of another pack skips the full step 3."""
     from comfy.patcher_extension import WrappersMP
 
     model = attach(model_of("flux"), **{**KEYS, "full_step_interval": 3})
@@ -214,7 +213,6 @@ def test_where_full_steps_keep_nothing_the_preset_is_as_without(
 
 @loop("kind", ["qwen_image", "hunyuan"])
 def test_masked_text_is_no_obstacle(kind: str, model_of: Any, attach: Any) -> None:
-    """If text is masked, merged blocks attend to all tokens, too."""
     model = model_of(kind)
     mask = torch.ones(1, 7, dtype=torch.long)
     mask[:, 5:] = 0
@@ -233,7 +231,7 @@ def test_masked_text_is_no_obstacle(kind: str, model_of: Any, attach: Any) -> No
 
 @loop("kind", ["wan", "sd3"])
 def test_the_cache_is_read_only(kind: str, attach: Any) -> None:
-    """Another node's override changes its inputs in place, in models that attend only to the image."""
+    """Another node's override changes keys in place, in models whose attention covers only the image."""
     model = models.wan() if kind == "wan" else models.sd3(x_block_self_attn_layers=[0, 1])
 
     def temper(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The form of the KV cache follows from the memory that ComfyUI leaves beside the model."""
+"""The plan of the KV cache follows from the memory that ComfyUI leaves beside the model."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def cache_plans(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
     model_of: Any, cache_plans: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decision does not depend on the memory that is free at the moment. With less memory, the cache has four bits
-    as long as it fits into a share of the card, otherwise there is no cache."""
+    """The plan does not depend on the memory that is free at the moment. Without room for full precision the cache has
+    four bits; without room for four bits there is no cache."""
     import comfy.model_management as management
 
     model, run = model_of("flux"), pack_module("nodes.adapters.patch_model")
@@ -79,7 +79,8 @@ def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
 def test_four_bits_may_fill_what_is_left_of_the_card(
     model_of: Any, cache_plans: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a small model, the rest of the card is larger than the share for caches that may push out weights."""
+    """Beside a small model, the free part of the card is larger than the limit for caches that push weights off the
+    card."""
     import comfy.model_management as management
 
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model_of("flux"), preset("balanced"))
@@ -102,7 +103,7 @@ def test_four_bits_may_fill_what_is_left_of_the_card(
 
 
 def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
-    """ControlNets count by their weights, and also by their activations if these exceed ComfyUI's minimum."""
+    """A ControlNet needs memory for its weights, and for activations that exceed ComfyUI's minimum."""
     from comfy.controlnet import ControlBase
     from comfy.model_management import extra_reserved_memory, minimum_inference_memory
 
@@ -127,7 +128,7 @@ def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
 
 
 def test_a_model_for_the_negative_prompt_counts(model_of: Any) -> None:
-    """`Guider_DualModel` holds such a model; a clone shares its weights."""
+    """`Guider_DualModel` holds such a model. A clone needs no further memory, because it shares the weights."""
     memory_left, model = pack_module("nodes.adapters.kv_memory").memory_left, model_of("flux")
     guider, other = guider_of(model), model_of("unet")
     alone = memory_left(guider, SHAPE)
@@ -141,8 +142,8 @@ def test_a_model_for_the_negative_prompt_counts(model_of: Any) -> None:
 def test_the_estimate_of_a_later_comfyui_may_read_all_that_a_patcher_has(
     model_of: Any, stats_of: Any, cache_plans: list[Any], warnings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The estimate of ComfyUI's pull request 16116 reads the options. If an estimate cannot be read, the run is still
-    merged."""
+    """The estimate of ComfyUI's pull request 16116 reads the model's options. If ComfyUI's estimate fails, the run is
+    still merged."""
     kv_memory, model, read = pack_module("nodes.adapters.kv_memory"), model_of("flux"), list[dict[str, Any]]()
     estimate_memory = kv_memory.estimate_memory
 
@@ -170,8 +171,8 @@ def test_the_estimate_of_a_later_comfyui_may_read_all_that_a_patcher_has(
 
 @loop("dtype", ["fp32", "bf16"])
 def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, cache_plans: list[Any]) -> None:
-    """ModelComputeDtype patches the model only when it is loaded, but the first run must request as much memory as the
-    second."""
+    """ModelComputeDtype changes the dtype only when the model is loaded, but the first run must request as much memory
+    as the second."""
     from comfy_extras.nodes_model_advanced import ModelComputeDtype
 
     run, model = pack_module("nodes.adapters.patch_model"), models.flux(dtype=torch.bfloat16)
@@ -187,7 +188,7 @@ def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, cache_plans: li
 
 
 def test_activations_are_counted_in_the_dtype_of_the_run(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ComfyUI's estimate reads the model before the patches of the run."""
+    """ComfyUI's estimate reads the model's dtype before ModelComputeDtype has changed it."""
     import comfy.model_management as management
     from comfy_extras.nodes_model_advanced import ModelComputeDtype
 
@@ -203,7 +204,7 @@ def test_activations_are_counted_in_the_dtype_of_the_run(model_of: Any, monkeypa
 
 
 def test_the_page_has_the_tables_and_no_cache_pushes_out_weights(pack: Any) -> None:
-    """After a change of these tables, run `python -m benchmarks.memory_table`."""
+    """If this test fails, run `python -m benchmarks.memory_table`."""
     from benchmarks import memory_table
     from benchmarks.performance import filled
 
@@ -211,7 +212,7 @@ def test_the_page_has_the_tables_and_no_cache_pushes_out_weights(pack: Any) -> N
     tables = {memory_table.TABLE: memory_table.table, memory_table.ADVICE: memory_table.advice}
     assert filled(text, tables) == text
     choices = [choice for _, each in chosen for choice in each]
-    # The exceptions are the entries that every run caches, and the memory for copies.
+    # Only residuals, which every run caches, and the memory for copies may push weights off the card.
     assert all(choice.pushed_out < 1.3e9 for choice in choices)
     for case, each in chosen:
         in_main = [choice.in_main / (1 - choice.skipped) for choice in each]

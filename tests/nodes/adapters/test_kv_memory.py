@@ -1,4 +1,4 @@
-"""Memory of the KV cache: requested from ComfyUI, 4-bit if short, released when memory runs out."""
+"""Memory of the KV cache: requested from ComfyUI, quantized to 4 bits if scarce, and released when memory runs out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ report_text = pack_module("nodes.adapters.report_text")
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
-    """Simulate a device with this much memory."""
+    """Simulate a device with `room` bytes of memory."""
     import comfy.model_management
 
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: room)
@@ -32,7 +32,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
 def test_where_room_is_short_they_are_packed(
     kind: str, frames: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache needs less than a third of the memory, the error is small, and ComfyUI gets the cache's size."""
+    """Simulate a device with too little memory for a cache in full precision."""
     run, model, asked = pack_module("nodes.adapters.patch_model"), model_of(kind), list[int]()
     merged, reserved = run.apply_toma(model, preset("balanced")), pack_module("nodes.adapters.kv_memory").reserved
     size = {"steps": 4, **({"frames": frames} if frames else {})}
@@ -44,7 +44,7 @@ def test_where_room_is_short_they_are_packed(
         found = models.sample(merged, HEIGHT, WIDTH, **size)
     packed = stats_of(merged)
     assert packed.without_kv_cache is None
-    # Narrow models have smaller quantization groups than the estimate assumes.
+    # The 4-bit estimate assumes the quantization groups of wide models, whose cache is smaller.
     assert asked[0] == held
     assert asked[1] <= packed.cache_bytes <= 0.4 * held
     assert 0 < (found - exact).norm() < 0.5 * (exact - unmerged).norm()
@@ -77,8 +77,8 @@ def test_after_out_of_memory_all_steps_are_full(
 def test_where_packing_runs_out_of_memory_in_a_merged_step(
     at: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out at keys and at values, in the first block and in others. No block gets keys of all tokens with
-    values of some, and the evaluation is repeated as a full one."""
+    """Memory runs out at keys and at values, in the first block and in later ones. The evaluation is repeated as a full
+    one."""
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
     monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     calls, quantize = list[int](), trial.quantize
@@ -123,7 +123,7 @@ def short_of_memory(layer: Any, *at: int) -> Iterator[None]:
 def test_after_out_of_memory_of_one_condition_the_other_is_full_too(
     call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conditions are in separate calls, and guidance would amplify an error in only one of them."""
+    """Conditions are in separate calls. Guidance would amplify an error in only one of them."""
     model = model_of("wan")
     merged = attach(model, **KEYS)
     monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
@@ -138,7 +138,7 @@ def test_after_out_of_memory_of_one_condition_the_other_is_full_too(
 def test_conditions_that_are_split_after_the_full_step_hold_no_more(
     packed: bool, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ComfyUI joins conditions by the free memory, which the full step reduces."""
+    """ComfyUI joins conditions if memory is free, and caches reduce free memory."""
     from comfy.patcher_extension import WrappersMP
 
     model, evaluations = model_of("wan"), list[int]()
@@ -191,7 +191,7 @@ def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, st
 def test_where_the_model_runs_out_of_memory_it_runs_again_without(
     step: int, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
-    """Full and merged steps run again without caches if anything was cached: without ToMA the memory would suffice."""
+    """Without caches the memory suffices, so the evaluation runs again without them."""
     model = model_of("flux")
     merged = attach(model, **KEYS)
     with short_of_memory(model.model.diffusion_model.single_blocks[-1].linear2, step + 1):
@@ -203,7 +203,8 @@ def test_where_the_model_runs_out_of_memory_it_runs_again_without(
 
 
 def test_also_in_a_last_step_that_is_in_full(model_of: Any, stats_of: Any) -> None:
-    """Caches of earlier steps also use memory in that step; without caches the model's own error is raised."""
+    """Caches of earlier steps occupy memory in the last step. If memory does not suffice without caches either, the
+    model's own error is raised."""
     model = model_of("flux")
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     layer, asked = model.model.diffusion_model.single_blocks[-1].linear2, {"steps": 4, "cfg": 1.0}
@@ -232,7 +233,7 @@ def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monk
 def test_comfyui_receives_the_size_before_it_loads_the_model(
     model_of: Any, monkeypatch: pytest.MonkeyPatch, stats_of: Any
 ) -> None:
-    """The additional bytes equal those that the run then holds for both conditions."""
+    """ComfyUI must request the cache's memory when it loads the model, not later."""
     import comfy.model_management
 
     model, asked, load = model_of("flux"), list[float](), comfy.model_management.load_models_gpu
@@ -270,7 +271,8 @@ def passed_on(args: dict[str, Any]) -> dict[str, Any]:
 @loop("cfg", [1.0, 3.0])
 @loop("broken", ["", "vace", "animate", "shown", "replaced"])
 def test_room_is_asked_for_every_chain(broken: str, cfg: float, attach: Any, stats_of: Any) -> None:
-    """Each chain caches a residual, also where the model itself or another node reads all tokens between blocks."""
+    """Each chain of blocks caches a residual. Chains end where the model or another node reads all tokens between
+    blocks."""
     kinds: dict[str, dict[str, Any]] = {
         "vace": {"base": "WAN21_Vace", "kind": "WAN21_Vace", "vace_layers": 3, "vace_in_dim": 96},
         "animate": {"base": "WAN22_Animate", "kind": "WAN22_Animate"},
@@ -291,7 +293,7 @@ def test_room_is_asked_for_every_chain(broken: str, cfg: float, attach: Any, sta
 
 
 def test_other_patches_of_the_same_function_remain(model_of: Any) -> None:
-    """Two runs begin at the same time, with another pack in between."""
+    """Two overlapping runs patch the same function."""
     reserved, model = pack_module("nodes.adapters.kv_memory").reserved, model_of("flux").model
     shape = [1, 16, HEIGHT, WIDTH]
     usual = model.memory_required(shape)

@@ -1,4 +1,4 @@
-"""The place of keys and values: as many as fit lie beside the weights on the card, the rest in main memory, within its
+"""The place of keys and values: on the card as far as they fit beside the weights, the others in main memory within its
 limits."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ report_text = pack_module("nodes.adapters.report_text")
 
 @pytest.fixture
 def computer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """computer(left, main): simulate a card with `left` bytes beside the model, in a computer with this much main
-    memory."""
+    """computer(left, main): simulate a card with `left` free bytes beside the model, and main memory with room for
+    `main` bytes."""
 
     def computer(left: float, main: float) -> None:
         monkeypatch.setattr(memory, "copier_of", lambda device: Copies())
@@ -68,7 +68,7 @@ def test_what_is_stored_does_not_follow_free_memory_and_where_does(model: Any, c
         assert (found.bytes, found.quantized, found.skipped) == (packed.bytes, True, 0.0)
         assert found.staging == pytest.approx(found.keys / 5, abs=2), "keys and values of two of ten blocks"
         assert 0 < found.in_main <= found.keys
-        # Only the entries that every run caches may push weights off the card.
+        # Only residuals, which every run caches, and the memory for copies may push weights off the card.
         assert found.on_card <= max(left, updates + found.staging)
 
 
@@ -143,7 +143,7 @@ def test_the_report_says_where_they_lie(stats_of: Any) -> None:
 def test_main_memory_has_limits(
     total: float, available: float, room: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The amount that a run stores depends on the total of main memory, not on the free part."""
+    """The room for keys and values depends on the total main memory, not on the free main memory."""
     found = SimpleNamespace(total=total, available=available)
     monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
     monkeypatch.setattr(main_memory, "_CGROUPS", tmp_path)
@@ -182,7 +182,7 @@ def test_in_a_container_its_own_limit_counts(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """psutil reports the memory of the computer on which the container runs."""
+    """psutil reports the memory of the host, not the limit of the container."""
     found = SimpleNamespace(total=256e9, available=200e9)
     monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
     monkeypatch.setattr(main_memory, "_CGROUPS", tmp_path)
@@ -209,8 +209,8 @@ def test_only_cards_with_cuda_streams_use_main_memory(device: str, copies: bool)
 def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
     free: float, planned: float, by_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The share of keys and values on the card is then larger or smaller than planned. If ComfyUI loads weights while
-    the model runs, memory that is free now is not free later, so the share never grows."""
+    """free, planned: shares of keys and values that fit on the card and that were planned there. If ComfyUI loads
+    weights block by block, free memory is soon used, so the share never grows."""
     import comfy.model_management as management
 
     model, host = (
@@ -228,7 +228,8 @@ def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
 
 
 def test_a_run_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan puts all keys and values on the card in full precision; other programs then take half of that memory."""
+    """The plan puts all keys and values on the card in full precision; other programs then occupy half of that
+    memory."""
     merged, run = balanced(models.z_image(layers=10)), pack_module("nodes.adapters.patch_model")
     with a_card(1.0, quantized=False) as card:
         wanted = sampled("z_image", merged, cfg=1.0)

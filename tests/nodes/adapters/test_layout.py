@@ -1,4 +1,4 @@
-"""Token layouts in transformer_options for other nodes' attention: they match the tokens of every block."""
+"""The token layout in transformer_options, which other nodes' attention reads, matches the tokens of every block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TEXT, IMAGE, REFERENCES = 7, 144, (48, 12)  # Flux: a grid of 12 x 12
 
 @dataclass
 class Told:
-    """One call of the attention. length: tokens of q. options: a copy of transformer_options. mask: if there is one."""
+    """One call of the attention. length: number of queries. options: a copy of transformer_options. mask: whether there
+    is a mask."""
 
     length: int
     options: dict[str, Any]
@@ -28,7 +29,8 @@ class Told:
 
 @pytest.fixture
 def listening() -> Any:
-    """listening(model): return a clone whose attention is computed by another node, and the list of its calls."""
+    """listening(model): return a clone with an attention override that records its calls, and the list of these
+    calls."""
 
     def listen(model: Any) -> tuple[Any, list[Told]]:
         calls: list[Told] = []
@@ -62,8 +64,8 @@ def kontext(model: Any) -> dict[str, Any]:
 def test_the_grid_fits_the_tokens_in_a_unet(
     unet: Any, attach: Any, listening: Any, granularity: str, settings: dict[str, Any]
 ) -> None:
-    """The shape is (B, C, 1, D) for D tokens. Blocks and attentions that are not merged, and full steps, have ComfyUI's
-    own values."""
+    """With D merged tokens, `activations_shape` is (B, C, 1, D). Blocks, attentions and steps that are not merged have
+    ComfyUI's own shape."""
     plain, before = listening(unet)
     models.sample(plain, SIDE, SIDE, steps=2)
     foreign, calls = listening(unet)
@@ -86,8 +88,8 @@ def test_the_grid_fits_the_tokens_in_a_unet(
 def test_the_image_lies_where_flux_says(
     flux: Any, attach: Any, listening: Any, granularity: str, full_step_interval: int, with_references: bool
 ) -> None:
-    """The slice is [text, text + D + references]. With full_step_interval 2 every second step is full and refreshes the
-    cache."""
+    """`img_slice` is [text, text + D + references] for D merged image tokens. With full_step_interval 2, every second
+    step is full."""
     foreign, calls = listening(flux)
     settings = {"granularity": granularity, "full_step_interval": full_step_interval, "skip_first_blocks": 1}
     model = attach(foreign, **settings)
@@ -106,7 +108,7 @@ def test_the_image_lies_where_flux_says(
 
 @loop("granularity", GRANULARITIES)
 def test_double_blocks_too_if_another_node_passes_it(flux: Any, attach: Any, listening: Any, granularity: str) -> None:
-    """ComfyUI passes no layout to double blocks; another node may."""
+    """ComfyUI passes no `img_slice` to double blocks, but another node may."""
     foreign, calls = listening(flux)
     given = [TEXT, TEXT + IMAGE]
 
@@ -157,7 +159,8 @@ def test_attention_patches_receive_all_tokens_and_their_layout(
 def test_the_callers_options_stay_as_they_are(
     request: pytest.FixtureRequest, attach: Any, listening: Any, kind: str
 ) -> None:
-    """The options are unchanged after each block, and the options of attention differ from them only in the layout."""
+    """Only the options that reach attention have another layout. The options that the caller passed are unchanged after
+    each block."""
     shared = request.getfixturevalue(kind)
     foreign, calls = listening(shared)
     foreign.model_options["transformer_options"]["mine"] = {"nested": [1]}

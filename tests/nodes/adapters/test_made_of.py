@@ -1,7 +1,7 @@
-"""A cache is used only for the inputs that it was made from: tests with other noise, prompts, pictures, positions and
+"""A cache is used only for the inputs that it was made from. The tests change noise, prompts, pictures, positions and
 weights, on trained models.
 
-A merged run has at most twice the error of the plain sequence, or the steps without a valid cache are full.
+The error of merging is at most twice that of an unchanged run, or steps without a valid cache are full.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_samplers_without_new_noise_lose_no_merged_step(
 
 
 def by_turns(trained: Trained) -> list[Any]:
-    """Return two prompts that take turns, step by step, as `[a|b]` does."""
+    """Return two prompts that alternate from step to step, as `[a|b]` does."""
     found, steps = [], trained.steps
     for step in range(steps):
         times = {"start_percent": max(0.0, (step - 0.5) / steps), "end_percent": (step + 0.5) / steps}
@@ -56,11 +56,8 @@ def test_prompts_that_take_turns(trained: Trained, plain: float) -> None:
 
 
 def test_two_pictures_of_one_size_that_take_turns(trained: Trained, plain: float, stats_of: Any) -> None:
-    """At each step FlowEdit evaluates a picture with new noise, and the edited picture with the same noise, for two
-    prompts.
-
-    Neither picture can use the other's cache, so steps are full and have a smaller error than merged steps.
-    """
+    """FlowEdit evaluates two pictures in each step: one with new noise, and the edited one with the same noise and
+    another prompt. Neither picture can use the other's cache, so steps are full."""
     picture = trained.drawn(trained.model, positive=trained.prompt(4))
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
@@ -87,7 +84,7 @@ def test_two_pictures_of_one_size_that_take_turns(trained: Trained, plain: float
 
 
 class Embedder(torch.nn.Module):
-    """Positions that grow from step to step, as in a node for larger pictures (DyPE)."""
+    """Positions that change from step to step, as in DyPE, a node for larger pictures."""
 
     def __init__(self, own: torch.nn.Module) -> None:
         super().__init__()
@@ -151,7 +148,7 @@ def lora(model: Any) -> dict[str, Tensor]:
 
 
 def hooked(trained: Trained, frames: dict[float, float]) -> list[Any]:
-    """Return a prompt with a hook LoRA. frames: its strengths by start percent."""
+    """Return a prompt with a hook LoRA. frames: strengths by start percent."""
     import comfy.hooks
 
     group, keyframes = comfy.hooks.create_hook_lora(lora(trained.model), 1.0, 0.0), comfy.hooks.HookKeyframeGroup()
@@ -164,7 +161,7 @@ def hooked(trained: Trained, frames: dict[float, float]) -> list[Any]:
 
 @loop("strengths", [(1.0, 0.0), (0.0, 1.0, 0.0)])
 def test_weights_that_change(trained: Trained, plain: float, stats_of: Any, strengths: tuple[float, ...]) -> None:
-    """Keyframes change the strength of a hook LoRA, and entries that were made with another strength are not used."""
+    """Keyframes change the strength of a hook LoRA. Caches that were made with another strength are not used."""
     frames = {n / len(strengths): strength for n, strength in enumerate(strengths)}
     own, without = trained.drawn(trained.model, positive=hooked(trained, frames)), trained.drawn(trained.model)
     assert float((own - without).norm() / own.norm()) > 0.02, "the LoRA does something"
@@ -186,7 +183,7 @@ def test_a_step_whose_weights_are_new_is_full(trained: Trained, usual: dict[int,
 
 
 def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stats_of: Any) -> None:
-    """A wrapper between a known sampler and the model passes the model another part of the picture at each step."""
+    """A wrapper shifts the latent between sampler and model, by another amount in each step."""
     from comfy.patcher_extension import WrappersMP
 
     def rolled(executor: Any, x: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,8 +205,8 @@ def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stat
 def test_new_noise_within_a_step_is_no_tile(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, when: tuple[int, ...]
 ) -> None:
-    """The step uses the mean of two evaluations with different noise, in one step or in several. These evaluations are
-    full, and the rest of the run is merged."""
+    """In the steps of `when`, the sampler takes the mean of two evaluations with different noise. These evaluations are
+    full."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         generator = torch.Generator().manual_seed(6)

@@ -1,4 +1,4 @@
-"""Replacing `forward` and restoring it exactly, after errors too."""
+"""Tests of `model_hooks`, which replaces the `forward` of modules and restores it, also after errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""If merging runs out of memory, the run continues without it."""
+"""If merging runs out of memory, the run continues without merging."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SELECTED = RunState._selected
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> list[Any]:
-    """Limit memory to `since` plans. Return a list that grows with each attempt to make a plan."""
+    """Raise an out-of-memory error after `since` plans. Return a list that grows with each attempt to make a plan."""
     made: list[Any] = []
 
     def selected(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
     merged = attach(model_of(kind), granularity="block", selection_interval=1, weight_interval=1)
     out = models.sample(merged, HEIGHT, WIDTH, steps=3, cfg=3.0, **size)
     stats = stats_of(merged)
-    # A model with one plan per evaluation has already merged the first step.
+    # A model with one plan per evaluation has merged the first step before memory runs out.
     assert set(stats.merged_steps) <= {0}
     if not stats.merged_steps:
         assert torch.equal(out, models.sample(model_of(kind), HEIGHT, WIDTH, steps=3, cfg=3.0, **size))
@@ -71,8 +71,8 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
 def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
     kind: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full evaluation of a picture needs more memory than a merged one. For a video a full evaluation is tried
-    once."""
+    """A full evaluation needs more memory than a merged one, so it is useless to repeat the evaluation of a picture.
+    For a video it is repeated once."""
     model, calls = model_of(kind), list[int]()
 
     def short(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
 def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
     call: int, stats_of: Any, on_two_devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The evaluation waits for the other devices."""
+    """The device waits for the other device before it repeats its call."""
     one, other, calls = models.wan(), models.wan(), list[int]()
     network = one.model.diffusion_model
     forward = type(network).forward
@@ -114,7 +114,7 @@ def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again
 def test_without_memory_for_a_plan_a_picture_ends_its_run(
     model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is not repeated, because free memory must not change a picture."""
+    """A picture is not sampled again without merging, because free memory must not change it."""
     without_memory(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError):
         models.sample(attach(model_of("wan")), HEIGHT, WIDTH, steps=2)
@@ -144,7 +144,7 @@ def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
 def test_the_residual_cache_of_a_video_has_a_limit(
     model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A picture's cache has no limit."""
+    """The residual cache of a picture has no limit."""
     wan = model_of("wan")
     monkeypatch.setattr(pack_module("toma_core.coverage"), "MAX_CACHE_BYTES", 1)
     merged = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)

@@ -1,4 +1,5 @@
-"""Complete runs: off is bit-identical, runs leave no state, and clones and copies are independent."""
+"""Complete runs: without merging they are bit-identical to the model, they leave no state, and clones and copies are
+independent."""
 
 from __future__ import annotations
 
@@ -68,7 +69,6 @@ def test_runs_that_never_merge_are_bit_identical(
 
 @every_kind
 def test_merging_does_change_the_image(model: Any, attach: Any) -> None:
-    """If merging did not change the image, no comparison in this file would mean anything."""
     assert not same(models.sample(attach(model), SIDE, SIDE), models.sample(model, SIDE, SIDE))
 
 
@@ -94,7 +94,7 @@ class BlockError(Exception):
 def test_error_inside_a_block_leaves_nothing_behind(
     model: Any, attach: Any, hooks_left: Any, no_state_left: None, interrupt: bool
 ) -> None:
-    """The 11th attention of the run fails, in the middle of the second evaluation."""
+    """The 11th call of attention fails, in the middle of the second evaluation."""
     import comfy.model_management
 
     kind = comfy.model_management.InterruptProcessingException if interrupt else BlockError
@@ -200,7 +200,7 @@ def pickled(options: dict[str, Any]) -> Any:
 
 
 def without_theirs(options: dict[str, Any]) -> dict[str, Any]:
-    """Leave out objects of the test itself that cannot be pickled."""
+    """Return the options without the test's own functions, which cannot be pickled."""
     theirs = "patches", "optimized_attention_override", "sampler_post_cfg_function"
     nested = {key: value for key, value in options.items() if key not in theirs}
     if "transformer_options" in nested:
@@ -213,7 +213,7 @@ settings_of = loop("preset", ["", "balanced"])
 
 
 def with_preset(model: Any, preset: str, attach: Any) -> Any:
-    """Attach a preset, as the nodes do, or plain settings."""
+    """Attach a preset, as the nodes do. Without a preset, attach plain settings."""
     return (
         run.apply_toma(model, pack_module("toma_core").UserSettings(preset, {"min_tokens": 4}))
         if preset
@@ -227,7 +227,8 @@ def with_preset(model: Any, preset: str, attach: Any) -> Any:
 def test_options_may_be_copied_before_sampling(
     model: Any, copied: Any, preset: str, attach: Any, stats_of: Any
 ) -> None:
-    """Packs whose nodes come after ToMA copy the options. A copy belongs to the same node and its report."""
+    """Packs whose nodes come after ToMA copy the options. A copy belongs to the same attachment and shares its
+    stats."""
     patched = with_preset(model, preset, attach)
     expected, clone = models.sample(patched, SIDE, SIDE), patched.clone()
     clone.model_options = copied(patched.model_options)
@@ -240,7 +241,7 @@ def test_options_may_be_copied_before_sampling(
 @copies
 @settings_of
 def test_options_may_be_copied_while_sampling(model: Any, copied: Any, preset: str, attach: Any, stats_of: Any) -> None:
-    """Other packs copy the options, in a guider and inside a block. A copy counts in the same run."""
+    """Other packs copy the options in a guider and inside a block. A copy belongs to the same run."""
 
     def after_cfg(args: dict[str, Any]) -> torch.Tensor:
         made.append(copied(without_theirs(args["model_options"])))
@@ -313,7 +314,7 @@ def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_st
 def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
     model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of the tiny models take an H100 too little time to be merged; on a CPU they are merged from 256 tokens
+    """Blocks of the tiny models take an H100 too little time to be merged. On a CPU they are merged from 256 tokens
     on."""
     cost_model, side = pack_module("toma_core.cost_model"), 40
     patched = attach(model, min_tokens=0)

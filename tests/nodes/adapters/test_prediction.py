@@ -1,4 +1,5 @@
-"""Plans from the previous step's prediction: the first evaluation is full, and every call uses its own part."""
+"""Plans from the previous step's predicted picture: the first evaluation is full, and every call uses its own part of
+the picture."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any
 def test_the_full_steps_prediction_plans_the_next_step(
     every: int, model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full step needs no plan and makes none from an earlier prediction, for any `selection_interval`."""
+    """A full step makes no plan. The next step makes its plan from the full step's prediction."""
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     settings = {"similarity_from": "prediction", "selection_interval": every, "weight_interval": every}
     patched = attach(model, **settings, full_step_interval=every)
@@ -89,8 +90,8 @@ def test_the_full_steps_prediction_plans_the_next_step(
 def test_a_picture_of_mostly_noise_is_not_trusted(
     flux: Any, attach: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In place of such a picture the tokens themselves are compared, with an equal budget in every window; later steps
-    use the picture."""
+    """Early steps select by the tokens themselves, with an equal budget in every window. Later steps select by the
+    predicted picture."""
     budgets: list[str] = []
     state = pack_module("toma_core.run")
     own = state.RunState._laid_out
@@ -144,7 +145,7 @@ def test_areas_are_cut_out_of_the_picture(pack: Any) -> None:
     picture = torch.arange(2 * 3 * 6 * 8.0).view(2, 3, 6, 8)
     assert cut(picture, None) is picture
     assert torch.equal(cut(picture, (2, 4, 1, 3)), picture[:, :, 1:3, 3:7])
-    assert torch.equal(cut(picture, (4, 8, 4, 0)), picture[:, :, 4:6])  # the part inside the latent
+    assert torch.equal(cut(picture, (4, 8, 4, 0)), picture[:, :, 4:6])  # the part of the area that is inside the latent
     deep = picture[:, :, None]
     assert torch.equal(cut(deep, (2, 4, 1, 3)), deep[..., 1:3, 3:7])
     assert torch.equal(cut(deep, (1, 2, 4, 0, 1, 3)), deep[..., 1:3, 3:7])

@@ -1,4 +1,4 @@
-"""Probes measure the error of merging one site during an unmerged run."""
+"""Tests of probes, which measure the error of merging one site (a group of blocks) during an unmerged run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_run_is_the_unmerged_one(model: Any, settings: dict[str, Any], no_st
 
 
 def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
-    """Every evaluation is full then, so the measured error would be 0 and the highest ratio would be chosen."""
+    """After memory ran out every evaluation is full, so errors of 0 would be measured."""
 
     def disable(executor: Any, *args: Any) -> Any:
         args[4]["transformer_options"][SAMPLING].run.disable(Reason.OUT_OF_MEMORY())
@@ -67,9 +67,8 @@ def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
 
 
 def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
-    """If one site is merged, the error of the first evaluation equals the measured one. Each block has its own plans
-    here, because a probe otherwise uses an existing plan, as the later run does. The plan is made from the first
-    condition, whereas a run uses the tokens of the negative."""
+    """Merge one site in a run. The change of its first evaluation equals the error that the probe measured, up to the
+    difference between plans: a probe selects by the first condition's tokens, a run by the negative's."""
     pictures: list[torch.Tensor] = []
 
     def record(args: dict[str, Any]) -> torch.Tensor:
@@ -121,7 +120,7 @@ def sigmas(steps: int) -> tuple[float, ...]:
 
 
 def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None) -> None:
-    """A sigma range is measured at the first of its steps in which the condition takes part."""
+    """The error in a range of sigmas is measured at the first step of the range in which the condition is active."""
     late = models.conditioning(unet, seed=3, start_percent=0.3, end_percent=1.0)
     probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6))
     patched = probes.on(unet, core.ToMAConfig(min_tokens=4))
@@ -154,7 +153,7 @@ def test_bands_of_equal_size() -> None:
 
 
 def test_sites_are_stacks() -> None:
-    """If there are too many sites, the smallest neighbours of one resolution are joined first."""
+    """If there are too many stacks, the smallest neighbours of one resolution are joined first."""
     work = pack_module("nodes.adapters.families.unet").COST
     tokens = {"input.1": 64, "input.2": 64, "middle.0": 16, "output.0": 64}
     blocks = [BlockFacts(f"{home}.{n}", home, work, tokens[home], 8) for home in tokens for n in range(2)]

@@ -1,4 +1,4 @@
-"""Sampling by a profile: ratios by block and sigma, and no other change."""
+"""Sampling with a profile, which gives ratios by block and sigma."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ def test_a_profile_that_merges_nothing_is_bit_identical(model: Any, stats_of: An
 
 @every_kind
 def test_one_block_alone(model: Any, stats_of: Any) -> None:
-    """The block has the profile's ratio; the other blocks are not merged, and the report has the reason."""
     chosen = names(model)[1]
     patched = profiled(model, (0.0, {chosen: 0.75}))
     assert sampled(patched).isfinite().all()
@@ -80,15 +79,14 @@ def test_one_block_alone(model: Any, stats_of: Any) -> None:
 
 
 def test_skipping_a_kind_equals_the_setting(flux: Any) -> None:
-    """A profile without the first block of each kind gives the picture of `skip_first_blocks` = 1."""
+    """A profile without the first block of each kind equals `skip_first_blocks` = 1."""
     ratios = {name: 0.5 for name in names(flux) if not name.endswith(".0")}
     plain = run.apply_toma(flux, ToMAConfig(min_tokens=4, skip_first_blocks=1))
     assert torch.equal(sampled(profiled(flux, (0.0, ratios))), sampled(plain))
 
 
 def test_blocks_keep_their_plans(unet: Any, stats_of: Any) -> None:
-    """Two ratios on one grid with plans shared by resolution and one selection per run need one plan each, not one for
-    every block and step."""
+    """Two ratios on one grid need one plan each, because plans are shared by resolution and used in all steps."""
     by_ratio = {name: 0.25 + 0.5 * (n % 2) for n, name in enumerate(names(unet))}
     patched = profiled(unet, (0.0, by_ratio), selection_interval=100, weight_interval=100)
     sampled(patched)
@@ -107,7 +105,6 @@ def test_only_blocks_that_use_residuals_cache_them(flux: Any, stats_of: Any) -> 
 
 
 def test_sigmas_not_steps(unet: Any, decisions: list[Any]) -> None:
-    """The same range of sigmas is merged in runs of 6 and of 12 steps."""
     first = names(unet)[0]
     patched = profiled(unet, (3.0, {first: 0.5}), (0.0, {}))
     for steps in (6, 12):
@@ -146,7 +143,6 @@ def test_fingerprints_of_what_a_model_predicts(unet: Any) -> None:
 
 @loop("settings", [{}, {**CLOSE, "full_step_interval": 3}])
 def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
-    """A constant ratio equals the setting, and a single block has its own ratio."""
     wan = model_of("wan")
 
     def video(model: Any) -> torch.Tensor:
@@ -162,7 +158,6 @@ def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
 
 @loop("kind", models.KINDS)
 def test_every_family_lists_its_blocks(kind: str, model_of: Any, stats_of: Any) -> None:
-    """Profiles list the blocks that can be merged, by the report's names, with one ratio each."""
     model = model_of(kind)
     patched = run.apply_toma(model, ToMAConfig(min_tokens=4))
     models.sample(patched, SIDE, SIDE, steps=1)

@@ -1,7 +1,7 @@
 """Public reports about token merging and step caches in ComfyUI, each reproduced by a small input.
 
-The table in docs/reliability.md has a row for each report. `make test` tries each kind of fault with the reports that
-take least time; thorough/test_other_reports.py has the others.
+The table in docs/reliability.md has a row for each report. `make test` runs a part of them;
+thorough/test_other_reports.py has the others.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ report_text = pack_module("nodes.adapters.report_text")
 
 STEPS, HEIGHT, WIDTH = 6, 18, 26
 REPORTS: dict[str, Callable[[Lab], None]] = {}
-# Reports of `REPORTS` that are left out of `make test`.
 THOROUGH: list[Callable[[Lab], None]] = []
 
 
 class Lab:
-    """A small Flux with and without ToMA, its pictures before any other run, and the trained few-step model."""
+    """A small Flux with and without ToMA, its pictures, and the trained few-step model."""
 
     def __init__(self, stats_of: Any) -> None:
         self.model = models.flux()
@@ -53,11 +52,11 @@ class Lab:
         return models.sample(model or self.merged, height, width, **{"steps": STEPS, **options})
 
     def fresh(self, **options: Any) -> Tensor:
-        """Return the result of a model that has never run."""
+        """Return the latent of a merged model that has never run before."""
         return self.drawn(self.patched(models.flux()), **options)
 
     def same_again(self) -> None:
-        """Check that the picture is bit-identical to the first one."""
+        """Check that the merged model's latent is bit-identical to its first one."""
         assert torch.equal(self.drawn(), self.first)
 
 
@@ -120,7 +119,6 @@ def a_node_that_was_taken_out(lab: Lab) -> None:
 
 @report("nunchux-ai/nunchaku#597", "chengzeyi/Comfy-WaveSpeed#57", quick=False)
 def a_batch_of_three(lab: Lab) -> None:
-    """Each picture has the error of a single run; pictures of a batch with one noise are equal."""
     import comfy.sample
 
     few, errors = lab.few, []
@@ -174,7 +172,7 @@ def an_error_inside_a_step(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#10344", "Acly/krita-ai-diffusion#2093")
 def another_number_of_conditions_in_the_middle(lab: Lab) -> None:
-    """With a batch of two, regions begin and end during the run."""
+    """The batch has two pictures, and a region is active in a part of the run."""
     positive = [
         *models.conditioning(lab.model, seed=1),
         *models.conditioning(lab.model, seed=3, start_percent=0.3, end_percent=0.7, area=(10, 12, 4, 6), strength=1.0),
@@ -227,7 +225,7 @@ def the_image_of_before_in_the_next_one(lab: Lab) -> None:
 
 @report("ClownsharkBatwing/RES4LYF#237", "xmarre/ComfyUI-Spectrum-MiniMax-H3#103")
 def samplers_that_evaluate_several_times_a_step(lab: Lab) -> None:
-    """All evaluations of a step have its mode and are counted with it. Evaluations with much new noise are full."""
+    """All evaluations of a step have its mode, unless new noise makes them full."""
     for sampler in ("res_multistep", "dpmpp_2s_ancestral", "seeds_3", "heunpp2"):
         lab.drawn(sampler=sampler, steps=8)
         stats = lab.stats_of(lab.merged)
@@ -259,7 +257,7 @@ def another_number_of_frames(lab: Lab) -> None:
 
 @report("welltop-cn/ComfyUI-TeaCache#159")
 def a_picture_to_edit(lab: Lab) -> None:
-    """The error with a reference, merged or not, is not larger than the error without one."""
+    """The error with a reference, merged or not, is at most twice the error without a reference."""
     few = lab.few
     picture = few.drawn(few.model)
     plain = float((few.drawn(few.merged) - picture).norm() / picture.norm())
@@ -281,7 +279,7 @@ def a_range_in_which_nothing_happens(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#14389", "FearL0rd/ComfyUI-ParallelAnything#1")
 def a_batch_that_another_node_splits(lab: Lab) -> None:
-    """Each half looks like one row per condition, but no row uses another row's cache."""
+    """Each half of the batch has as many rows as a batch of one picture."""
     from comfy.patcher_extension import WrappersMP
 
     def halves(executor: Any, x: Tensor, timestep: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -305,7 +303,7 @@ def a_batch_that_another_node_splits(lab: Lab) -> None:
 
 @report("chengzeyi/Comfy-WaveSpeed#15")
 def a_cache_that_skips_blocks_of_full_steps(lab: Lab) -> None:
-    """A block that was skipped in a full step has no cache and is not merged until the next full step."""
+    """A block that was skipped in a full step has no cache, and runs unmerged until the next full step."""
 
     def stats(skips: set[int]) -> Any:
         step = 0

@@ -1,5 +1,5 @@
-"""ComfyUI's compiler records the allocations of an evaluation in some models; caches are kept out of it, see
-`recording`."""
+"""ComfyUI's compiler records the allocations of an evaluation in some models. ToMA must allocate its caches outside of
+recorded evaluations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.nodes.adapters.kv_helpers import failing, preset
 from tests.nodes.adapters.recording import RECORDED, Recording, blocks_of, recorded
 
 SIZE = {"h3": (12, 16, 5), "ltx_av": (6, 8, 5), "qwen_image21": (12, 16, 1)}
-# Settings, and the first step that is recorded; None if this depends on the model's schedule.
+# Preset, settings, and the first step that is recorded. None: the step after the last merged one.
 SETTINGS: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "caches": ("balanced", {}, 5),
     "a part of the schedule": ("balanced", {"end_percent": 0.3}, None),
@@ -60,7 +60,7 @@ def test_a_recorded_evaluation_is_the_models_own(
 def test_without_the_mend_caches_outlive_their_blocks(
     kind: str, model_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stand-in detects the fault that it is for."""
+    """The stand-in for the recorder detects the error that ToMA avoids."""
     merged = with_preset(model_of(kind))
     monkeypatch.setattr(pack_module("nodes.adapters.merged_call"), "without_replays", nullcontext)
     with recorded(kind, monkeypatch) as recording:
@@ -81,8 +81,8 @@ def ran_out(kind: str, model: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_after_memory_ran_out_the_next_recording_begins_anew(
     kind: str, at: int, evaluations: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out in a refresh, in a merged step, and in the full step at the end, which has begun a recording. The
-    evaluation is repeated as a full one, and all later ones are full."""
+    """Memory runs out in a refresh, in a merged step, and in the last step, which is full and has begun a recording.
+    The evaluation is repeated as a full one, and all later ones are full."""
     model = model_of(kind)
     recording, out = ran_out(kind, model, at, monkeypatch)
     assert (recording.left_open, recording.survivors, len(recording.evaluations)) == (0, 0, evaluations)
@@ -121,7 +121,7 @@ def test_a_run_that_ends_early_leaves_the_compiler_as_it_was(
             with pytest.raises(type(ended)):
                 sampled(kind, merged)
         assert args.disable_comfy_compiler is False
-        import_module("comfy.model_prefetch").cleanup_prefetch_queues()  # ComfyUI does this when a node ends
+        import_module("comfy.model_prefetch").cleanup_prefetch_queues()  # ComfyUI calls this when a node ends
         assert all(map(torch.equal, sampled(kind, merged), whole))
     assert (recording.left_open, recording.survivors) == (0, 0)
 
@@ -130,7 +130,7 @@ def test_a_run_that_ends_early_leaves_the_compiler_as_it_was(
 def test_several_devices(
     kind: str, model_of: Any, stats_of: Any, on_two_devices: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two devices evaluate at the same time: no merged evaluation runs while the compiler is on."""
+    """No merged evaluation of either device runs while the compiler is on."""
     from comfy.cli_args import args
 
     one, other = models.TRANSFORMERS[kind](), models.TRANSFORMERS[kind]()

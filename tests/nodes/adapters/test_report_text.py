@@ -1,4 +1,4 @@
-"""The report of a run, one line for the log and lines for readers, and the English text of messages."""
+"""The report of a run, as one line for the log and as several lines, and the English text of messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ RunStats = pack_module("toma_core.stats").RunStats
 
 
 def stats_of_a_run() -> Any:
-    """Return stats of six steps, four merged, with 64x64 and 32x32 tokens, one unmerged and one partly merged block."""
+    """Return stats of six steps, four of them merged, with grids of 64x64 and 32x32, one unmerged block and one block
+    that is merged in some steps."""
     stats = RunStats(total_steps=6)
     for step, ratio in enumerate((0.0, 0.5, 0.5, 0.0, 0.25, 0.25)):
         stats.count_evaluation(step, ratio)
@@ -83,7 +84,7 @@ def test_the_headline_names_the_shares(ratio: float, words: str) -> None:
 
 
 def test_the_headline_counts_blocks_alone() -> None:
-    """Neither the model nor a reference image is a block, and names of blocks may have spaces."""
+    """Neither the model nor a reference image is a block. Names of blocks may have spaces."""
     stats = RunStats(total_steps=1)
     stats.count_evaluation(0, 0.5)
     for n in range(7):
@@ -98,7 +99,7 @@ def test_the_headline_counts_blocks_alone() -> None:
 
 
 def test_a_block_counts_for_the_steps_in_which_it_was_merged() -> None:
-    """A step counts as merged if some block was merged in it."""
+    """A step counts as merged if at least one block was merged in it."""
     stats = RunStats(total_steps=6)
     for step in range(6):
         stats.count_evaluation(step, 0.5 if step else 0.0)
@@ -107,7 +108,7 @@ def test_a_block_counts_for_the_steps_in_which_it_was_merged() -> None:
     for block in ("double.1", "double.2"):
         stats.merged(block, 3)
         stats.not_merged(block, Reason.ATTENTION_PATCH())
-    # Five pairs of a block and a step in which it was merged, in three steps: 5 / 3 blocks, rounded.
+    # Step 3 merged three blocks, and steps 1 and 4 merged one block each: 5 / 3 blocks per step, rounded.
     assert str(report_text.headline(stats)) == "On: 50 % of the tokens merged, 2 of 3 blocks, 3 of 6 steps"
     lines = list(map(str, report_text.details(stats)))
     assert "merged steps: 2, 4-5, at ratio 0.5" in lines

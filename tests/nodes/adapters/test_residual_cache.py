@@ -1,4 +1,5 @@
-"""The residual cache on real blocks: full steps equal the model's own, merged steps start from their residuals."""
+"""The residual cache on real blocks: full steps equal the model's own steps, merged steps start from cached
+residuals."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ report_text = pack_module("nodes.adapters.report_text")
 DELTA_WEIGHT = 0.5
 SIDE = 24
 REUSE = {"full_step_interval": 2}
-# Batches of another size round differently, and sharp weights amplify this for tokens with two nearly equal
+# Batches of another size round differently, and sharp weights amplify the difference for tokens with two nearly equal
 # destinations.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
 # The first steps of three, because these settings never merge the last step of a complete schedule.
@@ -36,7 +37,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 @pytest.mark.compat
 @loop("granularity", ["block", "stack"])
 def test_a_full_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
-    """The step is bit-identical, although hooks are installed and cache residuals."""
+    """A full step is bit-identical although hooks cache its residuals."""
     patched = attach(model, **REUSE, granularity=granularity)
     assert torch.equal(models.sample(patched, SIDE, SIDE, **FIRST[1]), models.sample(model, SIDE, SIDE, **FIRST[1]))
     stats = stats_of(patched)
@@ -60,15 +61,15 @@ def test_trust_is_as_these_tests_have_it(pack: Any) -> None:
 
 
 def rows_of(plan: Any) -> torch.Tensor:
-    """Return S (B, D, N): S x are the destinations themselves."""
+    """Return S (B, D, N) of a plan: S @ x are the destination tokens of x."""
     return torch.nn.functional.one_hot(plan.destinations, plan.tokens).float()
 
 
 def reused(
     x: torch.Tensor, update: torch.Tensor, fresh: torch.Tensor, S: torch.Tensor, U: torch.Tensor
 ) -> torch.Tensor:
-    """Compute x + a u + U t (f - a S u). u: `update`, the cached residual. f: `fresh`, the residual of destinations
-    now. a: the projection coefficient of f on S u. t = 1 - (1 - DELTA_WEIGHT) a."""
+    """Compute x + a u + U t (f - a S u). u: `update`, the cached residual. f: `fresh`, the new residual of
+    destinations. a: the projection coefficient of f on S u. t = 1 - (1 - DELTA_WEIGHT) a."""
     old = S @ update
     left = ((fresh * old).sum((1, 2), True) / (old * old).sum((1, 2), True)).clamp(0, 1)
     return x + left * update + U @ ((1 - (1 - DELTA_WEIGHT) * left) * (fresh - left * old))
@@ -79,7 +80,7 @@ def tokens_of(call: Any, name: str) -> torch.Tensor:
 
 
 def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
-    """The rule of `reused` holds for two consecutive blocks, whose joint residual is cached."""
+    """Two consecutive blocks have one joint residual."""
     first, last = unet.model.diffusion_model.middle_block[1].transformer_blocks
     starts, ends = record(first), record(last)
     models.sample(attach(unet, **REUSE), SIDE, SIDE, **FIRST[2])
@@ -96,7 +97,7 @@ def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
 def test_flux_blocks(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, kind: str, references: bool
 ) -> None:
-    """Image tokens follow the rule of `reused`; text and references are the outputs of the block."""
+    """Text and references are the outputs of the block, without a cached residual."""
     name = "img" if kind == "double" else "x"
     block = getattr(flux.model.diffusion_model, f"{kind}_blocks")[0]
     calls = record(block)
@@ -148,7 +149,7 @@ def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any,
 
 
 def test_blocks_that_another_node_patches_are_full_at_full_steps(unet: Any, attach: Any) -> None:
-    """Blocks that another node patches are merged by module, which uses no residual cache."""
+    """Blocks that another node patches are merged with granularity "module", which has no residual cache."""
     watched = unet.clone()
     watched.set_model_attn1_output_patch(lambda n, extra_options: n)
     outs = [models.sample(m, SIDE, SIDE, **FIRST[1]) for m in (attach(watched, **REUSE), unet)]
@@ -162,7 +163,8 @@ def sampling_of() -> Any:
 
 
 def test_similar_calls_have_separate_caches() -> None:
-    """With tiles, or guidance by a perturbed model, the second call of a condition at a sigma has its own cache."""
+    """With tiles, or with guidance by a perturbed model, the second call of a condition at a sigma has its own
+    cache."""
     sampling, options = sampling_of(), {"uuids": ["cond", "uncond"]}
     seen = []
     for sigma in (2.0, 2.0, 1.0):
@@ -174,7 +176,7 @@ def test_similar_calls_have_separate_caches() -> None:
 
 
 def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
-    """If two guidances perturb the model and the first one ends, the other still finds its cache."""
+    """If two guidances perturb the model and the first one ends, the other one still finds its cache."""
     sampling, options = sampling_of(), {"uuids": ["cond"]}
 
     def call(layer: int | None) -> Any:
@@ -193,7 +195,7 @@ def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
 def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
     attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full steps cache the same chains as merged steps."""
+    """Full steps cache residuals of the same chains that merged steps have."""
     cache = pack_module("toma_core.cache").Cache
     kept, asked = set(), []
     keep, get = cache.put, cache.read
@@ -217,7 +219,7 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
 
 
 def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach: Any, stats_of: Any) -> None:
-    """Without the ControlNet the chain is longer and not cached, so the step is full."""
+    """Without the ControlNet the chain of blocks is longer. Its residual is not cached, so the step is full."""
     import comfy.controlnet
 
     class Once(comfy.controlnet.ControlBase):
@@ -248,7 +250,8 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach
 def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     flux: Any, attach: Any, monkeypatch: Any, patched: bool
 ) -> None:
-    """The first call of the guidance refreshes only its own cache; all other calls continue with their caches."""
+    """The first call of the guidance refreshes only its own cache; the other calls use their caches in the same
+    step."""
     import comfy.samplers
     from comfy.model_patcher import set_model_options_patch_replace
 

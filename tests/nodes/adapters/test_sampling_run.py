@@ -1,4 +1,4 @@
-"""Every size, batch, guidance and sampler gives a finite result of the right shape, and each evaluation has the right
+"""Every size, batch, guidance and sampler gives a finite latent of the right shape, and each evaluation has the right
 step."""
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SAMPLERS = list(STEPS)
 
 
 def steps_of(sampler: str, model: Any) -> list[int]:
-    """Return the expected steps. For models that predict noise, the ancestral sampler's midpoint is already below the
-    next sigma."""
+    """Return the expected steps. If the model predicts noise, the midpoint of the ancestral sampler is below the next
+    sigma."""
     flow = hasattr(model.model.diffusion_model, "double_blocks")
     return [0, 1, 1, 2, 2, 3, 3] if sampler == "dpmpp_2s_ancestral" and not flow else STEPS[sampler]
 
 
-# The buckets of SDXL at a quarter of their side (with the same shapes, so that a grid still has sides like 13 x 19),
-# two of them at full size, odd and tiny sizes, single rows and columns, and sizes of Flux.
+# Latent sizes: the buckets of SDXL at a quarter of their sides, two buckets at full size, odd and tiny sizes, single
+# rows and columns, and sizes of Flux.
 UNET_SIZES = [
     (32, 32), (36, 28), (26, 38), (38, 26), (24, 42), (42, 24), (20, 48), (52, 76),
     (33, 31), (7, 9), (2, 2), (1, 1), (1, 64), (64, 1), (3, 40), (5, 5),
@@ -91,7 +91,7 @@ def test_samplers_and_their_steps(
 def test_range_counts_noise_and_every_step_is_reported(
     request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, kind: str, scheduler: str
 ) -> None:
-    """The range is the first half of the noise schedule, measured by the actual sigmas of the sampler."""
+    """The range is the first half of the noise schedule, whatever the scheduler."""
     base = request.getfixturevalue(kind)
     sampling = base.get_model_object("model_sampling")
     middle = float(sampling.percent_to_sigma(0.5))
@@ -113,7 +113,7 @@ def test_range_counts_noise_and_every_step_is_reported(
 def test_part_of_a_schedule_keeps_its_clock(
     request: pytest.FixtureRequest, attach: Any, decisions: Any, kind: str
 ) -> None:
-    """KSamplerAdvanced runs steps 2 to 4 of 6: its own steps are 0 and 1, with the sigmas of the full schedule."""
+    """KSamplerAdvanced runs steps 2 and 3 of 6. ToMA counts them as steps 0 and 1."""
     model = attach(request.getfixturevalue(kind), full_step_interval=2)
     models.sample(model, 16, 16, steps=6, start_step=2, last_step=4)
     assert [(d.step, d.merged_ratio) for d in decisions] == [(0, 0.0), (1, 0.5)]

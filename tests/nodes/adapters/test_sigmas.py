@@ -1,4 +1,4 @@
-"""Sigmas without host syncs: the sigmas from the schedule equal those that the model gets."""
+"""Sigmas without host syncs: ToMA takes sigmas from the schedule, and they equal those that the model receives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
 
 
 class Reads(TorchDispatchMode):
-    """Counts the host's reads of tensor values."""
+    """Counts reads of tensor values by the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,8 @@ def reads_inside(model: Any, **options: Any) -> int:
 
     from comfy.patcher_extension import WrappersMP
 
-    evaluation.__module__ = "comfy.samplers"  # noise is read if another pack's wrapper may change the latent
+    # ToMA reads the noise if a wrapper of another pack may change the latent.
+    evaluation.__module__ = "comfy.samplers"
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", evaluation)
     model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "test", outer)
     models.sample(model, SIDE, SIDE, steps=4, **options)
@@ -81,7 +82,7 @@ def reads_inside(model: Any, **options: Any) -> int:
 
 
 SAMPLERS = [name.removeprefix("sample_") for name in levels.ONCE_A_STEP]
-# Each sampler with one kind of model and one scheduler; thorough/test_other_sigmas.py has all combinations.
+# Each sampler with one kind of model and one scheduler. thorough/test_other_sigmas.py has the other combinations.
 KNOWN = [(sampler, ("unet", "flux")[n % 2], ("simple", "karras")[n // 2 % 2]) for n, sampler in enumerate(SAMPLERS)]
 
 
@@ -103,7 +104,7 @@ def test_known_samplers_keep_to_their_schedule(
 
 @pytest.fixture(scope="module")
 def own_reads(pack: Any) -> dict[tuple[str, str], int]:
-    """Cache how often runs without ToMA read the device, by kind of model and sampler."""
+    """Return a dict for the number of reads without ToMA, by kind of model and sampler."""
     return {}
 
 
@@ -115,9 +116,9 @@ PRESETS = [("balanced", "euler"), ("quality", "dpmpp_2m"), ("paper", "lcm")]
 def test_nothing_is_read_inside_the_steps(
     model: Any, kind: str, own_reads: dict[tuple[str, str], int], sampler: str, preset: str
 ) -> None:
-    """There are no reads except those of the sampler. `heun` shows that a read would be counted.
+    """Count reads beside those of the sampler. With `heun`, ToMA reads the sigma of each evaluation.
 
-    New noise is read once per step, if there is a KV cache and the sampler itself waits for the device.
+    With a KV cache, ToMA reads new noise once per step if the sampler itself waits for the device.
     """
     settings = pack_module("toma_core").UserSettings(preset, {"min_tokens": 4})
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
@@ -167,7 +168,7 @@ def sigmas_of(sampler: Any, guided: Any = None, schedule: Sequence[float] = (2.0
 
 
 def trusted(sampler: Any, guided: Any = None) -> bool:
-    """Return whether the first sigma is taken from the schedule."""
+    """Return whether ToMA takes the first sigma from the schedule."""
     run, received = sigmas_of(sampler, guided), torch.tensor([1.5])
     run.next(received)
     assert run.of(received)[:2] in ((2.0, 0), (1.5, 0))
@@ -181,7 +182,7 @@ def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
         """A sampler function that is not ComfyUI's."""
 
     class Other(KSAMPLER):
-        """Another sampler class around the same function."""
+        """Another sampler class around ComfyUI's function."""
 
     assert trusted(ksampler("euler"))
     assert not trusted(KSAMPLER(sample_euler))
@@ -190,7 +191,7 @@ def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
 
 
 def test_a_function_that_replaces_comfyuis_is_read(pack: Any, monkeypatch: Any) -> None:
-    """The function has the name of the replaced one, or wraps it."""
+    """The replacement has the name of ComfyUI's function, or wraps it."""
     from comfy.k_diffusion import sampling
     from comfy.samplers import ksampler
 
@@ -292,7 +293,7 @@ def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
 def test_evaluations_that_another_wrapper_skips_are_counted(
     model: Any, attach: Any, received: Any, first: bool
 ) -> None:
-    """LazyCache skips evaluations, with its node before or after ToMA's."""
+    """LazyCache skips evaluations. Its node may come before or after ToMA's."""
     from comfy.patcher_extension import WrappersMP
 
     count = 0
@@ -360,7 +361,7 @@ def reporting(
 
 
 def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
-    """The sigma decides only without reports; steps never decrease."""
+    """The sigma decides only if the sampler reports no steps; steps never decrease."""
     assert reporting(4.0, 0, 2.5, 1, 1.6, 2, 0.5, 3) == [0, 1, 2, 3], "reports are ahead of sigma"
     assert reporting(4.0, 0, 3.0, 1, 2.2, 2, 1.3, 3) == [0, 1, 2, 3], "reports are behind sigma"
     assert reporting(4.0, 0, 3.0, 3.0, 1, 2.0, 2.0, 2, 1.0, 1.0, 3) == [0, 1, 1, 2, 2, 3, 3], "Heun's method"
@@ -375,7 +376,7 @@ def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
 
 
 def test_a_sampler_that_reports_more_steps_than_its_schedule_stays_in_the_last(pack: Any) -> None:
-    """All evaluations are at one noise level, so each could also repeat the step that was reported."""
+    """All evaluations are at one noise level, so each could also repeat the reported step."""
     tracker = levels.SigmaTracker([3.0, 2.0, 0.0])
     steps = []
     for step in range(7):

@@ -1,4 +1,4 @@
-"""Tiled sampling: a tile of the latent is merged by its own content, independent of other tiles."""
+"""Tiled sampling: a tile of the latent is merged by its own content, independently of other tiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.fixture
 def preset(pack: Any) -> Callable[[Any, str], Any]:
-    """preset(model, name): apply ToMA, also to small grids and with few skipped blocks."""
+    """preset(model, name): apply a preset of ToMA, also to small grids, and skip few blocks."""
     settings_of, attach = pack_module("toma_core").UserSettings, pack_module("nodes.adapters.patch_model").apply_toma
     # Sharper weights amplify rounding, because tokens of models with random weights are very similar.
     small = {"min_tokens": 4, "skip_first_blocks": 1, "sharpness": 300.0}
@@ -43,13 +43,15 @@ def sampled(model: Any, **options: Any) -> torch.Tensor:
 
 
 def check_error(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Check that errors are no larger than those of rounding. Some CPUs round tokens differently in another batch size,
-    so that the search may choose another of two nearly equal gains. The error is then 3e-4 of the latent on an AMD
-    EPYC, where merging itself has 0.02 to 0.1. `paper` compares more such tokens."""
+    """Check that the error is that of rounding.
+
+    Some CPUs round tokens differently in another batch size, so that the search may select another of two nearly equal
+    destinations. The error is then 3e-4 of the latent on an AMD EPYC, whereas merging has an error of 0.02 to 0.1.
+    """
     assert (result - expected).norm() < (0.01 if name == "paper" else 0.001) * expected.norm()
 
 
-# One preset for each kind of model; thorough/test_other_tiled_sampling.py has the others.
+# One preset for each kind of model. thorough/test_other_tiled_sampling.py has the others.
 IN_ANY_ORDER = [("unet", "paper"), ("flux", "balanced"), ("qwen", "quality")]
 SPLIT = [("unet", "quality"), ("flux", "paper"), ("qwen", "balanced")]
 
@@ -57,7 +59,7 @@ SPLIT = [("unet", "quality"), ("flux", "paper"), ("qwen", "balanced")]
 @pytest.mark.compat
 @loop(("kind", "name"), IN_ANY_ORDER)
 def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of: Any, name: str) -> None:
-    """Tiles in another order, and several tiles per call, give the same picture, and they are merged."""
+    """Compare tiles in another order, and several tiles per call."""
     patched = preset(model, name)
     expected = sampled(tiled(patched, CORNERS))
     assert stats_of(patched).merged_blocks
@@ -77,8 +79,7 @@ def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypa
 def test_cond_and_uncond_share_the_plan_of_a_tile(
     model: Any, attach: Any, apart: Any, plan_calls: Any, monkeypatch: Any
 ) -> None:
-    """Two tiles in one call, each with both conditions, are four images in two equal pairs. This also holds for
-    separate calls."""
+    """Two tiles in one call, each with both conditions, are four images in two equal pairs."""
     apart(model)
     patched = tiled(attach(model, granularity="block"), CORNERS, at_once=2)
     sampled(patched, steps=1)
@@ -123,7 +124,7 @@ def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: 
 
 @every_kind
 def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: Any, plan_calls: Any) -> None:
-    """Whether tiles move between steps or not, every evaluation selects again, by its own content."""
+    """Every evaluation selects again from its own content, whether tiles move between steps or not."""
     patched = attach(model, selection_interval=10, full_step_interval=3, skip_first_blocks=1)
     for move in (lambda _: 0, lambda step: 3 * step):
         plan_calls.clear()
@@ -140,7 +141,7 @@ def test_nothing_of_a_tile_is_left_for_the_next_evaluation(model: Any, attach: A
 
 @every_kind
 def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any) -> None:
-    """Plans of an evaluation are dropped when the next begins."""
+    """Plans of an evaluation are dropped when the next evaluation begins."""
     sampling = pack_module("nodes.adapters.sampling_run").SamplingRun
     held, begin = [], sampling.next
 
@@ -157,7 +158,7 @@ def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any
 
 @every_kind
 def test_areas_are_no_pieces(model: Any, attach: Any, plan_calls: Any) -> None:
-    """An area that extends beyond the latent, which ComfyUI crops, is no piece either."""
+    """ComfyUI crops an area that extends beyond the latent."""
     positive = [
         *models.conditioning(model, seed=1, area=(SIDE, SIDE, 0, SIDE // 2)),
         *models.conditioning(model, seed=3),

@@ -1,4 +1,4 @@
-"""Training with a patched model equals training without ToMA: ComfyUI's TrainLoraNode on real model classes."""
+"""Training with a patched model equals training without ToMA, in ComfyUI's TrainLoraNode on real model classes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.loop import loop
 
 report_text = pack_module("nodes.adapters.report_text")
 
-# ComfyUI's Flux overwrites tensors that its backward pass needs, so it can be trained only with gradient checkpointing.
-# Values are kind, checkpointing and preset; each case takes 7 seconds.
+# Kind of model, gradient checkpointing, and preset. ComfyUI's Flux overwrites tensors that its backward pass needs, so
+# it can be trained only with gradient checkpointing.
 CASES = [("unet", False, "paper"), ("unet", True, "balanced"), ("flux", True, "paper"), ("z_image", False, "balanced")]
 
 

@@ -1,4 +1,4 @@
-"""A UNet and a transformer under torch.compile; the folder `compile` has every family and both orders."""
+"""A UNet and a transformer under torch.compile. The folder `compile` has every family and both orders of the nodes."""
 
 from __future__ import annotations
 

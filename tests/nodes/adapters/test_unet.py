@@ -83,7 +83,7 @@ def test_modules_are_computed_on_merged_tokens_one_by_one(
 @loop("granularity", ["block", "stack"])
 @loop("amount", [4, 0.35])
 def test_last_stacks_are_skipped(unet: Any, attach: Any, stats_of: Any, granularity: str, amount: float) -> None:
-    """All blocks of these stacks are skipped; a share refers to the 11 stacks."""
+    """All blocks of the last stacks are skipped. An amount below 1 is a share of the 11 stacks."""
     model = attach(unet, skip_last_blocks=amount, granularity=granularity)
     models.sample(model, SIDE, SIDE, steps=1)
     stats = stats_of(model)
@@ -94,7 +94,7 @@ def test_last_stacks_are_skipped(unet: Any, attach: Any, stats_of: Any, granular
 
 @loop("change", ["context", "value", "query", "longer context"])
 def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, change: str) -> None:
-    """After such a patch keys and values differ from the queries, but keys and values must still have equal lengths."""
+    """Keys and values may differ from queries after such a patch, but must have equal lengths."""
 
     def patch(n: Tensor, context: Tensor, value: Tensor, extra_options: Any) -> Any:
         if change == "context":
@@ -115,7 +115,7 @@ def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, cha
 
 
 def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, attach: Any, stats_of: Any) -> None:
-    """IPAdapter replaces cross-attention in this way: it adds attention to an image, with a mask in the shape of the
+    """IPAdapter replaces cross-attention in this way. It adds attention to an image, with a mask in the shape of the
     activations."""
     from comfy.ldm.modules.attention import optimized_attention
 
@@ -166,7 +166,7 @@ def test_sag_reads_the_attention_map_of_all_tokens(
 
 
 def test_control_is_added_to_unmerged_activations(unet: Any, attach: Any, stats_of: Any) -> None:
-    """A ControlNet's residuals are added between blocks, where all tokens are present."""
+    """A ControlNet's residuals are added between stacks, where all tokens are present."""
     import comfy.controlnet
 
     class Residuals(comfy.controlnet.ControlBase):

@@ -1,4 +1,4 @@
-"""Steps of a sampler that reports none, while another node changes the noise levels that the model gets."""
+"""Samplers that report no steps, combined with a node that changes the noise levels that the model gets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One of two processes that sample pictures together, over torch.distributed's gloo on the loopback device.
+"""One of two processes that sample pictures together, with torch.distributed's gloo on the loopback device.
 
-`python rank.py RANK FOLDER` writes {case: result} into FOLDER/RANK.json; both processes meet in FOLDER/store.
+`python rank.py RANK FOLDER` writes {case: result} into FOLDER/RANK.json. Both processes meet in FOLDER/store.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from testbed import models
 
 SIZE = 2
 EVERYTHING = {"min_tokens": 4}
-# A picture has 144 tokens, its text 6. With two references of the same size a process has 219 of 438 tokens, which is
-# more than image and text together.
+# A picture has 144 tokens, its text 6. With two references of the same size, each process has 219 of 438 tokens, more
+# than image and text together.
 SIDE, TEXT = 24, 6
 
 
 def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE, steps: int = 2) -> Tensor:
-    """Sample a latent from prompts with this number of references of the latent's size."""
+    """Sample a latent. references: number of reference images, which have the latent's size."""
     g = torch.Generator().manual_seed(9)
     latents = [torch.randn(1, 16, SIDE, width, generator=g) for _ in range(references)]
     options: dict[str, Any] = {"reference_latents": latents} if latents else {}
@@ -37,7 +37,7 @@ def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE
     return models.sample(model, SIDE, width, steps=steps, **prompts)
 
 
-# The pictures without ToMA so far, with their models, by model and options, because several cases share them.
+# Pictures without ToMA, with their models, by model and options. Several cases share them.
 unmerged: dict[tuple[Any, ...], tuple[Any, Tensor]] = {}
 
 
@@ -49,8 +49,8 @@ def without_toma(model: Any, **options: Any) -> Tensor:
 
 
 def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Compare runs of a model on all processes with and without ToMA. alone: the same model on each process
-    separately."""
+    """Compare runs with and without ToMA of a model that is shared by all processes. alone: the same model in one
+    process."""
     run = pack_module("nodes.adapters.patch_model")
     config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
     merged = run.apply_toma(model, config)
@@ -109,9 +109,9 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     use_comfyui(cpu=True)
     torch.set_num_threads(1)
-    # The name of the machine is not used, because it may not resolve.
+    # Use the loopback device, because the name of the machine may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # The processes meet in a file, because another process might take a port. Waiting longer than this cannot succeed.
+    # The processes meet in a file, because another program might take a port. After this limit a process waits in vain.
     store, limit = f"file://{folder / 'store'}", timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
     (folder / f"{rank}.json").write_text(json.dumps({name: case() for name, case in cases().items()}))

@@ -1,5 +1,5 @@
-"""Samplers that draw new noise, and prompts that take turns, on a trained model: steps are merged where the caches
-hold, otherwise full."""
+"""Samplers that draw new noise, and prompts that alternate, on a trained model. Steps without a valid cache are
+full."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOISY = ("er_sde", "euler_ancestral", "lcm", "dpmpp_2m_sde", "lms")
 
 @pytest.fixture(scope="module")
 def trained(pack: Any) -> Trained:
-    """Return the few-step model; with the other model Euler's own error is 0.14 in pictures of this size."""
+    """Return the few-step model. With the other trained model, Euler's own error is 0.14 in pictures of this size."""
     return Trained("few")
 
 
 def errors(trained: Trained, sampler: str) -> Tensor:
-    """Return the errors of three pictures of 64 x 64 pixels, which no table shows."""
+    """Return the errors of three pictures of 64 x 64 pixels."""
     import comfy.sample
     from comfy.samplers import calculate_sigmas, sampler_object
 
@@ -60,8 +60,8 @@ def errors(trained: Trained, sampler: str) -> Tensor:
 @torch.no_grad()
 @loop("name", NOISY)
 def test_samplers_that_draw_new_noise(trained: Trained, usual: dict[int, float], stats_of: Any, name: str) -> None:
-    """Merged steps get the part of the new noise that the latent explains. Where the caches do not hold, steps are full
-    and give the reason. Without regression the error of these samplers is 0.2 to 0.5."""
+    """Regression on the latent predicts how new noise changes tokens; without it the error of these samplers is 0.2 to
+    0.5. Steps without a valid cache are full and give the reason."""
     error, stats = errors(trained, name), stats_of(trained.merged)
     assert "new_noise" in why_full(stats)
     if name == "er_sde":  # its noise decreases from step to step

@@ -1,4 +1,4 @@
-"""Sizes in the same run and changed noise levels that test_evaluations.py leaves out."""
+"""Other sizes and noise levels for tests of test_evaluations.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joined and split calls with the presets and prompts that test_free_memory.py leaves out."""
+"""Other presets and prompts for tests of test_free_memory.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latents that must not change, for the cases of test_golden.py that `make test` leaves out."""
+"""Other cases for tests of test_golden.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KV cache in the families that test_kv_cache.py leaves out, with one picture at a time."""
+"""Other families for tests of test_kv_cache.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ test_without_changes_a_merged_step_equals_the_models_own = loop(
 )(quick.test_without_changes_a_merged_step_equals_the_models_own.looped)
 
 test_keys_are_propagated_as_their_destinations_change = loop(
-    # Qwen-Image 2.1 is left out, because its text and image attend separately; see families/test_qwen21.py.
+    # Qwen-Image 2.1 is left out, because its text and image attend separately. families/test_qwen21.py tests it.
     "kind",
     [kind for kind in quick.SHOWN if kind not in (*quick.FEW, "qwen_image21")],
 )(quick.test_keys_are_propagated_as_their_destinations_change.looped)

@@ -1,4 +1,4 @@
-"""Public reports that test_public_reports.py leaves out."""
+"""Other public reports from test_public_reports.py."""
 
 from __future__ import annotations
 

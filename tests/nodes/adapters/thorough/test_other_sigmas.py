@@ -1,4 +1,4 @@
-"""Noise levels of every known sampler, with the models, schedulers and presets that test_sigmas.py leaves out."""
+"""Other models, schedulers and presets for tests of test_sigmas.py."""
 
 from __future__ import annotations
 

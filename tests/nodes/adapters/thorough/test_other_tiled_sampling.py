@@ -1,4 +1,4 @@
-"""Tiled sampling with the presets that test_tiled_sampling.py leaves out."""
+"""Other presets for tests of test_tiled_sampling.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Two real processes sample a picture together: ToMA merges correctly or not at all, and does the same in both.
+"""Two real processes sample a picture together: both merge correctly, or neither merges.
 
-compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions. The matrix runs the
-shares in turn.
+compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 @loop("way", WAYS)
 @loop("kind", KINDS)
 def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
-    """Each process has a part of the sequence. With references this part is longer than the image and would be merged
-    by the image's grid, also in the process that holds the references."""
+    """Each process has a part of the sequence. With references the part is longer than the image, and would be merged
+    by the image's grid."""
     for process in found:
         case = process[f"tokens-{way}-{kind}"]
         assert case["as without ToMA"]
         assert case["the same on all"]
-        # Blocks whose forward the other pack replaces have another reason in the report.
+        # The report has another reason for blocks whose forward the other pack replaces.
         assert case["merged"] == 0
         assert set(case["unmerged"]) <= {TOKENS_CHANGED, "block_replaced"}
         assert sum(case["unmerged"].values()) == BLOCKS["flux"]
@@ -73,7 +72,7 @@ def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
 @loop("model", ["flux", "unet"])
 @loop("granularity", ["stack", "module"])
 def test_shared_conditions_are_not_merged(found: Any, model: str, granularity: str) -> None:
-    """Each process has one of two conditions and cannot tell which."""
+    """Each process evaluates one of two conditions and does not know which."""
     for process in found:
         case = process[f"conditions-{model}-{granularity}"]
         assert case["as without ToMA"]
@@ -86,7 +85,7 @@ def test_shared_conditions_are_not_merged(found: Any, model: str, granularity: s
 @loop("model", ["flux", "unet"])
 @loop("spread", ["pictures", "weights"])
 def test_complete_pictures_are_merged_as_on_one_process(found: Any, model: str, spread: str) -> None:
-    """Each process of a group samples its own picture, also with sharded weights (FSDP)."""
+    """Each process samples its own picture, also with sharded weights (FSDP)."""
     for process in found:
         case = process[f"{spread}-{model}"]
         assert case["as ToMA on one process"]
