@@ -1,8 +1,8 @@
-"""Streams that are recorded in place of CUDA's: copies run late, early or at random, and races are errors.
+"""Simulated CUDA streams: the CPU computes at once, copies run late, early or at random, and races are errors.
 
-The CPU computes at once; copies wait in the queue of their stream until something waits for them, or until chance or
-the order `early` runs them. In addition to the data, which shows the reads and writes of a copy, knowledge is tracked:
-how much of each stream's work is known to be finished at each point of a stream. A copy raises
+A copy waits in the queue of its stream until something waits for it, or until chance or the order `early` runs it.
+Beside the data, the simulation tracks at each point of a stream how much of the other streams' work is known to be
+finished. A copy raises
 
 - if it may overlap with the computation of its source, or with the earlier use of its target's memory;
 - if it may overlap with another copy of the same main memory, unless both read;
@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Known = dict[str, int]  # by stream, how much of its work is known to be finished
+Known = dict[str, int]  # by name of a stream, how much of its work is known to be finished
 
 
 class RaceError(AssertionError):
-    """An error: two accesses to a tensor have no order."""
+    """An error: nothing orders two accesses to a tensor."""
 
 
 @dataclass(eq=False)
 class Point:
-    """An event: a point in a stream's work, with the knowledge at that point."""
+    """An event: a point in a stream's work, and the work of other streams that is finished at this point."""
 
     stream: Recorded
     work: int
@@ -41,7 +41,7 @@ class Point:
 
 @dataclass(eq=False)
 class Recorded:
-    """A stream whose work is recorded, and run in an order of the test's choice."""
+    """A stream that queues its work and runs it late, early or at random."""
 
     copies: Copies
     name: str
@@ -71,7 +71,7 @@ class Recorded:
             self.known[name] = max(work, self.known.get(name, 0))
 
     def run(self, until: float = float("inf")) -> None:
-        """Run all queued work up to this point of the stream."""
+        """Run the queued work up to the point `until` of the stream."""
         while self.queue and self.queue[0][0] <= until:
             self.queue.popleft()[1]()
 
@@ -88,8 +88,9 @@ class _Access(NamedTuple):
 class Copies:
     """The streams of one device.
 
-    order: when copies run: "late", "early", or at random by a seed. pins: whether main memory can be pinned. deaf: a
-    pair of streams; waits of the first for the second are not counted, to show that they are needed.
+    order: when copies run: "late", "early", or at random with this seed.
+    pins: whether main memory can be pinned.
+    deaf: a pair of streams. Waits of the first stream for the second are not counted, which shows that they are needed.
     """
 
     order: str | int = "late"
@@ -130,7 +131,7 @@ class Copies:
 
         def run() -> None:
             device_side = held()
-            if device_side is not None:  # otherwise its end was noted as an error
+            if device_side is not None:  # otherwise the error was noted when the tensor was freed
                 (device_side.copy_(theirs) if up else theirs.copy_(device_side))
 
         stream.queue.append((stream.work, run))
@@ -146,7 +147,7 @@ class Copies:
             overlaps = other.start < found.end and found.start < other.end and (writes or other.writes)
             if overlaps and other.stream != stream.name and stream.known.get(other.stream, 0) < other.work:
                 raise RaceError(f"{stream.name} runs beside {other.stream}")
-        # Later accesses of one stream to the same memory are ordered after earlier ones.
+        # Later accesses of a stream to the same memory come after its earlier ones, so only the last one is stored.
         self._accesses = [a for a in self._accesses if (a.stream, a.writes, a.start, a.end) != (found[0], *found[2:])]
         self._accesses.append(found)
 
@@ -163,7 +164,7 @@ class Copies:
         weakref.finalize(t, freed)
 
     def check(self) -> None:
-        """Raise the errors that were noted while memory was freed."""
+        """Raise an error that was noted while memory was freed."""
         if self._errors:
             raise RaceError(self._errors[0])
 
@@ -178,7 +179,7 @@ class Copies:
         self._accesses = [a for a in self._accesses if not a.start <= memory.data_ptr() < a.end]
 
     def unfinished(self) -> int:
-        """Return how many copies have not run."""
+        """Return the number of copies that have not run."""
         return sum(len(stream.queue) for stream in self.made_streams)
 
 

@@ -1,4 +1,4 @@
-"""Small real models shared by the tests, and fixtures that record the inside of a run."""
+"""Small real models that tests share, and fixtures that record the internals of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from testbed.selectors import selected_by
 
-# Small models have small grids, and this setting merges all of them.
+# Merge all grids, because the grids of small models are small.
 EVERYTHING = {"min_tokens": 4}
-# Half of the channels at the coarser levels, so that convolutions take a third of the time of a small UNet.
+# Half of the channels at the lower resolutions, which makes convolutions of a small UNet three times as fast.
 NARROW: dict[str, Any] = {"unet": {"channel_mult": (1, 1, 2)}}
 
 
@@ -34,7 +34,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> dict[str, Any]:
-    """Return the small models that tests have used so far, by kind."""
+    """Return a dict for small models by kind, which `model_of` fills."""
     return {}
 
 
@@ -46,7 +46,7 @@ def new_model(pack: ModuleType) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def model_of(new_model: Callable[[str], Any], shared: dict[str, Any]) -> Callable[[str], Any]:
-    """model_of(kind): return a small model of one of `models.KINDS`, shared by all tests."""
+    """model_of(kind): return a small model of one of `models.KINDS`, which all tests share."""
 
     def model(kind: str) -> Any:
         if kind not in shared:
@@ -68,7 +68,7 @@ def model_of(new_model: Callable[[str], Any], shared: dict[str, Any]) -> Callabl
 
 @pytest.fixture(scope="session")
 def unet(model_of: Callable[[str], Any]) -> Any:
-    """Return an SDXL-shaped model: attention at half and a quarter of the latent's side."""
+    """Return a UNet with SDXL's structure: attention at half and at a quarter of the latent's side."""
     return model_of("unet")
 
 
@@ -79,7 +79,7 @@ def flux(model_of: Callable[[str], Any]) -> Any:
 
 @pytest.fixture(scope="session")
 def qwen(model_of: Callable[[str], Any]) -> Any:
-    """Return a Qwen-Image, whose latents have five dimensions."""
+    """Return a Qwen-Image model, whose latents have five dimensions."""
     return model_of("qwen_image")
 
 
@@ -89,7 +89,7 @@ def hooked(model: Any) -> list[str]:
 
 
 def held(model: Any) -> list[Any]:
-    """Return the run's objects that the model's hooks still hold."""
+    """Return objects of a run that the model's hooks still reference."""
     found = []
     for _, hook in pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs():
         holders = [getattr(hook, name, None) for name in ("own_site", "positions", "signature")]
@@ -100,7 +100,8 @@ def held(model: Any) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def left_untouched(shared: dict[str, Any]) -> Iterator[None]:
-    """Check after every test that the shared models are unchanged and that hooks hold nothing."""
+    """Check after every test that the shared models have no patches and that their hooks reference no objects of a
+    run."""
     yield
     for model in shared.values():
         assert hooked(model) == []
@@ -116,7 +117,7 @@ def hooks_left() -> Callable[[Any], list[str]]:
 
 @pytest.fixture(scope="session")
 def attach(pack: ModuleType) -> Callable[..., Any]:
-    """attach(model, **settings): apply ToMA, by default on every grid and in every block. selector: a rule of
+    """attach(model, **settings): apply ToMA, by default to every grid and every block. selector: a function of
     `testbed.selectors` that selects destinations."""
     config = pack_module("toma_core.config").ToMAConfig
     run = pack_module("nodes.adapters.patch_model")
@@ -145,13 +146,13 @@ def apart(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], 
 
 @pytest.fixture(scope="session")
 def stats_of(pack: ModuleType) -> Callable[[Any], Any]:
-    """Return the stats of a model's last run, None if there was none."""
+    """Return a function that returns the stats of a model's last run, or None."""
     return pack_module("nodes.adapters.attachment").last_stats  # type: ignore[no-any-return]
 
 
 @dataclass
 class PlanCall:
-    """One request for a plan and its result. x: (B, N, C), a copy."""
+    """One request for a plan, and the plan. x: a copy of the tokens (B, N, C)."""
 
     x: Tensor
     grid: tuple[int, int]
@@ -192,9 +193,9 @@ def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @dataclass
 class BlockCall:
-    """One call of a module, with inputs copied before any in-place change.
+    """One call of a module, with copies of its inputs.
 
-    first_plan: number of plans that were requested before it.
+    first_plan: number of plans that were requested before the call.
     """
 
     args: list[Any]
@@ -259,7 +260,7 @@ def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
 
 @pytest.fixture
 def no_state_left(pack: ModuleType) -> Iterator[None]:
-    """Check that no run state and no plan is alive after the test's runs."""
+    """Check after the test that no run state and no plan is alive."""
     kinds = (pack_module("toma_core.run").RunState, pack_module("toma_core.merge").MergePlan)
     gc.collect()
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), kinds)}
@@ -271,7 +272,7 @@ def no_state_left(pack: ModuleType) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def stranger(pack: ModuleType) -> Any:
-    """Return a small AuraFlow: a real model with latents like Flux's that no family supports."""
+    """Return a small AuraFlow, which no family of the pack supports. Its latents are like Flux's."""
     import comfy.latent_formats
     import comfy.model_base
     import comfy.supported_models

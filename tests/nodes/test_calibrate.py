@@ -1,4 +1,4 @@
-"""The calibration node: its results and texts, on real models."""
+"""The calibration node on real models: its profiles and texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Ten
 
 @pytest.fixture
 def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """calibrated(model, **inputs): return model, profile, picture and the node's result."""
+    """calibrated(model, **inputs): return model, profile, picture, and the node's result."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
@@ -67,7 +67,7 @@ def test_gives_out_what_it_found(unet: Any, calibrated: Any, no_state_left: None
     assert "The preset 'balanced' at ratio 0.5: error 0." in said
     assert any(any(ratios) for ratios in profiles.parsed(text).ratios.values())
     assert len(text.encode()) <= 2000
-    # A ToMA node with the profile gives the same result in another graph.
+    # The profile gives the same latents in a ToMA node of another graph.
     again = patch.ToMA.execute(unet, 0.5, "quality", text).args[0]
     assert run.attachment_of(again).ratio_schedule
     assert torch.equal(sampled(again), sampled(patch.ToMAAdvanced.execute(unet, **advanced(profile=text)).args[0]))
@@ -80,7 +80,7 @@ def advanced(**values: Any) -> dict[str, Any]:
 
 
 def found_profile(model: Any) -> str:
-    """Return a profile for the model."""
+    """Return a valid profile for the model, without calibration."""
     identity = pack_module("nodes.adapters.registry")
     names = [block.name for block in identity.blocks_of(model)]
     config = pack_module("toma_core").ToMAConfig()
@@ -95,7 +95,7 @@ def test_small_grids_have_nothing_to_merge(unet: Any, calibrated: Any) -> None:
 
 
 def test_a_prompt_that_begins_later(unet: Any, calibrated: Any) -> None:
-    """A prompt that begins later is measured only in the steps in which it takes part."""
+    """The prompt is measured only in the steps in which it is active."""
     late = models.conditioning(unet, seed=1, start_percent=0.3, end_percent=1.0)
     _, text, _, _ = calibrated(unet, steps=8, positive=late)
     assert profiles.parsed(text).ratios
@@ -130,7 +130,7 @@ def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any, 
 
 
 def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
-    """A cache that skips every evaluation from the second on leaves nothing to measure, so the result is the preset."""
+    """The cache skips every evaluation from the second on."""
     held: list[torch.Tensor] = []
 
     def cached(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
 
 @loop("merged_too", [True, False])
 def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool) -> None:
-    """NaN from the model itself, or only from merged blocks, is reported, and those blocks are not merged."""
+    """NaN comes from the model itself or only from merged blocks."""
 
     def broken(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = executor(x, *args, **kwargs)
@@ -166,12 +166,12 @@ def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool
 
 
 def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: None) -> None:
-    """ComfyUI's flag is set while a probe runs."""
+    """The user cancels while a probe runs."""
     import comfy.model_management
     import comfy.utils
 
     def cancel(value: int, *_: Any, **__: Any) -> None:
-        if value >= 4:  # ComfyUI drops an update that follows another one too soon
+        if value >= 4:  # ComfyUI drops a progress update that follows another one too soon
             comfy.model_management.interrupt_current_processing()
 
     before = comfy.utils.PROGRESS_BAR_HOOK
@@ -185,7 +185,7 @@ def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: No
 
 
 def test_the_same_again(unet: Any, calibrated: Any, plain_profile: str) -> None:
-    """The result depends on the seed, not on earlier runs, and the global generator is unchanged."""
+    """The profile depends on the seed, not on earlier runs. The global random generator is unchanged."""
     sampled(unet, 24)
     torch.manual_seed(3)
     drawn = torch.randn(2)
@@ -199,7 +199,8 @@ def test_the_same_again(unet: Any, calibrated: Any, plain_profile: str) -> None:
 def test_the_preset_as_a_profile(
     target: str, ratio: float, unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the choice has a larger error, the result equals the preset bit for bit, also when the profile is applied."""
+    """If the calibrated ratios have a larger error than the preset, the node returns the preset. The profile then gives
+    the preset's latent bit for bit."""
     errors = iter((0.1, 9.0))
     monkeypatch.setattr(calibrate, "error", lambda *_: next(errors))
     made, text, _, answer = calibrated(unet, target=target)
@@ -248,13 +249,13 @@ def test_the_gain_comes_first() -> None:
 
 
 def test_a_sampler_with_another_cfg_is_named() -> None:
-    """Samplers behind a node that passes the model on count, too; a sampler of another model does not."""
+    """Samplers count if their model comes from the calibration node, also through other nodes."""
     prompt = {
         "1": {"inputs": {"cfg": 4.0}},
         "2": {"inputs": {"model": ["1", 0]}},
         "3": {"inputs": {"model": ["2", 0], "cfg": 7.0}},
         "4": {"inputs": {"model": ["9", 0], "cfg": 1.0}},
-        "5": {"inputs": {"model": [], "cfg": 2.0}},  # ComfyUI does not check nodes without an output
+        "5": {"inputs": {"model": [], "cfg": 2.0}},  # ComfyUI does not check inputs of nodes without an output
     }
     assert calibrate._cfgs_of_samplers(SimpleNamespace(unique_id="1", prompt=prompt)) == [7.0]
 

@@ -63,7 +63,7 @@ def test_a_region_has_its_destinations_colour(maps: Any) -> None:
 
     def colour(token: int) -> tuple[int, int, int]:
         row, column = divmod(token, 16)
-        # off the middle, where dots are drawn, and off the border, where lines are drawn
+        # Avoid the middle of a cell, where dots are drawn, and its border, where lines are drawn.
         return pixel(image, MARGIN + CAPTION + (row + 0.2) * cell, MARGIN + (column + 0.2) * cell)
 
     owner = merged.owner.tolist()

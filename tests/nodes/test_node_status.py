@@ -1,4 +1,4 @@
-"""Only the node of a run receives its status."""
+"""The status messages of a run go only to the node of this run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WORKFLOW = "0b5d6ba8-0000-4000-8000-000000000001"
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str]]:
-    """Record the messages to ComfyUI's server while a prompt of the client `page` runs. This process has no server;
-    tests/browser has a real one."""
+    """Record the messages to ComfyUI's server while a prompt of the client `page` runs. There is no server in this
+    process."""
     messages: list[tuple[str, dict[str, Any], str]] = []
     extra = {"client_id": "page", "extra_pnginfo": {"workflow": {"id": WORKFLOW}}}
     queue = SimpleNamespace(get_current_queue_volatile=lambda: ([(0, "prompt", {}, extra, [], {})], []))
@@ -60,7 +60,7 @@ def test_a_run_is_sent_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
 
 
 def test_a_run_says_whether_its_first_step_was_full(unet: Any, sent: list[Any]) -> None:
-    """The page times all steps except the first."""
+    """The page times all steps except the first one."""
     for settings, full in (({}, False), ({"full_step_interval": 2}, True), ({"start_percent": 0.5}, True)):
         models.sample(patched(unet, **settings).args[0], 24, 24, steps=4)
         assert sent[-1][1]["first_full"] is full

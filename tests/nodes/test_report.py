@@ -1,4 +1,4 @@
-"""The report node shows the run, not the settings."""
+"""The report node describes the run, not the settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATENT = {"samples": torch.zeros(1, 4, 8, 8)}
 
 @pytest.fixture
 def shown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """shown(model): return text, image and the node's result. Previews go to a temporary folder."""
+    """shown(model): return text, image, and the node's result. Previews go to a temporary folder."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))

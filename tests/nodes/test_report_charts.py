@@ -18,8 +18,8 @@ report_text = pack_module("nodes.adapters.report_text")
 
 @pytest.fixture
 def stats() -> Any:
-    """Return stats of ten steps, of which steps 3 to 8 merged half of the tokens and more, with three stages, one
-    unmerged block and one block merged in part."""
+    """Return stats of ten steps in three stages. Steps 3 to 8 merge half of the tokens or more; one block is never
+    merged, and another one only in some steps."""
     made = Stats(total_steps=10)
     for step in range(10):
         made.count_evaluation(step, {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.75}.get(step, 0.0))
@@ -88,7 +88,6 @@ def test_many_blocks_break_into_lines(stats: Any) -> None:
 
 
 def test_numbers_in_squares_are_those_of_the_report(stats: Any) -> None:
-    """The reason of most blocks has number 1."""
     for block in range(5):
         stats.not_merged(f"late.{block}", Reason.NOTHING_TO_MERGE())
     assert stats.unmerged_reasons()[0] == Reason.NOTHING_TO_MERGE()
@@ -97,7 +96,7 @@ def test_numbers_in_squares_are_those_of_the_report(stats: Any) -> None:
 
 
 def test_nothing_lies_on_another_and_no_margin_is_wide(stats: Any) -> None:
-    """There are few empty rows and columns, and no letter is cut off."""
+    """Check that few rows and columns of pixels are empty, and that no letter is cut off."""
     for image in (charts.steps_chart(stats, 800), charts.blocks_chart(stats, 800)):
         used = (np.asarray(image) != charts.PAPER).any(-1)
         rows, columns = np.flatnonzero(used.any(1)), np.flatnonzero(used.any(0))

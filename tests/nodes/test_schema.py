@@ -1,7 +1,7 @@
-"""schema.json freezes everything that saved workflows depend on. Add an input at the end, then write the file again
-with
+"""schema.json freezes everything that saved workflows depend on. Add an input at the end of a node, then write the file
+again:
 
-TOMA_WRITE_SCHEMA=1 make test ARGS=tests/nodes/test_schema.py
+    TOMA_WRITE_SCHEMA=1 make test ARGS=tests/nodes/test_schema.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from scripts.comfy_pack import load_pack
 from tests.loop import loop
 
-# These lists are ComfyUI's and grow with every release.
+# ComfyUI's lists of samplers and schedulers grow with every release.
 COMFYUIS = ("sampler_name", "scheduler")
 FROZEN = Path(__file__).with_name("schema.json")
 

@@ -1,5 +1,4 @@
-"""Latents of several streams, such as a video with its sound: only tokens of the first stream are merged, measured and
-drawn."""
+"""Latents of several streams, such as a video with its sound: only the first stream is merged, measured and drawn."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def test_the_first_of_a_pack_is_a_view() -> None:
 
 @BOTH
 def test_plans_are_made_from_the_predicted_video(kind: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """There is one plan in each merged step, for all blocks and both conditions."""
+    """All blocks and both conditions share one plan in each merged step."""
     model = model_of(kind)
     settings = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1, "kv_cache": True}
     merged = attach(model, full_step_interval=4, **settings)
@@ -54,7 +53,8 @@ def test_plans_are_made_from_the_predicted_video(kind: str, model_of: Any, attac
 def test_the_cache_is_reckoned_by_the_video_beside_all_streams(
     kind: str, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ComfyUI estimates its own memory by the shape of the pack of streams."""
+    """ComfyUI estimates memory by the shape of the packed streams, and ToMA estimates its cache by the shape of the
+    video."""
     model, seen, asked = model_of(kind), [], list[int]()
     merged, left, reserved = run.apply_toma(model, preset("balanced")), kv_memory.memory_left, run.reserved
     monkeypatch.setattr(

@@ -1,5 +1,3 @@
-"""Behaviour does not depend on texts."""
-
 from __future__ import annotations
 
 import json
@@ -26,7 +24,7 @@ def nameless(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str, Any]:
-    """Return a run's results, report, chart and decisions, without texts."""
+    """Return the latent, report and chart of a run."""
     charts = pack_module("nodes.report_charts")
     merged = attach(model, **settings)
     latent = models.sample(merged, 24, 24, steps=3)

@@ -1,4 +1,4 @@
-"""The measurement: its samples and their order, its counts, and the evaluation of the numbers."""
+"""Timing: which samples are taken in which order, the counts of work, and the evaluation of measured times."""
 
 from __future__ import annotations
 

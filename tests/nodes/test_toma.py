@@ -1,4 +1,4 @@
-"""The two nodes that apply ToMA: settings of their widgets, and errors for invalid values."""
+"""The two nodes that apply ToMA: the settings that their widgets give, and errors for invalid values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def defaults(node: Any) -> dict[str, Any]:
 
 
 def made_by(node: Any, model: Any, **values: Any) -> Any:
-    """Return the settings in a node's output model."""
+    """Return the config in a node's output model."""
     return config_of(node.execute(model, **{**defaults(node), **values}).args[0])
 
 
@@ -41,7 +41,7 @@ def config_of(model: Any) -> Any:
 @loop("kind", ["unet", "flux"])
 @loop("preset", core.PRESETS)
 def test_preset_is_as_the_model_has_it(request: pytest.FixtureRequest, kind: str, preset: str) -> None:
-    # Settings in blocks of Flux.1 do not apply to a smaller model.
+    # Settings in numbers of blocks apply only to models with as many blocks as Flux.1.
     model = request.getfixturevalue(kind) if kind == "unet" else models.flux(double=19, single=38)
     expected = core.UserSettings(preset, {"ratio": 0.4}).resolved(*OWN[kind])
     assert made_by(nodes.ToMA, model, ratio=0.4, preset=preset) == expected
@@ -102,7 +102,7 @@ def test_what_most_people_touch_is_in_front() -> None:
 
 @pytest.mark.compat
 def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
-    """A graph in API format may still have such a setting: ComfyUI passes only the node's inputs, and all links."""
+    """A graph in API format may still have a removed setting. ComfyUI passes only known inputs, and all links."""
     from execution import get_input_data
 
     saved = {"model": unet, **defaults(nodes.ToMAAdvanced), "unmerge": "pseudo-inverse"}
@@ -151,8 +151,8 @@ def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
     assert nodes.ToMA.validate_inputs() is True, "a ratio that comes over a link is not known yet"
 
 
-# Numbers of ToMA Advanced whose least value is above 0, of which ComfyUI only knows that -1, the preset's value, is
-# allowed.
+# Numbers of ToMA Advanced that must be above 0 or -1, the preset's value. The widget's range, which begins at -1, does
+# not express this.
 WITH_A_LEAST_VALUE = ("full_step_interval", "selection_interval", "window_size", "sharpness")
 
 
@@ -181,7 +181,7 @@ def test_every_number_that_the_widgets_range_does_not_check_is_validated() -> No
 
 
 def test_nothing_is_stored_between_executions() -> None:
-    """ComfyUI caches the patched model and passes it to the next run: the nodes themselves hold no state."""
+    """ComfyUI may cache nodes and patched models between runs."""
     for node in (nodes.ToMA, nodes.ToMAAdvanced):
         assert not [n for n, v in vars(node).items() if isinstance(v, (list, dict, set)) and not n.startswith("_")]
         assert not inspect.signature(node.execute).parameters.get("self")
@@ -189,6 +189,6 @@ def test_nothing_is_stored_between_executions() -> None:
 
 @loop("value", [-1, -1.0, -0.95, -0.99, "preset"])
 def test_negative_numbers_leave_a_field_to_the_preset(unet: Any, value: Any) -> None:
-    """A click on the arrow of a number at -1 makes -0.95, which still leaves the field to the preset."""
+    """A click on the arrow of a number at -1 makes -0.95, which also stands for the preset's value."""
     name = "granularity" if value == "preset" else "skip_last_blocks"
     assert made_by(nodes.ToMAAdvanced, unet, **{name: value}) == made_by(nodes.ToMAAdvanced, unet)

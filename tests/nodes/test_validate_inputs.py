@@ -1,4 +1,4 @@
-"""Inputs have the right type, or the error names what to connect."""
+"""A node refuses inputs of a wrong type, with an error that names what to connect."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
-# A loader for a model small enough for a test; the server loads it as another node pack.
+# A pack with a loader of small models, which the server loads beside ToMA.
 TINY_PACK = """
 import sys
 sys.path.append({root!r})
@@ -35,7 +35,7 @@ NODE_CLASS_MAPPINGS = {{"TinyModel": TinyModel}}
 
 @pytest.fixture(scope="module")
 def tiny_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
-    """Run a server that can also load the small models."""
+    """Run a server that can also load small models."""
     folder = tmp_path_factory.mktemp("packs") / "tiny"
     folder.mkdir()
     (folder / "__init__.py").write_text(TINY_PACK.format(root=str(ROOT)))

@@ -19,8 +19,8 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 def sampling(
     kind: str, toma: dict[str, Any] | None = None, *, seed: int = 5, size: int = 192, steps: int = STEPS
 ) -> dict[str, Any]:
-    """Return the graph loader -> ToMA -> KSampler -> report and latent. toma: class and inputs of the node, None to
-    omit it."""
+    """Return the graph loader -> ToMA -> KSampler -> report and latent. toma: class and inputs of the ToMA node, or
+    None to omit the node."""
     empty = "EmptyLatentImage" if kind == "unet" else "EmptySD3LatentImage"
     inputs = {"positive": ["1", 1], "negative": ["1", 2], "latent_image": ["3", 0], "seed": seed, "steps": steps}
     how = {"cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
@@ -42,7 +42,7 @@ def simple(ratio: float = 0.5) -> dict[str, Any]:
 
 
 def advanced(server: ComfyServer, **settings: Any) -> dict[str, Any]:
-    """Return ToMAAdvanced with the defaults that the server sends to the page, and other settings on top."""
+    """Return a ToMAAdvanced node with the server's defaults, except for `settings`."""
     required = server.object_info("ToMAAdvanced")["input"]["required"]
     defaults = {name: spec[1]["default"] for name, spec in required.items() if name != "model"}
     return {"class_type": "ToMAAdvanced", **defaults, "min_tokens": 16, **settings}

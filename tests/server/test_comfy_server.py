@@ -1,4 +1,4 @@
-"""The driver of the real server, in success, failure and shutdown."""
+"""Tests of `scripts.comfy_server`, which runs a real server: success, failure and shutdown."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ def prompt(seconds: float) -> dict:
 
 
 def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
-    """Errors, interrupts and prompts that take too long are reported, and the queue continues. When the process ends,
-    it does not delete a folder that it did not make."""
     base, pack = tmp_path / "base", tmp_path / "slow-pack"
     base.mkdir()
     pack.mkdir()

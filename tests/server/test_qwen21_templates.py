@@ -1,4 +1,5 @@
-"""The templates of Qwen-Image 2.1, run to the picture on a real server, with stand-ins where ComfyUI is older."""
+"""The templates of Qwen-Image 2.1 on a real server, from the graph to the picture. Older ComfyUI releases get stand-ins
+for its nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.newer import newer_pack
 from tests.test_workflows import load, to_prompt
 
 LOADERS = {"UNETLoader": 0, "CLIPLoader": 1, "VAELoader": 2}
-# Grids just large enough to be merged.
+# Sizes whose grids are just large enough to be merged.
 SIZES = {"TextEncodeQwenImage21": {"resolution": 320}, "EmptyLatentImage": {"width": 160, "height": 160}}
 
 
@@ -30,8 +31,7 @@ def image_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterato
     ("name", "merged"), [("09 Qwen-Image 2.1 edit", "18 of 25"), ("08 Qwen-Image 2.1 turbo", "5 of 8")]
 )
 def test_template_runs_to_its_picture(name: str, merged: str, image_server: ComfyServer) -> None:
-    """The number of merged steps is the one in the template's note; references are larger and smaller than the
-    picture."""
+    """merged: the merged steps as the template's note says. References are larger and smaller than the picture."""
     prompt = to_prompt(load(ROOT / "workflows" / f"{name}.json"), image_server)
     loaded = {number: LOADERS.get(node["class_type"]) for number, node in prompt.items()}
     made: dict[str, Any] = {"tiny": {"class_type": "TinyQwenImage21", "inputs": {}}}

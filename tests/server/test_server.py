@@ -27,7 +27,7 @@ def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
     run = tiny_server.run(graph(settings, kind))
     assert run.status == "success", run.error
     (text,) = run.outputs["8"]["text"]
-    merged = STEPS if kind == "unet" else STEPS - 2  # under the preset the first and the last step of Flux are full
+    merged = STEPS if kind == "unet" else STEPS - 2  # under the preset, the first and the last step of Flux are full
     assert text.splitlines()[0].endswith(f"{merged} of {STEPS} steps.")
     assert "merged blocks: " in text
     assert run.outputs["9"]["text"] == [text]
@@ -39,8 +39,8 @@ def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
 
 @pytest.mark.compat
 def test_each_prompt_of_a_queue_is_as_if_alone(tiny_server: ComfyServer) -> None:
-    """Two clients queue at the same time. The node switched off, or with steps out of its range, gives the same latent
-    as no node. In the end each prompt samples once more, on a newly loaded model and in another order."""
+    """Two clients queue at the same time. Then each prompt runs once more, on a newly loaded model and in reverse
+    order."""
     server = tiny_server
     prompts = {
         "half": graph(advanced(server), "flux", steps=8),
@@ -115,7 +115,7 @@ RANGE = {"start_percent": 0.8, "end_percent": 0.2}
 def test_bad_settings_are_refused_with_range_and_fix(
     tiny_server: ComfyServer, settings: Any, parts: tuple[str, ...]
 ) -> None:
-    """ComfyUI marks every input that is checked; the page marks only those that the text names."""
+    """ComfyUI marks every input that was checked, whereas the page marks only inputs that the error names."""
     toma = {**simple(), **settings} if "ratio" in settings else advanced(tiny_server, **settings)
     with pytest.raises(PromptError) as refused:
         tiny_server.run(graph(toma))
@@ -125,8 +125,7 @@ def test_bad_settings_are_refused_with_range_and_fix(
 
 
 def test_bad_settings_over_a_link_fail_their_prompt_only(tiny_server: ComfyServer) -> None:
-    """Such settings are refused only when the graph runs: the ToMA node shows the error, and the next prompt in the
-    queue runs."""
+    """ComfyUI does not validate values that come over a link, so the error appears when the node runs."""
     toma = advanced(tiny_server, window_size=["20", 0])
     linked = {**graph(toma), "20": node("PrimitiveInt", value=0)}
     bad = tiny_server.queue(linked)
@@ -147,7 +146,7 @@ def test_bad_settings_over_a_link_fail_their_prompt_only(tiny_server: ComfyServe
 
 def test_client_receives_the_runs_of_each_node_cached_or_not(tiny_server: ComfyServer) -> None:
     settings = advanced(tiny_server)
-    for seed in (31, 32):  # in the second run ComfyUI has the node in its cache
+    for seed in (31, 32):  # in the second run, ComfyUI has cached the node
         run = tiny_server.run(graph(settings, seed=seed))
         assert run.status == "success", run.error
         (begin, end) = said(run)

@@ -1,4 +1,4 @@
-"""The templates of videos with sound, run from the picture to the saved video on a real server."""
+"""The templates of videos with sound on a real server, from the picture to the saved video."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testbed import models
 from tests.test_workflows import load, to_prompt
 
 PACK = Path(__file__).with_name("tiny_video.py")
-# The output of the tiny loader that replaces the first output of each of these loaders; a checkpoint has three outputs.
+# By loader: the output of the tiny loader that replaces the first output. A checkpoint loader has three outputs.
 LOADERS = {
     "UNETLoader": 0,
     "CheckpointLoaderSimple": 0,
@@ -27,7 +27,7 @@ LOADERS = {
     "LTXVAudioVAELoader": 3,
     "LatentUpscaleModelLoader": 4,
 }
-# Small sizes, whose grids are just large enough to be merged.
+# Sizes whose grids are just large enough to be merged.
 SIZES = {
     "ImageScale": {"width": 512, "height": 384},
     "EmptyLTXVLatentVideo": {"width": 256, "height": 192, "length": 41},
@@ -38,7 +38,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def video_server(pack: Any) -> Iterator[ComfyServer]:
-    """Run a server that can load tiny models of videos, and has a picture."""
+    """Run a server that can load tiny models of videos, and has an input picture."""
     from PIL import Image
 
     with ComfyServer(packs=[PACK]) as running:
@@ -47,7 +47,7 @@ def video_server(pack: Any) -> Iterator[ComfyServer]:
 
 
 def lora_file(server: ComfyServer, kind: str, name: str) -> None:
-    """Write a LoRA of this name for a tiny model."""
+    """Write a LoRA for a tiny model into the server's folder."""
     weights = {}
     for key, weight in getattr(models, kind)().model.diffusion_model.named_parameters():
         if "blocks.1" in key and key.endswith(".weight") and weight.ndim == 2:
@@ -61,7 +61,7 @@ def lora_file(server: ComfyServer, kind: str, name: str) -> None:
 
 
 def tiny(prompt: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the prompt with one tiny loader in place of all loaders, and small sizes."""
+    """Return the prompt with one tiny loader in place of all loaders, and with small sizes."""
     outputs: dict[tuple[str, int], list[Any]] = {}
     made: dict[str, Any] = {"tiny": {"class_type": "TinyVideo", "inputs": {"kind": kind}}}
     for number, node in prompt.items():
@@ -82,7 +82,7 @@ def tiny(prompt: dict[str, Any], kind: str) -> dict[str, Any]:
     [("11 LTX-2.3 image to video", "ltx_av", ["5 of 8", "1 of 3"]), ("12 MiniMax H3 image to video", "h3", ["5 of 8"])],
 )
 def test_template_runs_to_its_video(name: str, kind: str, merged: list[str], video_server: ComfyServer) -> None:
-    """Every sampler merges the steps that the template's note lists, and a video is saved."""
+    """merged: the merged steps of each sampler, as the template's note says."""
     prompt = to_prompt(load(ROOT / "workflows" / f"{name}.json"), video_server)
     (lora,) = [node["inputs"]["lora_name"] for node in prompt.values() if node["class_type"].startswith("Lora")]
     lora_file(video_server, kind, lora)

@@ -1,7 +1,7 @@
-"""Loaders of a graph that makes videos with sound, with tiny models in place of the weights.
+"""Loaders of tiny models in place of checkpoints, for a graph that makes videos with sound.
 
-Denoisers and the upsampler of latents are ComfyUI's own classes with random weights. Text encoders and VAEs, which do
-not affect merging, return random numbers of the right shape.
+Diffusion models and the latent upsampler are ComfyUI's own classes with random weights. Text encoders and VAEs, which
+do not affect merging, return random numbers of the right shape.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Text:
 
 
 class Pictures:
-    """The VAE of a video. pixel: side of a latent pixel in pixels. frames: frames of the video, by frames of the
-    latent."""
+    """The VAE of a video. pixel: pixels per latent pixel, on each side. frames: function from latent frames to video
+    frames."""
 
     def __init__(self, channels, pixel, frames):
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import processor
@@ -78,7 +78,7 @@ class Sound:
 
 
 class TinyVideo:
-    """A model of one of `models.AUDIO`, with the other outputs that its graph needs."""
+    """Loads a model of one of `models.AUDIO`, with the VAEs, text encoder and upsampler that its graph needs."""
 
     RETURN_TYPES = ("MODEL", "CLIP", "VAE", "VAE", "LATENT_UPSCALE_MODEL")
     FUNCTION, CATEGORY = "load", "tests"

@@ -1,4 +1,4 @@
-"""Fixtures: models, results of fresh processes, counts of live objects, and outcomes of a server."""
+"""Fixtures of the stress tests: models, results of fresh processes, counts of live objects, and a server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from testbed import models
 
 HERE = Path(__file__).parent
 OURS = json.loads((HERE.parent / "nodes" / "schema.json").read_text())
-os.environ.setdefault("TOMA_FUZZ", "300")  # number of cases in test_fuzz.py; test_damaged.py runs a share of it
+os.environ.setdefault("TOMA_FUZZ", "300")  # number of cases in test_fuzz.py; test_damaged.py runs some of them
 
 
 def _module(path: Path) -> ModuleType:
@@ -70,13 +70,14 @@ def model(model_of: Callable[[str], Any], kind: str) -> Any:
 
 @pytest.fixture(scope="session")
 def prompt() -> ModuleType:
-    """Load prompt.py: the prompt that is sampled after every fault, its settings, and the hash of a result."""
+    """Return the module prompt.py: the sampling that is repeated after every fault, its settings, and a hash for
+    latents."""
     return _module(HERE / "prompt.py")
 
 
 @pytest.fixture(scope="session")
 def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
-    """Return model -> settings -> the hash of the result of a fresh process."""
+    """Return {model: {case: hash}} of latents that a fresh process sampled."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(HERE / "prompt.py"), *models.FAMILIES]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
@@ -86,7 +87,7 @@ def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
 
 @pytest.fixture
 def born(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """Collect weak references to every run, its state and every plan from now on."""
+    """Return a list that collects weak references to every run, its state and its plans."""
     sampling, state = pack_module("nodes.adapters.patch_model").SamplingRun, pack_module("toma_core.run").RunState
     refs: list[weakref.ref[Any]] = []
     start, plan = sampling.start.__func__, state.plan
@@ -163,7 +164,7 @@ def dtypes_used() -> Callable[[], Any]:
 
 @pytest.fixture
 def uninterrupted(pack: ModuleType) -> Iterator[None]:
-    """Clear interrupts before the next test."""
+    """Clear a pending interrupt after the test."""
     import comfy.model_management
 
     yield
@@ -172,11 +173,11 @@ def uninterrupted(pack: ModuleType) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def lab(pack: ModuleType) -> Iterator[ComfyServer]:
-    """Run a server with the pack, the demo's two models and a node that counts live objects. It caches only the results
-    of the last prompt, so that memory use is that of the pack."""
+    """Run a server with the pack, the demo's two models and a node that counts live objects. The server caches only the
+    results of the last prompt, so that memory grows only if the pack leaks."""
     flags = ["--use-pytorch-cross-attention", "--cache-classic"]
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    # The server is always on the CPU, because it is compared with forked processes, in which CUDA does not work.
+    # The server uses the CPU, because forked processes, whose results are compared, cannot use CUDA.
     server = ComfyServer(packs=[ROOT / "demo", HERE / "lab.py"], flags=flags, environ=environ, cpu=True)
     try:
         place_dit(server.base / "models")
@@ -187,7 +188,7 @@ def lab(pack: ModuleType) -> Iterator[ComfyServer]:
 
 @pytest.fixture(scope="session")
 def census() -> Callable[..., dict[str, Any]]:
-    """census(server, with_routes=False): count the live objects of the process, see lab.py."""
+    """census(server, with_routes=False): count the live objects of the server, see lab.py."""
     count = itertools.count()
 
     def ask(server: ComfyServer, with_routes: bool = False) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def census() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def outcome() -> Callable[[ComfyServer, Any], str]:
-    """outcome(server, graph): run a graph, and fail unless it runs or is refused with a documented error."""
+    """outcome(server, graph): run a graph, and fail unless it succeeds or is refused with a documented error."""
 
     def of(server: ComfyServer, graph: Any) -> str:
         before = len(server.log())
@@ -213,7 +214,7 @@ def outcome() -> Callable[[ComfyServer, Any], str]:
                 body = json.loads(error.read())
                 assert body["error"].get("message") or body["node_errors"], "refused without a word"
                 return "refused"
-            # ComfyUI itself fails on some graphs; the traceback must then not contain code of the pack.
+            # ComfyUI itself fails on some graphs. The traceback must then contain no code of the pack.
             assert f"custom_nodes/{PACK_FOLDER}/" not in server.log()[before:], server.log()[before:]
             return f"HTTP {error.code}"
         if run.status == "error":
@@ -222,7 +223,7 @@ def outcome() -> Callable[[ComfyServer, Any], str]:
             assert run.error["exception_message"].strip(), run.error
             return f"error in {run.error['node_type']}"
         assert run.status == "success"
-        # ComfyUI runs the valid outputs and lists the errors of the others.
+        # ComfyUI runs the valid outputs and lists the errors of the invalid ones.
         return "refused" if answer["node_errors"] else "success"
 
     return of
@@ -230,7 +231,7 @@ def outcome() -> Callable[[ComfyServer, Any], str]:
 
 @pytest.fixture(scope="session")
 def saved_latent(lab: ComfyServer) -> Callable[[Run], str]:
-    """saved_latent(run): hash the latent that a graph has saved, because pytest takes minutes to compare its bytes."""
+    """saved_latent(run): return a hash of the saved latent, because pytest takes minutes to compare bytes."""
 
     def of(run: Run) -> str:
         assert run.status == "success", run.error
@@ -242,7 +243,7 @@ def saved_latent(lab: ComfyServer) -> Callable[[Run], str]:
 
 @pytest.fixture
 def steady(lab: ComfyServer, saved_latent: Callable[[Run], str]) -> Iterator[ComfyServer]:
-    """Yield the server, and check that its result is unchanged afterwards."""
+    """Yield the server, and check afterwards that it samples the same latent as before."""
     good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, full_step_interval=0, similarity_from="tokens")
     run = lab.run(good)
     before = saved_latent(run)

@@ -1,7 +1,7 @@
 """Nodes that fail on demand, linked into the custom_nodes of a real server.
 
-One graph is used with and without a fault: widgets of `FaultLatent` select the fault and its position, so that the
-MODEL in ComfyUI's cache is the same before, during and after a fault.
+Widgets of `FaultLatent` select the fault. The graph of the model is the same with and without a fault, so the MODEL
+stays in ComfyUI's cache.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # after ComfyUI's own
 from testbed import models
 
 FAULTS = ("none", "error", "out of memory", "slow")
-# The armed fault, the remaining calls of attention until it occurs, and, for a slow run, milliseconds per call.
+# The armed fault, and the number of attention calls until it occurs. For the fault "slow", `calls` is milliseconds per
+# call.
 _armed: dict[str, Any] = {"fault": "none", "calls": 0}
 
-# Classes of a run's objects, by the end of their module's name.
+# Classes of a run's objects, by the last part of their module's name.
 KINDS = {
     ("toma_core.run", "RunState"),
     ("toma_core.cache", "_Entry"),
@@ -53,7 +54,7 @@ def attention(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def census() -> dict[str, int]:
-    """Count the live objects of runs, and the tensors except those of drawings in the last reports."""
+    """Count the live objects of runs, and all tensors except those that belong to maps of the last reports."""
     gc.collect()
     found = gc.get_objects()
     kinds = [(type(o).__module__, type(o).__name__) for o in found]
@@ -63,7 +64,7 @@ def census() -> dict[str, int]:
     return {**counts, "tensors": sum(issubclass(type(o), torch.Tensor) for o in found) - drawn}
 
 
-# Objects of imported modules are excluded from each census.
+# Exclude objects of imported modules from each census.
 gc.collect()
 gc.freeze()
 
@@ -86,7 +87,7 @@ class FaultModel:
 
 
 class FaultLatent:
-    """An empty latent that is never cached; it arms the prompt's fault."""
+    """An empty latent that ComfyUI never caches. It arms the fault."""
 
     RETURN_TYPES = ("LATENT",)
     FUNCTION = "make"

@@ -1,7 +1,5 @@
-"""Count the live objects of a server's process, and make small models of every family.
-
-It is linked into ComfyUI as another pack; see conftest.py.
-"""
+"""A pack for a real server: a node that counts the server's live objects, and a loader of small models of every
+family."""
 
 import ctypes
 import gc
@@ -20,12 +18,12 @@ from testbed import models  # noqa: E402
 
 
 def objects_of_the_pack():
-    """Count the instances of each class of the pack."""
+    """Count the live instances of each class of ToMA."""
     return Counter(type(o).__name__ for o in gc.get_objects() if PACK in str(getattr(type(o), "__module__", "")))
 
 
 def tensor_bytes():
-    """Count the bytes of all tensors, each storage once."""
+    """Count the bytes of all tensors; tensors that share a storage count once."""
     storages = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:
@@ -35,7 +33,7 @@ def tensor_bytes():
 
 
 def routes():
-    """Return method, path and handler's file of every route."""
+    """Return method, path and handler's file of every HTTP route."""
     found = []
     for route in PromptServer.instance.app.router.routes():
         code = getattr(route.handler, "__code__", None)
@@ -44,7 +42,7 @@ def routes():
 
 
 class LabCensus:
-    """Counts live objects between prompts. nonce: another number forces another count."""
+    """Counts live objects between prompts. nonce: a new number prevents ComfyUI from using a cached count."""
 
     RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "count", True, "tests"
 
@@ -54,7 +52,7 @@ class LabCensus:
 
     def count(self, nonce, with_routes):
         gc.collect()
-        if sys.platform == "linux":  # free memory that the allocator holds does not count as used
+        if sys.platform == "linux":  # return memory that the allocator holds but does not use
             ctypes.CDLL(None).malloc_trim(0)
         counted = {
             "objects": objects_of_the_pack(),
@@ -65,7 +63,7 @@ class LabCensus:
 
 
 class LabModel:
-    """A small model of a family, with random weights from a seed, and two prompts for it."""
+    """Loads a small model of a family, with random weights from a seed, and two prompts for it."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL", "CONDITIONING", "CONDITIONING"), "load", "tests"
 

@@ -1,4 +1,4 @@
-"""The prompt that is sampled after every fault. As a script it samples in a process without faults.
+"""The sampling that is repeated after every fault. As a script, this file samples in a process without faults.
 
 `python tests/stress/prompt.py unet` prints {"unet": {case: hash}}. The tests load this file as a module too.
 """
@@ -16,12 +16,12 @@ from testbed import models
 
 SIDE = 24
 STEPS = 3
-# Small models have small grids and few blocks: merge all of them, at every step.
+# Merge all grids and blocks in every step, because small models have small grids and few blocks.
 EVERYTHING = {
     "min_tokens": 4, "skip_first_blocks": 0, "skip_last_blocks": 0, "full_step_interval": 0,
     "selection_interval": 10, "similarity_from": "tokens", "kv_cache": False,
 }  # fmt: skip
-# None: without ToMA.
+# Settings by case. None: without ToMA.
 CASES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "stack": EVERYTHING,
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any] | None] = {
 
 
 def sample(model: Any, **options: Any) -> torch.Tensor:
-    """Sample a latent (1, C, SIDE, SIDE) fp32."""
+    """Sample a latent (1, C, SIDE, SIDE) in fp32."""
     return models.sample(model, SIDE, SIDE, steps=STEPS, **options)
 
 

@@ -1,6 +1,6 @@
-"""Damaged files give an error that names the file, or they run; no process hangs or ends.
+"""Damaged files give an error that names the file, or they run. No process hangs or ends.
 
-`make fuzz` tries more files; TOMA_FUZZ sets the number, see conftest.py.
+`make fuzz` tries more files. TOMA_FUZZ sets the number, see conftest.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CASES = int(os.environ["TOMA_FUZZ"])
 
 
 def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
-    """Truncate the file, or flip some bits in its header, in its numbers, or anywhere."""
+    """Truncate the data, or flip bits in the header, in the numbers, or anywhere."""
     chance = random.Random(seed)  # noqa: S311 - cases, no secrets
     header = 8 + int.from_bytes(data[:8], "little")
     way = ("cut", "cut in the header", "length", "header", "numbers", "anywhere", "empty")[seed % 7]
@@ -64,7 +64,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_damaged_demo_weights_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any) -> None:
-    """The errors of the demo's loaders name the file and the remedy."""
+    """The demo's own loaders read the file."""
     path = tmp_path / name
     monkeypatch.setattr(demo_nodes, "UNET_WEIGHTS", path)
     original = WEIGHTS_FOLDER / name

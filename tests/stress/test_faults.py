@@ -1,4 +1,4 @@
-"""After a fault anywhere in a prompt, the next result equals that of a fresh process, and no object of the failed run
+"""After a fault anywhere in a prompt, the next latent equals that of a fresh process, and no object of the failed run
 is alive."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 
 pytestmark = pytest.mark.usefixtures("families_made")
-# The two most different families, for tests that do not depend on the family.
+# A UNet and a transformer, for tests that do not depend on the family.
 BOTH = ("unet", "flux")
 both = pytest.mark.parametrize("kind", BOTH)
 
 
 class Trap:
-    """Wraps the layers inside the blocks and raises once, in the middle of a block that runs on merged tokens."""
+    """Pre-forward hook of layers inside the blocks that calls `spring` at its call number `at`, counted from 1."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -37,7 +37,7 @@ class Trap:
 
 @pytest.fixture
 def trap(model: Any) -> Iterator[Trap]:
-    """Install the trap in the model; it counts calls until it is armed."""
+    """Hook all linear layers of the blocks. Until the trap is armed, it only counts calls."""
     made, network = Trap(), model.model.diffusion_model
     blocks = [module for module, _ in pack_module("nodes.adapters.registry").find(network).hook_pairs()]
     layers = {layer for block in blocks for layer in block.modules() if isinstance(layer, torch.nn.Linear)}
@@ -52,7 +52,7 @@ class FaultError(Exception):
 
 
 def interrupt() -> None:
-    """Interrupt as the button does, so that the next layer of the model raises an error."""
+    """Interrupt as ComfyUI's button does. The next layer of the model then raises an error."""
     import comfy.model_management
 
     comfy.model_management.interrupt_current_processing(True)
@@ -77,7 +77,7 @@ def kind_of(spring: Callable[[], None]) -> type[BaseException]:
 STAGES = {"first call": lambda calls: 1, "middle step": lambda calls: calls // 2 + 1, "last call": lambda calls: calls}
 SPRINGS = (interrupt, fail, run_out_of_memory)
 MERGED = ("stack", "module", "detail")
-# Two families have every kind of fault at every stage with every setting; each other family has one combination.
+# Two families have every combination of fault, stage and setting; each other family has one combination.
 TURNS = {kind: turn % 3 for turn, kind in enumerate(models.FAMILIES)}
 FAULTS = [
     (kind, stage, spring, MERGED[(m + n) % 3])
@@ -109,7 +109,7 @@ def test_fault_inside_a_merged_block(
         hooked.extend(hooks_left(model))
         spring()
 
-    # With full steps, the last step is full.
+    # In the case "detail" the last step is full, so the fault must come earlier.
     within = calls * (prompt.STEPS - 1) // prompt.STEPS if case == "detail" else calls
     trap.arm(STAGES[stage](within), go)
     with pytest.raises(kind_of(spring)):
@@ -117,7 +117,7 @@ def test_fault_inside_a_merged_block(
     assert hooked, "the fault was to be inside a merged block"
     assert hooks_left(model) == []
     nothing_alive()
-    # There are fewer tensors if the report of an aborted run has no drawings.
+    # The report of an aborted run has no maps, so there may be fewer tensors.
     assert tensors() <= before
 
     assert prompt.digest(prompt.sample(patched)) == fresh[kind][case]
@@ -132,8 +132,8 @@ def test_interrupt_before_and_between_steps(
     kind: str, attach: Any, model: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
     uninterrupted: None, step: int | None,
 ) -> None:  # fmt: skip
-    """None means an interrupt before the first step. After the last step the picture is complete and nothing is
-    interrupted."""
+    """step: interrupt after this step; None interrupts before the first step. An interrupt after the last step has no
+    effect."""
     import comfy.model_management as mm
 
     patched = attach(model, **prompt.CASES["stack"])
@@ -183,7 +183,7 @@ def test_fault_inside_our_own_code(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any, tensors: Any,
     uninterrupted: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, spring: Any,
 ) -> None:  # fmt: skip
-    """The fault occurs in selection, in weights or in merging, at the second call, when a plan exists."""
+    """Raise the fault in selection, weights or merging, at the second call, when a plan exists."""
     import comfy.model_management as mm
 
     patched = attach(model, **{**prompt.CASES["stack"], "weight_interval": 1})
@@ -218,7 +218,7 @@ def test_fault_inside_our_own_code(
 def test_no_memory_while_a_graph_is_prepared(
     kind: str, model: Any, attach: Any, prompt: Any, nothing_alive: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For torch.compile the layout is made before the model runs, when its hook is not installed yet."""
+    """With torch.compile, ToMA makes layouts before the model runs."""
     compiled = model.clone()
     compiled.model_options["torch_compile_kwargs"] = {"backend": "inductor"}  # the model is only marked as compiled
     patched = attach(compiled, **prompt.CASES["stack"])
@@ -238,8 +238,8 @@ def test_no_memory_while_a_graph_is_prepared(
 def test_call_that_is_made_again(
     kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
-    """Another pack continues after out-of-memory inside of ToMA's hooks. If that pack repeats the call, the picture is
-    the same. If it splits the batch, the plans of the call do not fit, and those blocks run unmerged."""
+    """Another pack catches an out-of-memory error inside of ToMA's hooks. Either it repeats the call, or it splits the
+    batch, to which the plans do not fit."""
     from comfy.patcher_extension import WrappersMP
 
     def cut(value: Any, index: int) -> Any:
@@ -273,7 +273,7 @@ def test_picture_is_not_lost_with_its_drawing(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch,
     stats_of: Any, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """The report's map is drawn after sampling; if memory is short for it, the latent is still returned."""
+    """The report's map is drawn after sampling. If memory runs out there, the run still returns its latent."""
     patched = attach(model, **prompt.CASES["stack"])
     with monkeypatch.context() as patch:
         patch.setattr(pack_module("toma_core.run"), "draw_map", lambda plan: run_out_of_memory())
@@ -302,7 +302,7 @@ def unet_wrapper(model: Any) -> None:
 
 
 def diffusion_wrapper(model: Any) -> None:
-    """Add a wrapper inside ToMA's that raises after the model."""
+    """Add a wrapper inside of ToMA's that raises an error after the model."""
     from comfy.patcher_extension import WrappersMP
 
     model.add_wrapper_with_key(
@@ -325,7 +325,7 @@ def cleanup(model: Any) -> None:
 PATCHES = (outer_wrapper, after_cfg, unet_wrapper, diffusion_wrapper, before_run, cleanup)
 
 
-# Only wrappers inside ToMA's depend on the family; ERNIE-Image, SD3 and OmniGen2 call no such wrappers.
+# ERNIE-Image, SD3 and OmniGen2 call no wrappers of DIFFUSION_MODEL.
 @pytest.mark.parametrize(
     ("kind", "patch", "first"),
     [(kind, patch, first) for kind in BOTH for patch in PATCHES for first in (True, False)]
@@ -359,7 +359,7 @@ def test_process_that_is_asked_to_exit(
     kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
     error: type[BaseException],
 ) -> None:  # fmt: skip
-    """The errors that end a process are no `Exception`s; the model is unchanged after them."""
+    """The errors that end a process are not subclasses of `Exception`."""
 
     def go() -> None:
         raise error

@@ -1,4 +1,4 @@
-"""Models that are loaded and unloaded between and within prompts, weights that do not fit, and attention that
+"""Scarce memory: models that are unloaded between and within prompts, weights that do not fit, and attention that
 recovers."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ both = pytest.mark.parametrize("kind", BOTH)
 def test_attention_that_recovers_from_no_memory_inside_a_merged_block(
     kind: str, model: Any, attach: Any, prompt: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ComfyUI's split attention empties its caches and tries again: the merged picture is bit-identical."""
+    """ComfyUI's split attention clears its caches and tries again. The merged picture is bit-identical."""
     import comfy.model_management
     from comfy.ldm.modules import attention
 
@@ -80,7 +80,7 @@ def test_model_unloaded_reloaded_and_loaded_anew(
 def test_model_unloaded_while_sampling(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
-    """Between two steps another model needs memory, and ComfyUI unloads a part of the sampled model."""
+    """Another model needs memory between two steps, so ComfyUI unloads a part of the sampled model."""
     patched = attach(model, **prompt.CASES["stack"])
     size, freed = model.model_size(), []
 
@@ -96,7 +96,7 @@ def test_model_unloaded_while_sampling(
 
 @pytest.fixture
 def lowvram(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """lowvram(bytes): load models as on a card with this memory for weights."""
+    """lowvram(bytes): load models as on a card with this much memory for weights."""
     from comfy.model_management import LoadedModel
 
     load = LoadedModel.model_load
@@ -118,7 +118,7 @@ def lowvram(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_weights_that_do_not_fit(
     kind: str, attach: Any, prompt: Any, fresh: Any, lowvram: Any, nothing_alive: Any, share: float, lora: bool
 ) -> None:
-    """ComfyUI's lowvram patcher casts and patches (LoRA) part of the weights, or all, at each use."""
+    """ComfyUI's lowvram patcher casts weights, and patches them with a LoRA, at each use."""
     import comfy.model_management as mm
 
     model = getattr(models, kind)()
@@ -145,7 +145,7 @@ def test_weights_that_do_not_fit(
 def test_dynamic_patcher_on_a_cpu_is_the_plain_one(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
-    """Without CUDA, ComfyUI itself reports that there is no dynamic VRAM."""
+    """Without CUDA, ComfyUI's dynamic patcher itself reports that there is no dynamic VRAM."""
     import comfy.model_management as mm
 
     patcher = pytest.importorskip("comfy.model_patcher")
@@ -156,6 +156,6 @@ def test_dynamic_patcher_on_a_cpu_is_the_plain_one(
         pytest.skip("dynamic VRAM is on: the other tests run on it")
     assert prompt.digest(prompt.sample(attach(dynamic, **prompt.CASES["stack"]))) == fresh[kind]["stack"]
     nothing_alive()
-    # Otherwise ComfyUI would treat the model as leaked without this patcher, and collect garbage before every later
-    # run.
+    # Otherwise ComfyUI would treat the model as leaked when this patcher is deleted, and collect garbage before every
+    # later run.
     mm.unload_all_models()

@@ -1,7 +1,7 @@
-"""Prompts that fail on a real server: afterwards its result equals that of a fresh process, and no object of
-the run is alive.
+"""Prompts that fail on a real server. Afterwards the server samples the latent of a fresh process, and no object of the
+failed run is alive.
 
-The nodes are those of fault_nodes.py. Before and after each fault ComfyUI has the same patched MODEL in its cache.
+The nodes are those of fault_nodes.py. Before and after each fault, ComfyUI has the same patched MODEL in its cache.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SLOW = {"unet": {"fault": "slow", "calls": 20}, "flux": {"fault": "slow", "calls
 
 @pytest.fixture(scope="module")
 def server(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """Start a separate server, which is killed and restarted."""
+    """Start a separate server, which tests kill and restart."""
     base = tmp_path_factory.mktemp("server")
     nodes = Path(__file__).parent / "fault_nodes.py"
-    # As in the fresh process with which results are compared: PyTorch's attention, and one order of sums.
+    # Use PyTorch's attention and one order of sums, as the fresh process does.
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     flags = ["--use-pytorch-cross-attention"]
     with ComfyServer(base=base, packs=[nodes], environ=environ, flags=flags) as running:
@@ -41,7 +41,7 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def graph(server: ComfyServer, prompt: Any) -> Callable[..., dict[str, Any]]:
-    """graph(kind, case, fault, calls): return the prompt of prompt.py as a graph with a fault."""
+    """graph(kind, case, fault, calls): return the graph that samples as prompt.py does, with a fault."""
     required = server.object_info("ToMAAdvanced")["input"]["required"]
     defaults = {name: spec[1]["default"] for name, spec in required.items() if name != "model"}
 
@@ -98,7 +98,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def good(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> Callable[[str], int]:
-    """good(kind): check that a prompt's result is that of a fresh process and leaves no objects; return the number of
+    """good(kind): check that a latent equals that of a fresh process and that no objects are left; return the number of
     tensors."""
 
     def check(kind: str) -> int:
@@ -112,13 +112,13 @@ def good(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> Callable[
 
 @pytest.fixture(scope="module")
 def at_first(good: Any) -> dict[str, int]:
-    """Count the tensors of a server that has run each model once without a fault."""
+    """Count the tensors of a server that has run each model without a fault."""
     return {kind: good(kind) for kind in (*KINDS, *KINDS)}
 
 
 @pytest.fixture
 def survived(at_first: dict[str, int], good: Any, kind: str) -> Iterator[None]:
-    """Check that the next result is that of a fresh process, and that there are no more tensors than at first."""
+    """Check after the test that the next latent equals that of a fresh process, and that no tensors are left."""
     yield
     assert good(kind) <= at_first[kind]
 
@@ -128,7 +128,7 @@ def running(server: ComfyServer) -> list[str]:
 
 
 def wait_until_it_samples(server: ComfyServer, prompt_id: str) -> None:
-    """Wait until a slow prompt samples; more than a second then remains."""
+    """Wait until a slow prompt samples. Sampling then takes at least another second."""
     deadline = time.monotonic() + 180
     while prompt_id not in running(server):
         assert time.monotonic() < deadline
@@ -138,7 +138,7 @@ def wait_until_it_samples(server: ComfyServer, prompt_id: str) -> None:
 
 @pytest.mark.parametrize("fault", ["error", "out of memory"])
 def test_fault_inside_a_merged_block(server: ComfyServer, graph: Any, kind: str, fault: str, survived: None) -> None:
-    """ComfyUI reports the fault on the sampler. After out-of-memory it unloads every model."""
+    """ComfyUI reports the fault on the sampler node. After an out-of-memory error it unloads every model."""
     seen = len(server.log())
     run = server.run(graph(kind, fault=fault, calls=9))
     assert run.status == "error"
@@ -165,7 +165,7 @@ def test_interrupt_between_prompts(server: ComfyServer, kind: str, survived: Non
 def test_free_memory_while_sampling(
     server: ComfyServer, graph: Any, sampled: Any, fresh: Any, kind: str, asked: Any, survived: None
 ) -> None:
-    """ComfyUI frees memory at the end of the prompt, and the next prompt loads or makes its model again."""
+    """ComfyUI frees memory at the end of the prompt. The next prompt loads or makes its model again."""
     prompt_id = server.queue(graph(kind, **SLOW[kind]))
     wait_until_it_samples(server, prompt_id)
     assert running(server) == [prompt_id]
@@ -177,7 +177,7 @@ def test_free_memory_while_sampling(
 def test_prompt_edited_while_queued(
     server: ComfyServer, graph: Any, sampled: Any, fresh: Any, kind: str, survived: None
 ) -> None:
-    """A prompt that waits behind a slow one is removed, and queued again with other settings of the same node."""
+    """A prompt that waits behind a slow one is removed, and queued again with other settings of ToMA."""
     first = server.queue(graph(kind, "module", **SLOW[kind]))
     taken_back = server.queue(graph(kind, "stack"))
     server.post("/queue", {"delete": [taken_back]})
@@ -189,7 +189,7 @@ def test_prompt_edited_while_queued(
 
 
 def test_killed_while_sampling_and_started_again(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> None:
-    """The server is killed without shutdown. The new process uses the same folders, and its first prompt is merged."""
+    """The new process uses the folders of the killed one, and its first prompt is merged."""
     prompt_id = server.queue(graph("unet", **SLOW["unet"]))
     wait_until_it_samples(server, prompt_id)
     assert server.process is not None

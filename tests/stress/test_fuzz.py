@@ -1,6 +1,6 @@
-"""Any settings, prompts and files work or are refused with a readable error; no process hangs or ends.
+"""Any settings, prompts and files work, or are refused with a readable error. No process hangs or ends.
 
-By default 300 cases, 10,000 in `make fuzz`: TOMA_FUZZ sets the number.
+There are 300 cases by default, and 10,000 in `make fuzz`. TOMA_FUZZ sets the number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ core, config = pack_module("toma_core"), pack_module("toma_core.config")
 
 
 def cases(share: float) -> Any:
-    """Limit a test to this share of all cases; examples come from the profile of conftest.py."""
+    """Limit a test to a share of all cases."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     return settings(max_examples=max(5, int(CASES * share)), suppress_health_check=checks)
 
@@ -59,12 +59,11 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
 
 
 def mostly(name: str, *usual: Any) -> st.SearchStrategy[Any]:
-    """Draw one of the usual values, in one case of ten any allowed value, because values that merge nothing would test
-    nothing."""
+    """Draw one of the usual values, or in one case of ten any allowed value. Many of the others would merge nothing."""
     return st.sampled_from(range(10)).flatmap(lambda n: values_of(name) if n == 9 else st.sampled_from(usual))
 
 
-# All families except the first two, each of which gets as many cases as all of these together.
+# All families except UNets and Flux, which get as many cases each as all these families together.
 OTHERS = sorted(set(models.TRANSFORMERS) - {"flux"})
 NAMES = [item.name for item in fields(config.ToMAConfig)]
 MERGING = {
@@ -81,7 +80,8 @@ SETTINGS = st.fixed_dictionaries(MERGING, optional={name: values_of(name) for na
 
 @st.composite
 def conditions(draw: st.DrawFn, height: int, width: int) -> list[dict[str, Any]]:
-    """Draw text lengths and options of one to three conditions; the first one covers the full picture at all times."""
+    """Draw text lengths and options of one to three conditions. The first condition covers the full picture at all
+    times."""
     found = []
     for index in range(draw(st.integers(1, 3))):
         options: dict[str, Any] = {"tokens": draw(st.integers(1, 12)), "seed": index}
@@ -103,7 +103,7 @@ def conditions(draw: st.DrawFn, height: int, width: int) -> list[dict[str, Any]]
 
 @st.composite
 def tasks(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a task."""
+    """Draw the arguments of a sampling."""
     side = st.integers(6, 20) | st.integers(2, 20)
     height, width = draw(side), draw(side)
     return {
@@ -122,7 +122,7 @@ def tasks(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def sample(model: Any, task: dict[str, Any]) -> torch.Tensor:
-    """Sample the task; every condition has reference images of the task's sizes."""
+    """Sample a task. Every condition has reference images of the task's sizes."""
     latent = model.model.latent_format
     frames = (1,) if latent.latent_dimensions == 3 else ()
     found = [torch.randn(1, latent.latent_channels, *frames, *size, generator=torch.Generator().manual_seed(3))
@@ -136,7 +136,7 @@ def sample(model: Any, task: dict[str, Any]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def small(pack: Any) -> dict[str, Any]:
-    """Build a model with the fewest blocks of every kind, for many cases."""
+    """Build a model of every kind with as few blocks as possible."""
     shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
     found = {"unet": models.unet(depths=(0, 1), middle=1, **shape), "flux": models.flux(double=2, single=2)}
     for kind in OTHERS:
@@ -169,7 +169,7 @@ def test_any_settings_on_any_shape_under_any_conditions(
     try:
         out = sample(patched, task)
     except Exception as error:
-        # A task may only fail with ToMA if it also fails without it.
+        # A task may fail with ToMA only if it also fails without ToMA.
         with pytest.raises(type(error)):
             sample(model, task)
         event("fails without ToMA too")
@@ -220,7 +220,7 @@ def test_any_value_is_taken_or_refused_in_words(name: str, value: Any) -> None:
         assert_readable(message)
         assert report_text.label(name) in message
     else:
-        # Accepted values have the setting's type.
+        # Accepted values are converted to the setting's type.
         assert type(getattr(taken, name)) is type(config.setting_spec(name).default)
 
 
@@ -268,14 +268,14 @@ PLACES = [(name, key) for name, node in NODES.items() for key in node["inputs"]]
 
 
 def survivable(value: Any) -> bool:
-    """Return whether ComfyUI 0.30.0 survives a graph. It validates only links of known inputs, and a link from an
-    unknown input to a missing output ends the thread that runs prompts."""
+    """Return whether ComfyUI 0.30.0 survives an unknown input with this value. A link to a missing output, if the input
+    is unknown, ends the thread that runs prompts."""
     return not (isinstance(value, list) and len(value) == 2) or value in (["loader", 0], ["toma", 0])
 
 
 @st.composite
 def broken_graphs(draw: st.DrawFn) -> Any:
-    """Draw a graph with one invalid value at one of the pack's nodes."""
+    """Draw a graph with one invalid value in one of the pack's nodes."""
     graph = complete_graph(draw(st.integers(0, 3)))
     name, key = draw(st.sampled_from(PLACES))
     node = graph[name]
@@ -310,7 +310,7 @@ HOSTILE = ("../../../etc/passwd\0", "<img src=x onerror=alert(1)>", "'; drop tab
 def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: Any) -> None:
     for index, (name, key) in enumerate(PLACES):
         graph = complete_graph(index)
-        # Nodes that do not depend on the invalid one would run anyway and take time.
+        # Nodes that do not depend on the invalid node would still run and take time.
         apart = (
             ("simple", "benchmark")
             if name in ("toma", "report")
@@ -320,8 +320,8 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
             del graph[other]
         graph[name]["inputs"][key] = HOSTILE[index % len(HOSTILE)]
         how = outcome(steady, graph)
-        # ComfyUI accepts any text as true, the report passes on any latent unchanged, and with an unreadable profile
-        # the preset runs.
+        # Values without an effect: ComfyUI accepts any text as true, the report passes any latent on, and with an
+        # unreadable profile the preset runs.
         harmless = isinstance(NODES[name]["inputs"][key], bool) or (name, key) in {
             ("report", "latent"),
             ("toma", "profile"),
@@ -330,7 +330,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
 
 
 def test_unknown_option_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
-    """The graph was saved by a later version and is opened in this one."""
+    """A graph that a later version has saved may have such options."""
     graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_step_interval=0, similarity_from="tokens")
     expected = saved_latent(steady.run(graph))
     later = copy.deepcopy(graph)
@@ -348,6 +348,6 @@ def test_body_that_is_no_prompt(steady: ComfyServer) -> None:
 
 
 def test_cases_are_many() -> None:
-    """Without this test a typing error in TOMA_FUZZ would not be noticed."""
+    """Detect a typing error in the value of TOMA_FUZZ."""
     assert CASES >= 300
     assert json.dumps(NODES)

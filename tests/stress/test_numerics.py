@@ -1,4 +1,4 @@
-"""Selection, weights and merges of difficult tokens: every dtype, with huge, tiny, equal and broken tokens."""
+"""Selection, weights and merges of difficult tokens: huge, tiny, equal and non-finite ones in every dtype."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MODES = core.StepMode.REFRESH, core.StepMode.MERGED_CACHED
 
 
 def smooth(dtype: torch.dtype, batch: int = 2, channels: int = 40, seed: int = 0) -> Tensor:
-    """Return tokens whose neighbours are similar, as in a picture, at most 8: (B, 117, C)."""
+    """Return tokens (B, 117, C) whose neighbours are similar, as in a picture. Values are at most 8."""
     x = torch.randn(batch, channels, *GRID, generator=torch.Generator().manual_seed(seed))
     x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
     return x.flatten(2).transpose(1, 2).clamp(-8, 8).contiguous().to(dtype)
 
 
 def run_of(fast: Any = None, **settings: Any) -> Any:
-    """Return a run, on the kernels `fast` if given."""
+    """Return the state of a run with the given kernels, or without kernels."""
     settings = {"min_tokens": 4, "window_size": 4, **settings}
     dispatch = trial.Dispatch(None if fast is None else trial.Choice(fast))
     return core.RunState(core.Schedule(core.ToMAConfig(**settings)), dispatch=dispatch)
@@ -42,8 +42,8 @@ def plan_of(x: Tensor, **settings: Any) -> Any:
 
 
 def check_picks(plan: Any) -> None:
-    """Check destination slots: each window has as many as its budget, ascending, distinct and without padding; unused
-    slots repeat the first."""
+    """Check that each window has as many destination slots as its budget, ascending, distinct and without padding.
+    Unused slots repeat the first one."""
     for image in plan.dest_slots.tolist():
         for row, used, count in zip(image, plan.budget.counts, plan.windows.counts, strict=True):
             assert row[:used] == sorted(set(row[:used]))
@@ -66,7 +66,7 @@ def same_plan(a: Any, b: Any) -> bool:
 
 
 def numbers(name: str, dtype: torch.dtype) -> Tensor:
-    """Return finite tokens that are hard to compare: (2, 117, 40)."""
+    """Return finite tokens (2, 117, 40) that are hard to compare."""
     x, info = smooth(dtype), torch.finfo(dtype)
     if name == "huge":
         return x * (info.max / 32)
@@ -99,7 +99,8 @@ def test_finite_tokens_give_finite_results(name: str, dtype: torch.dtype) -> Non
 
 @dtypes
 def test_scale_does_not_matter(dtype: torch.dtype) -> None:
-    """Tokens times a power of two have the same plan, even if their squares overflow the dtype or are denormal."""
+    """Multiply tokens by a power of two, so that their squares overflow the dtype or are denormal. The plan must not
+    change."""
     x = smooth(dtype)
     up = 2.0**12 if dtype is HALF else 2.0**50
     assert (x.float().square().sum(-1) * up**2).min() > LARGEST
@@ -112,12 +113,12 @@ def test_scale_does_not_matter(dtype: torch.dtype) -> None:
         assert same_plan(plan_of(x * 2.0**-30), plan_of(x))
 
 
-# Broken values of the second of two images: (token, channel) -> value.
+# Functions that make values of the second image non-finite.
 BROKEN: dict[str, Callable[[Tensor], None]] = {
     "one NaN": lambda x: x[1, 40, 3].fill_(float("nan")),
     "one infinity": lambda x: x[1, 40, 3].fill_(float("inf")),
     "both infinities": lambda x: x[1, 40, 3:5].copy_(torch.tensor([float("inf"), -float("inf")])),
-    # Ragged windows repeat the first token in their padding.
+    # Padding of ragged windows repeats the first token.
     "the first of each window": lambda x: x[1].view(*GRID, -1)[::3, ::3].fill_(float("nan")),
     "a window of NaN": lambda x: x[1].view(*GRID, -1)[:4, :4].fill_(float("nan")),
     "all of it": lambda x: x[1].fill_(float("nan")),
@@ -125,7 +126,7 @@ BROKEN: dict[str, Callable[[Tensor], None]] = {
 
 
 def check_broken(name: str, dtype: torch.dtype, **settings: Any) -> None:
-    """Check that destinations are valid. The other image, and every window without a broken token, must be
+    """Check that destinations are valid, and that the first image and all windows without a non-finite token are
     bit-identical."""
     x = smooth(dtype)
     broken = x.clone()
@@ -151,7 +152,7 @@ def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype
 
 @pytest.fixture
 def triton() -> Any:
-    """Return ToMA's kernels, in the interpreter on machines without a GPU."""
+    """Return ToMA's kernels, in Triton's interpreter on machines without a GPU."""
     pytest.importorskip("triton", reason="Triton has no build for this system")
     return pack_module("toma_core.kernels.triton").TritonKernels()
 
@@ -161,7 +162,7 @@ def triton() -> Any:
     ("name", "window_size"), [("one infinity", 4), ("the first of each window", 4), ("one NaN", 13), ("all of it", 13)]
 )
 def test_kernels_are_as_careful(name: str, window_size: int, triton: Any) -> None:
-    """Windows fit into registers, or have 117 tokens."""
+    """Small windows fit into registers. The large window has all 117 tokens."""
     check_broken(name, HALF, fast=triton, window_size=window_size)
 
 
@@ -174,7 +175,7 @@ def test_scale_does_not_matter_to_kernels(dtype: torch.dtype, triton: Any) -> No
 
 @pytest.mark.parametrize("name", ["one NaN", "one infinity", "all of it"])
 def test_a_later_weighing_of_broken_tokens(name: str) -> None:
-    """Destinations come from finite tokens, weights from broken ones."""
+    """Destinations come from finite tokens, and weights from non-finite ones."""
     x, run = smooth(FULL), run_of()
     broken = x.clone()
     BROKEN[name](broken)
@@ -187,7 +188,7 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
 
 @dtypes
 def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, dtypes_used: Any) -> None:
-    """Cards that support only fp16 get no bf16, and no operation uses fp64, which Apple's GPUs lack."""
+    """Cards that support only fp16 must get no bf16. Apple's GPUs lack fp64."""
     x = smooth(dtype)
     details = run_of(granularity="block", full_step_interval=3)
     with dtypes_used() as seen:
@@ -205,12 +206,12 @@ def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, dtypes_
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu", "cuda:1", "cuda:0"), ("cpu", "cuda:0", "cpu")], ids=str)
 def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
-    """Fake tensors have a device and no values: an operation across two devices is an error. One run moves between
-    devices, as with multi-GPU sampling and offloading; another run is new each time."""
+    """Fake tensors have a device and no values; an operation on two devices raises an error. One run moves between
+    devices, as in multi-GPU sampling and offloading, and another run is new for each device."""
     moving = run_of()
     moving.plan(
         smooth(HALF), GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,)
-    )  # the layouts of this grid, on the CPU
+    )  # make the layouts of the grid on the CPU
     with FakeTensorMode(allow_non_fake_inputs=True):
         plans: dict[str, Any] = {}
         for device in devices:
@@ -234,7 +235,6 @@ def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
 
 @pytest.mark.gpu
 def test_moves_between_real_devices() -> None:
-    """In one run, the same tokens are on the CPU, on the GPU and on the CPU again."""
     x, run = smooth(FULL), run_of()
     results = []
     for device in ("cpu", "cuda", "cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""Runs of real models in every dtype, with broken, empty, huge and tiny content: never worse than without ToMA."""
+"""Runs of real models in every dtype, with non-finite, empty, huge and tiny content: never worse than without ToMA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
 SIDE = 16
 EVERYTHING = {"min_tokens": 4}
-# Dtypes and sizes round differently; with fixed destinations and soft weights their results can be compared.
+# Dtypes and sizes round differently. Fixed destinations and soft weights make results comparable.
 COMPARABLE = {**EVERYTHING, "selector": "grid", "sharpness": 20.0}
 SETTINGS = {
     "stack": EVERYTHING,
@@ -37,11 +37,12 @@ STORED = {
     "fp8 in bf16": (torch.float8_e4m3fn, BRAIN),
 }
 BOTH = ("unet", "flux")
-# ComfyUI runs some models in bf16 or fp32 only. Flux.2's 512 text tokens would take as long as all other models
-# together; its fp16 code is that of Flux. MiniMax H3's latents have two streams, which these tests do not make.
+# ComfyUI runs some models in bf16 or fp32 only. Flux.2 is left out of the longest tests, because its 512 text tokens
+# take as long as all other models, and its fp16 code is that of Flux. MiniMax H3's latents have two streams, which
+# these tests do not make.
 KINDS = [kind for kind in models.KINDS if kind != "h3"]
 WITH_HALF = ("unet", "flux", "chroma", "z_image", "krea2", "sd3", "wan")
-# Two families with every dtype; each other family with one of the most common dtypes of its files.
+# Two families with every dtype. Each other family has one of the most common dtypes of its files.
 WAYS = [(kind, stored) for kind in BOTH for stored in STORED if stored != "fp32"]
 WAYS += [(kind, ("bf16", "fp8 in bf16")[turn % 2]) for turn, kind in enumerate(KINDS) if kind not in BOTH]
 WAYS += [(kind, "fp16") for kind in WITH_HALF if kind not in BOTH]
@@ -51,8 +52,8 @@ LOWEST += [(kind, "fp32") for kind in BOTH]
 
 @pytest.fixture(scope="module")
 def model_in(pack: Any) -> Callable[..., Any]:
-    """model_in(kind, stored): build a model as ComfyUI's loaders do, with weights in one dtype that are cast to the
-    computing dtype at each use. as_fp32: return a separate model with the same weights in fp32."""
+    """model_in(kind, stored): build a model as ComfyUI's loaders do. Weights have one dtype, and are cast to the dtype
+    of the computation at each use. as_fp32: use the same weights in fp32."""
     import comfy.supported_models_base
 
     def make(kind: str, stored: str, as_fp32: bool = False) -> Any:
@@ -116,7 +117,7 @@ def test_dtypes_cost_a_merged_run_no_more_than_an_unmerged_one(
 def test_no_bf16_on_the_path_of_an_fp16_model(
     kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any, dtypes_used: Any
 ) -> None:
-    """The number of fp64 operations is that of the model itself."""
+    """The model itself uses fp64; ToMA must add no operations in fp64."""
     model = model_in(kind, stored)
     noise = noise_of(model)
     with dtypes_used() as plain:
@@ -137,8 +138,8 @@ def test_no_bf16_on_the_path_of_an_fp16_model(
 def test_broken_image_of_a_batch_is_alone_with_it(
     kind: str, stored: str, value: float, model_in: Any, attach: Any, stats_of: Any
 ) -> None:
-    """One number in one of two latents is broken. Results that are finite without ToMA stay finite, other results stay
-    non-finite, and the other image is bit-identical."""
+    """One number of the second latent is NaN or infinite. Values that are finite without ToMA stay finite, and the
+    first image is bit-identical."""
     model = model_in(kind, stored)
     noise = noise_of(model, batch=2)
     broken = noise.clone()
@@ -159,7 +160,7 @@ def test_broken_image_of_a_batch_is_alone_with_it(
 
 @pytest.mark.parametrize(("kind", "stored"), LOWEST)
 def test_images_without_content(kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any) -> None:
-    """With latents of zeros or of a single number, all similarities tie. The result is finite and reproducible."""
+    """With latents of zeros or of a single number, all similarities are equal."""
     model = model_in(kind, stored)
     for noise in (torch.zeros_like(noise_of(model)), torch.full_like(noise_of(model), 0.5)):
         assert sampled(model, noise).isfinite().all()
@@ -180,7 +181,8 @@ def entries(model: Any) -> list[Any]:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Tensor]]:
-    """watched(model): record the largest magnitude of each token that its blocks get; NaN if the token contains NaN."""
+    """watched(model): record the largest magnitude of each token that the blocks get, or NaN if the token contains
+    NaN."""
 
     def watch(model: Any) -> list[Tensor]:
         found: list[Tensor] = []
@@ -205,14 +207,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Tensor]]:
     return watch
 
 
-# Tiny tokens are used only for models that add nothing to image tokens before the first block.
+# Only models that add nothing to image tokens before the first block can have tiny tokens.
 POWERS = [(kind, 9 if kind == "unet" else 12) for kind in WITH_HALF]
 POWERS += [(kind, -12) for kind in WITH_HALF if kind not in ("z_image", "sd3")]
 
 
 @pytest.mark.parametrize(("kind", "power"), POWERS)
 def test_huge_and_tiny_activations_in_fp16(kind: str, power: int, model_in: Any, watched: Any, attach: Any) -> None:
-    """Tokens with norms far beyond fp16, and denormal ones, enter every stack of blocks."""
+    """The norms of tokens exceed the range of fp16, or values are denormal."""
     model = model_in(kind, "fp16")
     noise = noise_of(model)
     for layer in entries(model):
@@ -236,8 +238,8 @@ def test_flux_in_fp16_with_tokens_at_the_limit(
     kind: str, settings: str, model_in: Any, watched: Any, attach: Any
 ) -> None:
     """ComfyUI's Flux clamps the tokens of its single blocks to the range of fp16, so a channel may be at the limit.
-    Weights that sum to 1.0003 would then overflow: the infinity becomes NaN in the next attention, and clamping makes
-    an image of zeros."""
+    Weights that sum to 1.0003 would give an infinity, which becomes NaN in the next attention; clamping makes the NaN 0
+    in the whole image."""
     model = model_in(kind, "fp16")
     noise = noise_of(model)
     limit = float(LARGEST)

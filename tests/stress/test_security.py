@@ -17,16 +17,15 @@ from demo.showcase_graphs import DIT, sampling_graph
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 
-# Modules on this list open no files or connections, start no programs and run no text, except through the names in
-# REFUSED.
+# Modules that open no files or connections, start no programs and run no text, except through the names in REFUSED.
 ALLOWED = {
     *("__future__", "abc", "collections", "contextlib", "contextvars", "copy", "dataclasses", "enum", "functools"),
     *("hashlib", "heapq", "inspect", "itertools", "json", "logging", "math", "pathlib", "statistics", "sys"),
     *("textwrap", "threading", "time", "types", "typing", "uuid", "weakref"),
     *("comfy", "comfy_api", "comfy_execution", "comfyui_version", "numpy", "PIL", "psutil", "torch", "triton"),
 }
-# Builtins by name, and attributes of any object except Triton's language, whose load and store access the card's
-# memory.
+# Builtins by name, and attributes of any object. Triton's `load` and `store` are allowed, because they access the
+# card's memory.
 REFUSED_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
 REFUSED_ATTRIBUTES = {
     *("load", "save", "open", "fromfile", "tofile", "loadtxt", "savetxt", "genfromtxt", "memmap", "savez", "dump"),
@@ -36,7 +35,7 @@ REFUSED_ATTRIBUTES = {
     *("add_routes", "add_route", "add_static", "router", "middlewares", "environ", "getenv", "urlopen", "connect"),
     *("basicConfig", "FileHandler", "addHandler"),
 }
-# The page's scripts and their imports, which are ComfyUI's page and other scripts.
+# The page's scripts and their imports: ComfyUI's page, or other scripts of the pack.
 SCRIPTS = {
     "web/toma.js": {
         *("../../scripts/api.js", "../../scripts/app.js"),
@@ -89,8 +88,8 @@ def test_python_does_none_of_what_is_refused(shipped: dict[str, str]) -> None:
     files = {name: text for name, text in shipped.items() if name.endswith(".py")}
     assert {"__init__.py", "nodes/adapters/patch_model.py", "toma_core/kernels/triton/select.py"} <= set(files)
     found = [complaint for name, text in files.items() for complaint in complaints(name, text)]
-    # The only files that are read: the English table of messages in the archive, and the files in which Linux gives the
-    # limits of a container.
+    # The pack reads two kinds of files: the English table of messages, and the files in which Linux gives the limits of
+    # a container.
     assert {re.sub(r":\d+", "", complaint) for complaint in found} == {
         "nodes/adapters/report_text.py: _TABLE.read_text",
         "nodes/adapters/main_memory.py: (_CGROUPS / name).read_text",
@@ -133,7 +132,7 @@ def test_what_is_refused_is_found(source: str) -> None:
 
 
 def test_no_other_code_is_shipped(shipped: dict[str, str]) -> None:
-    """There is no install script, requirement or binary; the only other code is that of the page's scripts."""
+    """There is no install script, requirement or binary. The only code beside Python is that of the page's scripts."""
     scripts = {name for name in shipped if Path(name).suffix in {".js", ".mjs"}}
     assert scripts == set(SCRIPTS)
     assert not {"install.py", "prestartup_script.py", "setup.py"} & set(shipped)
@@ -211,7 +210,7 @@ def files(base: Path) -> set[Path]:
 def test_security_page_names_what_holds_it() -> None:
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert "tests/stress/test_security.py" in text
-    # Without --strict, an audit that looks up nothing passes.
+    # Without --strict, an audit that looks up no package passes.
     audit = (ROOT / ".github" / "workflows" / "audit.yml").read_text(encoding="utf-8")
     assert "pip-audit --strict --requirement dev.txt" in audit
     assert "/security/advisories/new" in text

@@ -1,4 +1,5 @@
-"""Many prompts on one server, from two concurrent clients: none is lost, none is wrong, and no objects are left.
+"""Many prompts on one server, from two clients at the same time: none is lost, every latent is right, and no objects
+are left.
 
 There are 12 prompts by default and 300 in `make soak`; TOMA_SOAK sets the number. Measurements are written to
 build/soak.json.
@@ -36,7 +37,7 @@ LONG = PROMPTS >= 100
 SEED = 20261121
 config = pack_module("toma_core.config")
 Graph = dict[str, Any]
-# Families without a model in the demo: small ones with random weights.
+# Small models with random weights, for families without a model in the demo.
 OTHERS = ("flux2", "chroma", "z_image", "lumina2", "krea2", "qwen_image", "sd3", "wan", "hunyuan")
 
 # Classes whose objects live no longer than a run.
@@ -53,8 +54,8 @@ OF_A_RUN = {
     "_Entry",
     "Dispatch",
 }
-# Cached objects and their maximum number: stats of the last runs for the report, a drawing for each of their grids, and
-# layouts.
+# Classes with cached objects, and the maximum number of objects: stats of the last runs for the report, a map for each
+# grid of a run, and layouts.
 BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 
 
@@ -119,7 +120,7 @@ def random_graph(chance: random.Random, seed: int) -> Graph:
 
 @dataclass
 class Task:
-    """One prompt and its result. stop_at: a kind of message and a count at which the prompt is interrupted."""
+    """One prompt and its result. stop_at: interrupt the prompt at the Nth message of a kind, as (kind, N)."""
 
     graph: Graph
     stop_at: tuple[str, int] | None = None
@@ -139,7 +140,7 @@ def tasks() -> list[Task]:
 
 
 class Client(threading.Thread):
-    """Sends its prompts one after the other, interrupts some of them and sends these again."""
+    """Sends its prompts one after the other, interrupts some of them, and sends these again."""
 
     def __init__(self, server: ComfyServer, mine: list[Task], between: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ class Client(threading.Thread):
             for task in self.mine:
                 self._finish(task)
                 self.between()
-        except BaseException as error:  # stored for the test, which raises it
+        except BaseException as error:  # the test raises the stored error
             self.error = error
 
     def _finish(self, task: Task) -> None:
@@ -179,7 +180,7 @@ def _stopper(server: ComfyServer, stop_at: tuple[str, int] | None) -> Callable[[
 
 
 def _digest(server: ComfyServer, run: Run) -> str:
-    """Hash the result as fresh.py does, or return the status of an unfinished run."""
+    """Hash the latent as fresh.py does, or return the status of an unfinished run."""
     if run.status != "success":
         return f"{run.status}: {run.error and run.error['exception_message']}"
     latent = safetensors.torch.load(server.view(run.outputs[LATENT]["latents"][0]))["latent_tensor"]
@@ -188,10 +189,10 @@ def _digest(server: ComfyServer, run: Run) -> str:
 
 @pytest.fixture(scope="module")
 def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Graph], str]]:
-    """fresh_process(graph): return the hash of its latent from a fresh process."""
+    """fresh_process(graph): return the hash of the latent that a fresh process samples."""
     here = Path(__file__).parent
     base = tmp_path_factory.mktemp("fresh")
-    ComfyServer(packs=[ROOT / "demo", here / "lab.py"], base=base)  # only links the packs; it is not started
+    ComfyServer(packs=[ROOT / "demo", here / "lab.py"], base=base)  # links the packs, and does not start
     place_dit(base / "models")
     command = [sys.executable, str(here / "fresh.py"), "--base-directory", str(base), "--cpu", "--disable-api-nodes"]
     command += ["--use-pytorch-cross-attention", "--database-url", f"sqlite:///{base / 'user' / 'comfyui.db'}"]
@@ -219,7 +220,7 @@ def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 
 def steady_memory(sizes: list[int]) -> tuple[float, float]:
-    """Return the median bytes of the second and the last third; the first third is the warm-up."""
+    """Return the median bytes in the second and in the last third of a run. The first third is the warm-up."""
     third = len(sizes) // 3
     return statistics.median(sizes[third : 2 * third]), statistics.median(sizes[-third:])
 
@@ -252,7 +253,7 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
         if client.error is not None:
             raise client.error
 
-    # None is lost: every sent prompt is in the history, and it is finished unless it was interrupted.
+    # Every prompt is in the history, and finished unless it was interrupted.
     history = lab.get("/history?max_items=100000")
     assert {run.prompt_id for task in work for run in task.runs} <= set(history)
     assert [task.latent for task in work if len(task.latent) != 64] == []
@@ -260,12 +261,12 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
     interrupts = sum(run.status == "interrupted" for task in work for run in task.runs)
     assert interrupts >= PROMPTS // 20, "nothing was interrupted in its course"
 
-    # None is wrong: results equal those of fresh processes.
+    # Every latent equals that of a fresh process.
     begin = time.monotonic()
     wrong = [index for index, task in enumerate(work) if fresh_process(task.graph) != task.latent]
     fresh_seconds = time.monotonic() - begin
 
-    # No objects are left: between prompts no object of a run is alive, and the reports' caches are bounded.
+    # Between prompts no object of a run is alive, and the number of cached objects is limited.
     last = counts.append(census(lab)) or counts[-1]
     time.sleep(1.0)
     handles.append((process.num_fds(), process.num_threads()))
@@ -286,7 +287,7 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
     for count in counts:
         assert not OF_A_RUN & set(count["objects"]), count["objects"]
         assert all(count["objects"].get(name, 0) <= most for name, most in BOUNDED.items()), count["objects"]
-    # Some handles are not open yet at the first count: files of the database, and the pool of the event loop.
+    # The database and the event loop open some handles after the first count.
     assert handles[-1][0] <= handles[len(handles) // 2][0] + 1, f"open handles: {handles}"
     # A server's thread pool grows gradually, also during a short run.
     assert handles[-1][1] <= handles[len(handles) // 2][1] + (0 if LONG else 2), f"threads: {handles}"
