@@ -1,4 +1,4 @@
-"""Parts that all benchmarks share: conditions, interleaved timing, gates, and tables and JSON of the rows."""
+"""What all benchmarks share: conditions of a measurement, interleaved timing, and rows as tables and JSON."""
 
 from __future__ import annotations
 
@@ -150,10 +150,10 @@ class Row:
     batch: int
     variant: str
     tokens: str = ""
-    p20: float = 0.0  # seconds that a fifth of the turns do not reach; likewise below
+    p20: float = 0.0  # percentiles of the turns' seconds
     p50: float = 0.0
     p80: float = 0.0
-    # Time of the unpatched model / time of the variant, as the median of the turns; None if the gate is red.
+    # Time of the unpatched model / time of the variant, as the median of the turns; None if `gate` has a reason.
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
@@ -218,7 +218,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def red(rows: Sequence[Row]) -> list[str]:
-    """List the failed gates of these rows."""
+    """List the reasons for which these rows report no speed-up."""
     return [f"{row.section}, {row.model} {row.size}, {row.variant}: {row.gate}" for row in rows if row.gate]
 
 
@@ -253,7 +253,7 @@ def command_line(about: str | None, name: str, repeats: int) -> argparse.Argumen
 
 
 def finish(rows: Sequence[Row], conditions: dict[str, Any], path: Path | None) -> None:
-    """Print the rows, write them if there is a path, and exit with an error if a gate is red."""
+    """Print the rows, write them if there is a path, and exit with an error if a row reports no speed-up."""
     print(table(rows))
     if path:
         write(path, conditions, rows)

@@ -1,10 +1,10 @@
 """Measure the number of tokens from which merging pays on this device: `python -m benchmarks.suite --only break-even`.
 
-It times chains of transformer blocks at both resolutions of SDXL, unmerged and merged, on token grids of growing side.
-A third of a plan (one plan in three steps, as in the balanced preset) is added to the merged time. Every grid is
-merged, however small, and each row also has Auto's decision (`min_tokens` = 0). Auto is right if it merges exactly the
-grids with a speed-up above 1. On a CPU the time is that of the process, so that other programs on the machine matter
-less.
+This benchmark times chains of transformer blocks at both resolutions of SDXL, unmerged and merged, on token grids of
+growing side. A third of a plan (one plan in three steps, as in the balanced preset) is added to the merged time. Every
+grid is merged, however small, and each row also has Auto's decision (`min_tokens` = 0). Auto is right if it merges
+exactly the grids with a speed-up above 1. On a CPU the time is that of the process, so that other programs on the
+machine matter less.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m benchmarks.compiled [--model sdxl flux] [--repeats 15] [--backend inductor] [--out FOLDER]
 
 SDXL and Flux have their full depth, but are narrow and run on small pictures. An evaluation then takes as long as the
-host needs to launch it, and compiling saves just this time where a GPU waits for its host. The suite's section
-`compile` has models of full width. On a CPU such models show nothing, because Inductor's products in bf16 are slower
-there than PyTorch's own. Times are wall-clock times in fp32 with PyTorch's attention (ComfyUI's own for CPUs breaks
-graphs). The first run of a compiled variant takes a minute.
+host needs to launch it, and compiling saves this launching time. The suite's section `compile` has models of full
+width. On a CPU such models show nothing, because Inductor's products in bf16 are slower there than PyTorch's own. Times
+are wall-clock times in fp32 with PyTorch's attention (ComfyUI's own for CPUs breaks graphs). The first run of a
+compiled variant takes a minute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEPTHS, MIDDLE, DOUBLE, SINGLE = (0, 2, 10), 10, 19, 38
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
+    """Measure the models named on the command line, print the results and write them."""
     parser = bench.command_line(__doc__, "compiled", repeats=15)
     parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
     parser.add_argument("--backend", default="inductor", help="of torch.compile; eager: to see that it runs")

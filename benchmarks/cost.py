@@ -40,8 +40,8 @@ atexit.register(on_meta.cache_clear)
 
 
 class Fused:
-    """Stands in for `TritonKernels`, which need a GPU. It returns the shapes of their results, and counts every launch
-    as one operation that reads its operands and writes its result. Products inside its launches are not counted."""
+    """Stands in for `TritonKernels`, which need a GPU: returns tensors of the right shapes, and counts every launch as
+    one operation that reads its operands and writes its result. Products inside a launch are not counted."""
 
     name = "triton"
 
@@ -128,7 +128,7 @@ def count(
     """Count the cost of one evaluation of a full-width model.
 
     kernels: count ToMA's fused Triton kernels, see `Fused`, in place of plain PyTorch.
-    plan: whether the evaluation also makes its plans; otherwise plans exist.
+    plan: whether the evaluation makes its plans, or uses existing ones.
     step: the evaluation's index in a run of `STEPS`.
     regression: whether changes are regressed on the latent.
     blocks: number of blocks of each kind, all if None.
@@ -137,7 +137,7 @@ def count(
     patched = variant.patch(on_meta(shape.model, blocks))
     model, meter = patched.model.diffusion_model, Meter()
     given = shape.inputs(META)
-    # The arguments are those that `apply_model` passes.
+    # Pass the model the same arguments as `apply_model`.
     x, t, context = (given.pop(name) for name in ("x", "t", "c_crossattn"))
     x, context = x.to(torch.bfloat16), context.to(torch.bfloat16)
     latents = x
@@ -147,7 +147,7 @@ def count(
         latents = unpack_latents(x, shapes)
         x = latents[0]
     if shape.model == "h3":
-        t = torch.full(t.shape, 0.7)  # the model reads its sigma
+        t = torch.full(t.shape, 0.7)  # the model reads sigma from t
     references = [latent.to(torch.bfloat16) for latent in given.pop("ref_latents", ())]
     given |= {"y": given["y"].to(torch.bfloat16)} if "y" in given else {}
     given |= {"ref_latents": references} if references else {}
@@ -175,13 +175,13 @@ def count(
         with torch.no_grad(), hooks.installed(chosen):
             model(latents, t, context=context, **given, transformer_options=dict(options))
 
-    # First run the steps before, or the work that a model does only in its first call.
+    # First run the earlier steps, and the work that a model does only in its first call.
     for before in range(1 if run is None else step if plan else step + 1):
         with meter:
             forward(before)
     meter.cost = Cost()
     with ExitStack() as stack:
-        if shape.model == "ernie":  # its blocks get no options, so they have no override either
+        if shape.model == "ernie":  # these blocks get no options, so their attention cannot be overridden
             attention = functools.partial(meter.attention, None)
             stack.enter_context(mock.patch("comfy.ldm.ernie.model.optimized_attention", attention))
         for module in model.modules():

@@ -165,8 +165,8 @@ def editing() -> str:
 
 
 def videos() -> str:
-    """Tabulate the cost by frames, and the savings of a merged step of the presets, or of destinations that attend only
-    to each other."""
+    """Tabulate the cost by frames, and the savings of a merged step whose destinations attend to all tokens (as in
+    presets) or only to each other."""
 
     def rows() -> Iterator[list[str]]:
         for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
@@ -188,8 +188,8 @@ def videos() -> str:
 
 
 def templates() -> str:
-    """Tabulate the savings of complete runs of ComfyUI's templates of videos with sound: LTX-2.3 by stage and
-    together, H3 at two sizes."""
+    """Tabulate the savings of complete runs of ComfyUI's templates of videos with sound: LTX-2.3 by stage and in total,
+    H3 at two sizes."""
     half, full = _SOUND["ltx_av"].values()
     small, large = _SOUND["h3"].values()
     graphs: dict[str, list[tuple[Shape, int]]] = {

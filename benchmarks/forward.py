@@ -1,4 +1,5 @@
-"""Time one model evaluation of full-width models, unpatched, with ToMA, with its rivals, and with both.
+"""Time one model evaluation of full-width models, unpatched, with ToMA, with rivals, and with ToMA and a rival
+together.
 
 Every variant runs through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
 median of the turns' ratios. Turns reuse the plans of a warm-up turn. If merged blocks attend to all tokens, an untimed
@@ -196,7 +197,7 @@ def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = Non
 
 
 def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:
-    """Compare a variant on kernels with the same variant in plain PyTorch. The difference must be smaller than the
+    """Compare a variant on kernels with the same variant in plain PyTorch. Their outputs must differ by less than the
     error of merging."""
     plain = Runner(runner.variant, patcher, plain=True)(inputs).float().cpu()
     apart, merged = bench.relative_error(output, plain), bench.relative_error(plain, base)

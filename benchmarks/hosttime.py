@@ -3,7 +3,7 @@ a GPU waits for its host.
 
     python -m benchmarks.hosttime [--repeats 40] [--out FOLDER]
 
-It needs no GPU. Triton compiles for a GPU offline and its driver is stubbed: a launch ends before the launcher in C.
+No GPU is needed: Triton compiles for a GPU offline and its driver is stubbed: a launch ends before the launcher in C.
 The time of that launcher and of CUDA's driver is excluded, for torch.add too. Plain PyTorch runs on CPU tensors of 20
 tokens, whose sums take little time compared with the calls. A turn times some hundred calls of torch.add, of an
 operation, and of torch.add again, by this thread's CPU time, and divides the times. A row is the median of its turns.
@@ -73,12 +73,12 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     def plan() -> Any:
         return run._selected(x, x, _GRID, decision, even=True)
 
-    # A stubbed kernel writes no valid slots to memory.
+    # Set the slots to 0, because a stubbed kernel writes none.
     made = replace(first := plan(), dest_slots=torch.zeros_like(first.dest_slots))
     y = torch.randn(1, made.num_destinations, _CHANNELS, generator=torch.Generator().manual_seed(1))
     assert made.strips is None
     _ = made.destinations
-    # The features are those of any latent, and rotations are for heads of two numbers.
+    # The values of features and rotations do not matter for the time.
     regression = regressing.regress(torch.cat([x[..., :4], torch.ones_like(x[..., :1])], 2), made)
     change = regressing.LatentChange(x, x, {id(made): (made, regression)})
     R = torch.eye(2).expand(1, windows.tokens, 1, 1, 2, 2).contiguous()
@@ -108,7 +108,7 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
+    """Measure as the command line says, print the results and write them."""
     parser = bench.command_line(__doc__, RESULTS, repeats=40)
     args = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)

@@ -35,7 +35,7 @@ MAIN_GIB = {8: 32, 12: 32, 16: 32, 24: 64, 32: 64}  # main memory of a computer 
 STEPS = {"z_image": 8, "ltx_av": 8, "h3": 8, "qwen_image21": 25}  # steps of the usual run; 20 for other models
 # Operations per second of a card in bf16, and bytes per second in each direction of PCIe 4.0 x16.
 RATE, BUS = 100e12, 25e9
-WORTHWHILE = 1.15  # times as fast
+WORTHWHILE = 1.15  # speed-up from which the cache is advised
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
@@ -46,9 +46,9 @@ class Case:
     Attributes:
         title: the model and the run, for the reader.
         shape: the model and the size of its latents.
-        weights: dtype of the weights; that of fp8 also stands for int8. All models compute in bf16.
+        weights: dtype of the weights; fp8 also stands for int8. All models compute in bf16.
         cfg: guidance scale. 1 evaluates one condition in a step, a higher scale two.
-        merged: number of merged steps, if the sampler's noise makes other steps full; None: those of the schedule.
+        merged: number of merged steps if the sampler's noise makes other steps full; None if the schedule decides.
     """
 
     title: str

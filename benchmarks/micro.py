@@ -28,8 +28,8 @@ SCALE = 300.0
 _REPLAYED = 60
 # Bytes of tokens that calls cycle through: several times the last-level cache of any card.
 _ROTATED = 300_000_000
-# Selected destinations are right if their objective is at least this share of that of the search in fp64, and if less
-# than this share of windows has other destinations (ties in half precision).
+# Selected destinations are right if their objective is more than the share `_WORTH` of the objective in fp64, and if
+# other destinations (by ties in half precision) are selected in less than the share `_APART` of windows.
 _WORTH, _APART = 0.9999, 0.1
 
 

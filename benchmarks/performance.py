@@ -1,7 +1,7 @@
 """Write the tables of docs/performance.md and results/counts.md: `python -m benchmarks.performance [TABLE ...]`.
 
-Every number between the markers of both pages comes from here: counts of FLOPs, bytes and launches on the meta device,
-and measured speed-ups from the committed results of `benchmarks.suite`.
+Every number between the markers of both pages is either counted or measured: counts of FLOPs, bytes and launches on the
+meta device, and measured speed-ups from the committed results of `benchmarks.suite`.
 """
 
 from __future__ import annotations

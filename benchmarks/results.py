@@ -53,7 +53,7 @@ class Results:
             (self.folder / "profile.txt").write_text("\n".join(profiles), encoding="utf-8")
 
     def wrong(self) -> list[str]:
-        """Return red rows, and notes of sections that failed or were stopped."""
+        """Return the reasons of rows without a speed-up, and notes of sections that failed or were stopped."""
         return [*bench.red(self.rows), *(note for note in self.notes if "FAILED" in note)]
 
 

@@ -49,7 +49,7 @@ def usual_variants(ratio: float, **more: Any) -> list[Variant]:
     return [every, balanced, *caches, *(variants.stacked(every, cache) for cache in caches)]
 
 
-# Steps of a profiled run: as many as share a plan, so that plans take no smaller share of it than of a longer run.
+# Steps of a profiled run: as many as share a plan, so that plans take as large a share of time as in a longer run.
 PROFILED = 5
 
 
@@ -64,8 +64,8 @@ def measure(
     shares: bool = False,
     limit: float = float("inf"),
 ) -> list[Row]:
-    """Time all variants, in turn with the unpatched model. shares: profile one more run of the first of them, of at
-    most PROFILED steps. limit: seconds, warm-up included, see `bench.interleave`."""
+    """Time all variants, in turn with the unpatched model. shares: also profile a run of the first variant, of at most
+    PROFILED steps. limit: seconds, warm-up included, see `bench.interleave`."""
     section = f"sample, {steps} steps, cfg {cfg:g}"
     models, rows = {}, []
     for variant in (UNPATCHED, *chosen):

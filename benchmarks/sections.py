@@ -112,7 +112,8 @@ class Section:
     run: Run
     needs: float  # seconds that must be left; if fewer are, the section is skipped
     limit: float = float("inf")  # seconds after which the section is stopped, start and warm-up included
-    extra: bool = False  # whether it begins only if all later sections that are not extra still have all of their time
+    # Whether the section begins only if enough time is left for all later sections that are not extra.
+    extra: bool = False
 
 
 def right(suite: Suite) -> None:
@@ -144,7 +145,7 @@ def host(suite: Suite) -> None:
     every = {"min_tokens": 4, **suite.more}
     chosen = [variants.toma("stack", ratio=RATIO, **every), variants.preset("balanced", ratio=RATIO, **every)]
     shapes = ((1024, 1), (1024, 2), (256, 1), (256, 2))
-    for side, batch in shapes[:2] if suite.dry else shapes:  # in a dry run both have the same small size
+    for side, batch in shapes[:2] if suite.dry else shapes:  # in a dry run all shapes have the same small size
         shape = suite.shape("sdxl", side, batch)
         suite.evaluations(shape, chosen, 8, section="host", limit=suite.left() / 5, profiles=True)
 
@@ -272,7 +273,7 @@ CPU = (
     *(Section(f"blocks-{name}", few_blocks(name, side), 40) for name, side in FAMILIES),
     Section("steps", cpu_runs, 200),
     Section("break-even", break_even, 60),
-    # These take minutes each, so the default time limit excludes them.
+    # The following sections take minutes each, so the default time limit excludes them.
     Section("video-480p-21-frames", few_blocks("wan", 480, (1,), keys=True, width=832, frames=6), 900),
     Section("video-ltx-121-frames", few_blocks("ltx_av", 352, (1,), keys=True, width=640, frames=16), 900),
     Section("video-h3-22-frames", few_blocks("h3", 480, (1,), keys=True, width=864, frames=7), 900),

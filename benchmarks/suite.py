@@ -9,8 +9,8 @@ run. Each section is a separate process with a time limit, so that a failing, ha
 not affect the others; files are written after every result. --dry-run runs all sections with tiny models in a minute,
 on any machine, and reports no speed. `benchmarks/gpu/visit.sh` runs the suite on a machine without network.
 
-Besides PyTorch it needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML, Pillow and
-the packages of `make gpu-kit`.
+Besides PyTorch the suite needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML,
+Pillow and the packages of `make gpu-kit`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class Variant:
     patch: Patch
     note: str = ""  # text for readers of its row
     unchanged: bool = False  # whether the output must equal that of the unpatched model
-    packs: bool = False  # whether the KV cache has four bits; used for single evaluations, in which no run decides it
+    # Whether the KV cache has four bits; for single evaluations, in which no run decides the form of the cache.
+    packs: bool = False
     in_host_memory: bool = False  # whether its keys and values lie in main memory, not on the card
 
 
@@ -189,8 +190,8 @@ def step_cache(name: str, threshold: float = 0.2) -> Variant:
     changes."""
 
     def on_copies(model: Any) -> Any:
-        """Make the model copy its latent: a skipped step of EasyCache adds to it in place. In fp32 that latent is the
-        sampler's own."""
+        """Make the model copy its latent, because a skipped step of EasyCache adds to the latent in place, and in fp32
+        the latent is the sampler's own tensor."""
         from comfy.patcher_extension import WrappersMP
 
         def forward(executor: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +222,7 @@ def block_cache(threshold: float) -> Variant:
         def double(index: int, args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
             if index:
                 return args if held["skips"] else extra["original_block"](args)
-            given = args["img"].clone()  # blocks write into it
+            given = args["img"].clone()  # blocks write into this tensor
             out: dict[str, Any] = extra["original_block"](args)
             change, before = out["img"] - given, held.get("change")
             held["skips"] = (

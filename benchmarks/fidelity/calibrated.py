@@ -1,4 +1,4 @@
-"""The gain of ToMA Calibrate on scenes that it did not measure: `python -m benchmarks.fidelity.calibrated`.
+"""Measure calibrated models on scenes that Calibrate did not use: `python -m benchmarks.fidelity.calibrated`.
 
 For each number of steps and each target, the trained deep UNet is calibrated at the work of a preset. Then preset,
 calibration and `SINGLE` are compared on other scenes. The table is in results/fidelity/calibrated.md. Transformers have

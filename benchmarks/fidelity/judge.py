@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from .metrics import measure
 from .settings import Setting
 
-# Number of pictures shown for each setting, and their columns.
+# Number of pictures that are shown for each setting.
 SHOWN = 8
 
 
@@ -36,7 +36,7 @@ class Conditions:
 
 
 def load(kind: str, path: Path, dtype: str) -> Any:
-    """Load the model with weights and activations in `dtype`. Without this, ComfyUI would compute in fp32 on a CPU."""
+    """Load the model with weights and activations in `dtype`. By default ComfyUI computes in fp32 on a CPU."""
     from comfy.cli_args import args
 
     from demo import sampling
@@ -90,7 +90,8 @@ class Judge:
         return Drawn(latents, counter.get_total_flops() / self.conditions.images)
 
     def rounding(self, count: int = 4) -> float:
-        """Return the error of the unmerged pictures against those in fp32. Smaller differences are noise."""
+        """Return the error of the unmerged pictures against those in fp32. Merging errors below this value are rounding
+        noise."""
         from .metrics import relative_error
 
         exact = load(self.conditions.model, self.path, "fp32")

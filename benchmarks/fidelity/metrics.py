@@ -33,8 +33,8 @@ def ssim(image: Tensor, reference: Tensor) -> Tensor:
 
 
 def high_frequency_energy(image: Tensor) -> Tensor:
-    """Compute the energy that a 3 x 3 mean removes. It falls with blur and rises with residual noise. (n, 3, H, W) ->
-    (n,)."""
+    """Compute the energy that a 3 x 3 mean removes. This energy falls with blur and rises with residual noise. (n, 3,
+    H, W) -> (n,)."""
     smooth = torch.nn.functional.avg_pool2d(image, 3, stride=1)
     return (image[..., 1:-1, 1:-1] - smooth).square().flatten(1).mean(1)
 

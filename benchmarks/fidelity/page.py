@@ -44,7 +44,7 @@ SAMPLED = {
     "Wan, 8 steps": "wan8",
 }
 PLOTS = {"fidelity.png": "dit-20steps-128px-22x3", "fidelity-few.png": "few-4steps-64px-22x3"}
-# Sheet -> its results, and setting -> the title of its row; {cost} is the remaining work.
+# By file name of a sheet of pictures: the name of the results, and row titles by setting; {cost} is the remaining work.
 SHEETS: dict[str, tuple[str, dict[str, str]]] = {
     "fidelity-pictures.jpg": (
         "dit-20steps-128px-22x3",
@@ -127,7 +127,8 @@ def _rows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _gain(steps: str, row: dict[str, Any]) -> str:
-    """Return the row of a number of steps: error and work with the preset, the calibration and the single setting."""
+    """Return the row of a number of steps: error and work with the preset, with the calibration and with
+    `calibrated.SINGLE`."""
     ways = [f"{row[way]:.3f} for {row[f'{way} cost']:.2f}" for way in ("preset", "calibrated", "single")]
     return f"| {' | '.join((steps, *ways, format(row['pictures'], '.1f')))} |"
 
@@ -141,7 +142,7 @@ def _sampler(shown: str, columns: list[dict[str, Any]]) -> str:
 
 
 def _answer(kind: str, pictures: str, line: str, columns: list[str], folder: Path) -> str:
-    """Return a row of the short page; the numbers come from the run in its first cell."""
+    """Return a row of advice with the numbers for the number of steps in its first cell."""
     steps, setting, *shown = _cells(line)
     rows = _rows(folder, f"{kind}-{steps.split()[0]}steps-{pictures}")
     plain = setting.strip("*")

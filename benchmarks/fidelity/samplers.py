@@ -65,7 +65,7 @@ def drawn(kind: str, model: Any, seeds: list[int], steps: int, sampler: str) -> 
 
     sigmas = calculate_sigmas(model.get_model_object("model_sampling"), DEFAULTS[kind]["scheduler"], steps)
     if kind == "wan":
-        cfg, noise = 1.0, clip_noise(seeds)  # distilled
+        cfg, noise = 1.0, clip_noise(seeds)  # the distilled model samples without guidance
         clips = [clip_from_seed(FIRST_TEST_SEED + seed) for seed in seeds]
         latent = torch.zeros_like(noise)
         prompts = clip_conditioning(list(clips), steps), clip_conditioning([None] * len(seeds), steps)
@@ -93,7 +93,8 @@ def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> di
         own = drawn(kind, model, part, steps, sampler)
         errors += relative_error(drawn(kind, merged, part, steps, sampler), own).tolist()
         stats = pack_module("nodes.adapters.attachment").last_stats(merged)
-        if not stats.merged_steps:  # other batches merge none either, because the noise depends only on the sampler
+        # Other batches merge no step either, because the share of noise depends only on the sampler.
+        if not stats.merged_steps:
             break
     return {
         "mean": round(statistics.fmean(errors), 4),

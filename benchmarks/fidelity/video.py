@@ -4,7 +4,7 @@ All settings use the same clips and noise, and rows in the result folder are not
 `--scenes choose`, report on `--scenes report`.
 
 error       mean error of the final latents, relative to the norm of the unmerged ones
-spread      deviation of the mean error over the clips
+spread      standard error of the mean error over the clips
 flicker     energy of the changes from frame to frame, divided by that of the unmerged clip
 seams       `metrics.seam_energy` of all frames, divided by that of the unmerged clip
 attributes  share of the prompt's attributes that the checker finds in the middle frame
@@ -46,7 +46,7 @@ class Setting:
 
 
 def settings() -> dict[str, Setting]:
-    """Return the settings by name. Grids are much smaller than those of a real model, hence min_tokens."""
+    """Return the settings by name. `min_tokens` is low, because grids are much smaller than those of a real model."""
 
     def preset(name: str, **given: Any) -> Setting:
         return Setting(variants.preset(name, min_tokens=16, **given).patch)

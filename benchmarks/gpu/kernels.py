@@ -1,8 +1,8 @@
 """Check every kernel against fp64 on this device, on poisoned memory, and for bit-identical repetition. Count the
 launches of propagating a tensor.
 
-The section `kernels` has one row for each check; `gate` holds the failure. In Triton's interpreter, on a CPU, only tiny
-cases run.
+The suite's section `kernels` has one row for each check, whose `gate` names a failure. In Triton's interpreter, on a
+CPU, only tiny cases run.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _FEATURES, _PAIRS = 129, 64
 
 @dataclass(frozen=True)
 class Case:
-    """A grid of (frames,) rows, columns. adaptive: the budget follows the tokens. beside: number of other tokens, which
-    hold NaN, that lie before those of the grid in memory, as in a common stream."""
+    """A grid of (frames,) rows, columns. adaptive: whether the budget is adaptive. beside: number of other tokens,
+    which hold NaN, that lie before those of the grid in memory, as in a common stream."""
 
     name: str
     grid: tuple[int, ...]

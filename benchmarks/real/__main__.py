@@ -47,8 +47,8 @@ def template_of(args: argparse.Namespace) -> Template:
 
 
 def settings_of(args: argparse.Namespace, template: Template, server: Server) -> list[Setting]:
-    """Return every combination of ratio and preset. An option that is not given has the graph's value, else the node's
-    default. The profile is handled likewise if neither ratio nor preset is given."""
+    """Return every combination of ratio and preset. A ratio or preset that is not given is read from the graph, else it
+    is the node's default. If neither is given, the graph's profile is used."""
     profile = template.own("profile") if args.ratio is args.preset is None else None
     if isinstance(profile, list):
         raise BenchmarkError(

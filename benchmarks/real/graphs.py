@@ -25,7 +25,7 @@ Graph = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Setting:
-    """The values of the ToMA node. profile: its text; with a profile, ratio and preset have no effect."""
+    """The values of the ToMA node. profile: text of a profile; with a profile, ratio and preset have no effect."""
 
     ratio: float
     preset: str

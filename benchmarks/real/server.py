@@ -14,7 +14,7 @@ from . import BenchmarkError
 from .graphs import Graph
 
 AGAIN = "Run the same command again to go on: the pictures made so far are kept."
-LONGEST = 3600.0  # seconds for a picture, including those of others that come before it in the queue
+LONGEST = 3600.0  # longest wait for a picture in seconds, including the pictures before it in the queue
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Server(ComfyClient):
         return options.get("default") if isinstance(options, dict) else None
 
     def make(self, graph: Graph, picture: str) -> Made:
-        """Queue a graph, wait for it, and return the picture of one node. Ctrl-C removes it from the queue."""
+        """Queue a graph, wait for it, and return the picture of one node. Ctrl-C removes the graph from the queue."""
         run = self._run(graph)
         images = run.outputs.get(picture, {}).get("images", [])
         if len(images) != 1:
