@@ -1,5 +1,5 @@
-"""The names of ComfyUI that the pack uses are read from its source; they are listed in the data and exist in the
-ComfyUI of the run."""
+"""Tests of `scripts.api_check`, which lists the names of ComfyUI that the pack uses. All of them are in known.json and
+in the tested ComfyUI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRITE = "make api-check ARGS='--write FOLDER', with a folder of each release tha
 
 
 class Pack(NamedTuple):
-    """The names that the pack uses, the entries of known.json, and the names that this ComfyUI has."""
+    """The names that the pack uses, the entries of known.json, and the definitions in this ComfyUI."""
 
     uses: Uses
     families: dict[str, Family]
@@ -49,7 +49,7 @@ def all_of_it() -> Pack:
 
 @pytest.mark.compat
 def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
-    """All methods that run blocks are known, because a step cache could replace an unknown one without the pack
+    """All methods that run blocks must be known, because a step cache could replace an unknown method without the pack
     noticing."""
     uses, _, known, facts, here = all_of_it
     version = ComfyUI(here, "", here).version
@@ -70,7 +70,8 @@ def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
 
 
 def test_data_has_every_release_and_nothing_else(all_of_it: Pack) -> None:
-    """Only models that came later, and names that belong to them, may be missing in a release."""
+    """Only models that are newer than a release, and names that belong to these models, may be missing in the
+    release."""
     uses, known = all_of_it.uses, all_of_it.known
     assert set(known) <= set(uses), f"the pack uses some of these no longer: {WRITE}"
     newest = pack_module("nodes.adapters.compat").NEWEST_TRIED
@@ -125,8 +126,8 @@ wrappers = {WrappersMP.OUTER_SAMPLE: _sampled}
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_blocks_are_those_that_hooks_stand_in_for(kind: str, all_of_it: Pack) -> None:
-    """Static reading finds the same classes and signatures as the models have, and judges them as `compat.check`
-    does."""
+    """Compare classes and signatures that are read from source code with those of real models. `compat.check` must
+    judge them equally."""
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     try:
         model = (models.unet if kind == "unet" else models.TRANSFORMERS[kind])().model.diffusion_model
@@ -168,7 +169,7 @@ def some_files(tmp_path: Path, all_of_it: Pack) -> Path:
 
 
 def renamed(file: str, old: str, new: str) -> Callable[[Path], None]:
-    """Return a change of a file that replaces one text by another."""
+    """Return a function that replaces a text in a file."""
 
     def change(folder: Path) -> None:
         text = (folder / file).read_text(encoding="utf-8")
@@ -179,7 +180,7 @@ def renamed(file: str, old: str, new: str) -> Callable[[Path], None]:
 
 
 def with_argument(name: str, where: str) -> Callable[[Path], None]:
-    """Return a change of the double blocks' `forward` that adds an argument before `where`."""
+    """Return a function that adds an argument before `where` to the double blocks' `forward`."""
 
     def change(folder: Path) -> None:
         file = folder / "comfy/ldm/flux/layers.py"
@@ -239,7 +240,7 @@ def test_change_is_found(some_files: Path, all_of_it: Pack, item: str, kind: Kin
 def test_command_on_a_folder_with_some_files(
     some_files: Path, all_of_it: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The files in the folder are compared; names of other files are not reported as missing."""
+    """Names of files that are not in the folder are not reported as missing."""
     uses, families, _, facts, here = all_of_it
     partial = facts_of(some_files, uses, families)
     seen = [item for item in facts if uses[item].kind not in ("key", "trait", "derived")]

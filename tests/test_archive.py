@@ -1,4 +1,4 @@
-"""The archive that users install: its content, and that it works in a ComfyUI without this checkout."""
+"""The archive that users install: its content, and a run in a ComfyUI without this checkout."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_clones_are_light(tmp_path: Path) -> None:
 
 
 def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In CI two runs of these tests share a checkout and comfy-cli's fixed name of the archive."""
+    """In CI two runs of these tests share a checkout, and comfy-cli's archive always has the same name."""
     running, most, comfy_node = [], [], archive._comfy_node
 
     def watched(command: str, root: Path) -> str:
@@ -105,7 +105,7 @@ def test_warnings_of_the_registry_stop_the_pack(tmp_path: Path) -> None:
 
 
 def test_registry_gets_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fields are read by comfy-cli itself, which drops those that it does not understand."""
+    """comfy-cli itself reads the fields, and drops those that it does not understand."""
     from comfy_cli.registry.config_parser import extract_node_configuration
 
     monkeypatch.chdir(ROOT)

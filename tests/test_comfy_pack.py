@@ -1,4 +1,4 @@
-"""ComfyUI and the pack side by side in one process: each name means the same as inside ComfyUI."""
+"""Tests of `scripts.comfy_pack`, which loads the pack beside ComfyUI: module names mean the same as inside ComfyUI."""
 
 from __future__ import annotations
 

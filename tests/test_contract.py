@@ -1,8 +1,5 @@
-"""The arguments that ComfyUI passes to wrappers and blocks while it samples: their shapes, order and keys, which no
-signature shows.
-
-`scripts/api_check` compares names and signatures, and `nodes/adapters/compat.py` checks at run time.
-"""
+"""The arguments that ComfyUI passes to wrappers and blocks while it samples: shapes, order and keys, which signatures
+do not show."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PAGES = sorted({*ROOT.glob("*.md"), *DOCS.glob("*.md"), *HELP.glob("*.md")} - {C
 TEXTS = sorted({*PAGES, CHINESE, *BESIDE, *HELP.rglob("*.md")})
 FOLDERS = "tests|benchmarks|toma_core|nodes|scripts|demo|compatibility|testbed|web"
 MAX_WORDS, MAX_README_LINES = 13_000, 130
-# Code writes the text between "<!-- name -->" and "<!-- end -->".
+# Text between "<!-- name -->" and "<!-- end -->" is written by code.
 GENERATED = re.compile(r"<!-- [^>]* -->\n.*?<!-- end[^>]*-->", re.DOTALL)
 LINK = re.compile(r'!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*\bsrc="([^"]+)"')
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
@@ -93,12 +93,12 @@ def test_every_template_is_described_in_the_order_of_need() -> None:
 
 
 def words(text: str) -> int:
-    """Count the words of a page outside of generated parts."""
+    """Count the words of a page outside of text that is written by code."""
     return len(re.findall(r"\S*\w\S*", GENERATED.sub("", text)))
 
 
 def table(page: Path, head: str) -> list[list[str]]:
-    """Return the cells, without the head, of the first table of a page whose head begins like this."""
+    """Return the cells below the head of the first table whose head begins with `head`."""
     lines = page.read_text(encoding="utf-8").split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith(head)) + 2
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]
@@ -150,7 +150,7 @@ def test_the_table_of_settings_is_the_codes() -> None:
 
 
 def _shown(value: object) -> str:
-    """Format a value of a setting as the page does."""
+    """Format a setting's value as the page does."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value.value) if isinstance(value, Enum) else f"{value:g}"
@@ -168,8 +168,7 @@ def test_tables_of_the_readme_are_the_counted_ones() -> None:
 
 
 def test_the_chinese_readme_is_the_english_one() -> None:
-    """Both READMEs have the same sections, tables, links and figures; a number that changes in one has to change in the
-    other."""
+    """Both READMEs have the same sections, tables, links and numbers."""
     english, theirs = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
     assert "[中文](README.zh.md)" in english
     assert "[English](README.md)" in theirs
@@ -196,7 +195,7 @@ def test_what_a_card_has_room_for_is_said_in_words() -> None:
 
 
 def test_no_page_says_times_less_work() -> None:
-    """Pages say "29 % less work", because "1.4x less" reads as more than it is."""
+    """Pages say "29 % less work", because "1.4x less" suggests more."""
     for page in PAGES:
         tables = re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE)
         of_work = [table for table in tables if "less work" in table.split("\n")[0]]

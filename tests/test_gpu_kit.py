@@ -1,4 +1,5 @@
-"""The content of the GPU kit: libraries cut to one architecture, and the files of ComfyUI that benchmarks need."""
+"""The content of the GPU kit: libraries that are cut to one architecture, and the files of ComfyUI that benchmarks
+need."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from scripts.console import SetupError
 
 
 def entry(kind: int, sm: int, code: bytes) -> bytes:
-    """Return an entry: a header of 64 bytes with the architecture at 28, then code."""
+    """Return an entry of a library: a header of 64 bytes with the architecture at byte 28, then code."""
     head = struct.pack("<HHIQ", kind, 0x101, 64, len(code)).ljust(28, b"\0") + struct.pack("<I", sm)
     return head.ljust(64, b"\0") + code
 
@@ -43,7 +44,7 @@ def test_one_architecture_stays_where_it_was() -> None:
 
 
 def test_what_travels(tmp_path: Path) -> None:
-    """The files to transfer are those of this checkout that git knows, and the files of ComfyUI for benchmarks."""
+    """The files to transfer are those of this checkout that git tracks, and files of ComfyUI."""
     gpu_kit.prune(Path(os.environ["COMFYUI_PATH"]), tmp_path)
     copied = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"nodes.py", "main.py", "folder_paths.py", "requirements.txt"} <= {path.name for path in copied}
@@ -65,8 +66,7 @@ touch "$2/results.json"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux")
 def test_a_visit_finds_a_kit_and_results_of_visits_before_it(tmp_path: Path) -> None:
-    """A second kit is unpacked beside the first, earlier results remain, and the log has its last lines. This also
-    holds in folders with spaces."""
+    """A second kit is unpacked beside the first, and earlier results remain. Names of folders have spaces."""
     tree, out, temporary, python = (tmp_path / name for name in ("a tree", "the out", "its tmp", "a python"))
     for folder in (tree / ".gpu", out, temporary):
         folder.mkdir(parents=True)

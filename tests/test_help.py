@@ -1,4 +1,5 @@
-"""Every node has a help page in every language that describes its settings, and the help panel loads it."""
+"""Every node has a help page in every language that describes its settings, and ComfyUI's help panel can load the
+page."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ def test_no_page_is_missing_or_left_over() -> None:
     assert {path.stem for path in PAGES.glob("*.md")} == set(NODES["en"])
     wanted = {PAGES / node_id / f"{language}.md" for language in NODES for node_id in NODES["en"]}
     assert {path for path in PAGES.rglob("*.md") if path.parent != PAGES} == wanted
-    for node_id in NODES["en"]:  # languages without a page get the English one
+    for node_id in NODES["en"]:  # ComfyUI shows the English page in languages without a page
         assert (PAGES / f"{node_id}.md").read_bytes() == (PAGES / node_id / "en.md").read_bytes()
 
 
 def test_pages_speak_of_every_input_and_output_and_are_served(server: ComfyServer) -> None:
-    """Advanced inputs are excluded, because they have tooltips."""
+    """Advanced inputs have tooltips instead."""
     front = ("preset", "ratio", *pack_module("nodes.widgets")._FRONT)
     for language, nodes in NODES.items():
         for node_id, node in nodes.items():

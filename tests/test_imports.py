@@ -1,7 +1,7 @@
-"""The import contract, read from the syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
+"""The rules of imports, read from syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
 
-Inside the pack every import of its own code is relative, because ComfyUI names the pack by its path; toma_core never
-imports ComfyUI; shipped code imports none of the folders beside it; no modules import each other in a circle.
+Inside the pack every import of its own code is relative, because ComfyUI names the pack by its path. toma_core never
+imports ComfyUI, shipped code imports none of the folders beside it, and no modules import each other in a circle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OURS = {"toma_core", "nodes", "scripts", "demo", "testbed", "benchmarks", "compa
 class Room:
     """The allowed imports of the files under a path.
 
-    `outside`: top-level modules besides the standard library; None allows any that is not ours.
+    `outside`: top-level modules besides the standard library; None allows any except our own.
     `lazily`: further modules, only inside functions.
     `inside`: our own rooms, as paths from the root, reached by relative imports, or by absolute ones if `absolute`.
     """
@@ -36,7 +36,7 @@ class Room:
     absolute: bool = False
 
 
-# The room of a file is the first one whose path fits.
+# The first room whose path fits is the room of a file.
 ROOMS = (
     Room("toma_core/setting_spec.py", ("toma_core/reasons",), frozenset()),
     Room("toma_core/config.py", ("toma_core/setting_spec", "toma_core/reasons"), frozenset()),
@@ -66,7 +66,7 @@ def imports(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[int, str, int, 
 
 
 def violations(file: str, source: str) -> list[str]:
-    """Return the imports of a file (path from the root, with slashes) that violate the contract of its room."""
+    """Return the imports of a file that its room does not allow. file: path from the root, with slashes."""
     room = next(room for room in ROOMS if file == room.path or file.startswith(room.path + "/"))
     found = []
     for level, module, line, lazy in imports(ast.parse(source)):
@@ -88,7 +88,7 @@ def violations(file: str, source: str) -> list[str]:
 
 def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
     """Return the modules of `known` that a file imports relatively. Imports inside functions and for type checking
-    count, because a late import hides a circle. The implicit import of a module's package does not count."""
+    count, because they can hide a circle. The implicit import of a module's package does not count."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = "/".join([*file.split("/")[: -node.level], *(node.module.split(".") if node.module else [])])
@@ -99,7 +99,8 @@ def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
 
 
 def circle(sources: Mapping[str, str]) -> list[str]:
-    """Return modules that import each other in a circle, with the first one again at the end; empty without one."""
+    """Return modules that import each other in a circle, with the first one again at the end. Without a circle, return
+    []."""
     try:
         TopologicalSorter({file: set(reached(file, text, sources)) for file, text in sources.items()}).prepare()
     except CycleError as error:
@@ -117,7 +118,7 @@ def test_contract() -> None:
 
 
 def test_one_copy_of_the_core_per_test_file() -> None:
-    """`import toma_core` and the pack's own toma_core are two module objects whose classes do not match."""
+    """`import toma_core` and the pack's own toma_core are two module objects, whose classes do not match."""
     both = []
     for path in (ROOT / "tests").rglob("*.py"):
         modules = {module for level, module, _, _ in imports(ast.parse(path.read_text(encoding="utf-8"))) if not level}

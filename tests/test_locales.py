@@ -1,8 +1,8 @@
-"""Texts of nodes (locales) and of messages (web/i18n) in the languages of ComfyUI's page: every key in each of them.
+"""Texts of nodes (locales) and of messages (web/i18n): every language of ComfyUI's page has every key.
 
 After a change of a node or of the config, write the English texts again, then translate the keys that this test names:
 
-TOMA_WRITE_LOCALES=1 make test ARGS=tests/test_locales.py
+    TOMA_WRITE_LOCALES=1 make test ARGS=tests/test_locales.py
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ every_translation = pytest.mark.parametrize("language", LANGUAGES[1:])
 
 
 def english() -> dict[str, Any]:
-    """Return the nodes' own texts in the format of nodeDefs.json. ComfyUI translates names of types, so outputs named
-    after their type have no text; its page shows the choices of a list untranslated."""
+    """Return the nodes' own texts in the format of nodeDefs.json. Outputs that are named after their type have no text,
+    because ComfyUI translates names of types. Choices of a list have no text, because the page does not translate
+    them."""
 
     async def listed() -> list[Any]:
         extension = await load_pack().comfy_entrypoint()
@@ -100,7 +101,7 @@ def test_every_message_has_a_text_and_every_text_a_message() -> None:
 
 @every_translation
 def test_every_text_is_translated(language: str) -> None:
-    """Translations have the numbers, the quoted choices and the message parameters of the English text."""
+    """Translations have the numbers, quoted choices and message parameters of the English text."""
     wanted, found = dict(leaves(english())), dict(leaves(texts(language)))
     assert set(found) ^ set(wanted) == set()
     for path, text in wanted.items():
@@ -120,7 +121,7 @@ def test_every_text_is_translated(language: str) -> None:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_page_can_read_every_text(language: str) -> None:
-    """No text has a character that vue-i18n interprets, and messages name inputs by the labels of the widgets."""
+    """vue-i18n would interpret some characters. Messages name inputs by the labels of their widgets."""
     assert [path for path, text in leaves(texts(language)) if set(text) & set("{}@|")] == []
     shown: dict[str, str] = {}
     for node in texts(language).values():

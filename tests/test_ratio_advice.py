@@ -12,11 +12,11 @@ from toma_core.config import TRANSFORMER_RATIOS, UNET_RATIOS, ToMAConfig
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir())
 ALL = {0.25, 0.5, 0.6, 0.75}
 PLACE = "ToMA goes after the LoRAs, before step caches, torch.compile and the sampler."
-NOTES = ("- **ratio** is", "- **合并比例**是", "- **合併比例**是")  # a line of a note
+NOTES = ("- **ratio** is", "- **合并比例**是", "- **合併比例**是")  # a line of a template's note
 
 
 def ratios(text: str) -> set[float]:
-    """Return the numbers below 1 of a text."""
+    """Return the numbers below 1 in a text."""
     return {float(number) for number in re.findall(r"(?<![\w.])0?\.\d+", text)}
 
 
@@ -55,7 +55,8 @@ def test_tooltips_and_pages_recommend_them() -> None:
 
 
 def test_templates_recommend_them() -> None:
-    """The advice of a template is for the model that it loads; templates that measure have no ratio to set by hand."""
+    """A template's note is about the model that the template loads. Templates that measure have no ratio to set by
+    hand."""
     for path in sorted((ROOT / "workflows").glob("*.json")):
         graph = json.loads(path.read_text(encoding="utf-8"))["nodes"]
         is_unet = "SD" in path.stem and "CheckpointLoaderSimple" in {node["type"] for node in graph}

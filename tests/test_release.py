@@ -1,5 +1,4 @@
-"""Publishing: nothing is sent unless tag, version and changelog agree, and the workflow uses the same versions as the
-tests."""
+"""Publishing: tag, version and changelog must agree, and the workflow uses the same versions of tools as the tests."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def test_publishing_installs_the_pins_of_the_tests() -> None:
 
 
 def test_files_of_github_have_what_it_asks_for() -> None:
-    """GitHub's workflows run modules and files that exist; its forms for bugs ask for the text of the report."""
+    """GitHub's workflows run modules and files that exist. Its form for bugs asks for the text of the report."""
     for path in sorted((ROOT / ".github").rglob("*.yml")):
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
@@ -91,7 +90,7 @@ def test_comfy_test_knows_the_namespace_of_the_page_extension() -> None:
 
 
 def test_publishing_needs_python_alone() -> None:
-    """The workflow reads the notes before anything is installed, so the module must not import packages."""
+    """The workflow reads the changelog before it installs packages."""
     command = [sys.executable, "-S", "-m", "scripts.release", "--pin", "ruff"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.stdout.startswith("ruff=="), answer.stderr

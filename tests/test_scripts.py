@@ -1,4 +1,4 @@
-"""The set-up: finding ComfyUI, making the environment, and errors."""
+"""Tests of the set-up: finding ComfyUI, making the environment, and errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ class TestFind:
             comfyui.find()
 
     def test_release_asked_for_wins_over_what_is_there(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """The suite runs on the newest release, the short set on the others."""
         monkeypatch.setenv("COMFYUI_PATH", str(fake_comfyui(tmp_path / "mine")))
         for release in comfyui.RELEASES:
             fake_comfyui(cache.cache_dir() / f"comfyui-{release}", release)
@@ -193,7 +192,7 @@ class TestCache:
 def test_stage_shows_that_it_is_alive_and_why_it_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal, one line is written over and over."""
+    """A terminal shows one line that is overwritten again and again."""
     monkeypatch.setattr("scripts.console.HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr("scripts.console.TERMINAL_SECONDS", 0.1)
     program = "import time; print('halfway', flush=True); time.sleep(1.5); raise SystemExit('no luck')"
@@ -266,5 +265,5 @@ class TestMake:
 
 
 def _no_python(folder: Path, names: list[str]) -> set[str]:
-    """Ignore files that lint does not check: pictures, weights, results, caches."""
+    """Ignore files that lint does not check: pictures, weights, results and caches."""
     return {name for name in names if not name.endswith(".py") and not (folder / name).is_dir()} | {"__pycache__"}

@@ -1,5 +1,4 @@
-"""The words of the code: no identifier that has been replaced by a term of the field, and no file too long to read at
-once."""
+"""The words of the code: no identifier that has been replaced by a term of the field, and no file that is too long."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ REPLACED = {
 
 
 def complaints(path: Path) -> list[str]:
-    """Return the words of a file that have been replaced by another, and "lines" if the file has too many lines."""
+    """Return the words of a file that have been replaced, and "lines" if the file has too many lines."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return MISTAKES.findall(text)

@@ -22,11 +22,11 @@ from tests import newer
 EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
 NOTES = {"Note", "MarkdownNote"}  # only the page has these nodes
-# Room for the output of a node after a run; for nodes that grow around a picture, before the run.
+# Height of a node with its output after a run. Nodes that grow around a picture have their height before the run.
 MOST_HEIGHT = {"ToMA": 250, "ToMAAdvanced": 350, "ToMAReport": 290, "ToMABenchmark": 370, "ToMACalibrate": 370}
-# A list whose choices add widgets; "auto" adds none.
+# The type of a list whose choices add widgets; the choice "auto" adds none.
 CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
-# ComfyUI's page adds a widget after a seed and does not send it.
+# After a seed, ComfyUI's page has a further widget, whose value it does not send.
 SEEDS = ("seed", "noise_seed")
 AFTER_SEED = ("fixed", "increment", "decrement", "randomize")
 
@@ -46,13 +46,13 @@ def node_inputs(definition: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str
 
 
 def is_widget(kind: Any) -> bool:
-    """Return whether an input is shown as a widget; if it has several types, the first one counts."""
+    """Return whether an input of this type is shown as a widget. If there are several types, the first one counts."""
     simple = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", CHOICE_WITH_MORE)
     return isinstance(kind, list) or kind.partition(",")[0] in simple
 
 
 def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
-    """Convert a workflow to the API format by the saved widget positions and the real server's definitions."""
+    """Convert a workflow to the API format, with values by the order of widgets and definitions of the real server."""
     origins = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
     prompt = {}
     for node in workflow["nodes"]:
@@ -62,7 +62,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
         linked = {slot["name"]: slot["link"] for slot in node["inputs"] if slot.get("link") is not None}
         inputs = {name: origins[link] for name, link in linked.items()}
         for name, kind, options in node_inputs(server.object_info(node["type"])):
-            if kind == "IMAGECOMPARE":  # the page sends the text shown there, empty before the first run
+            if kind == "IMAGECOMPARE":  # the page sends its state, which is empty before the first run
                 inputs[name] = {"__value__": ["", ""]}
             if not is_widget(kind) or options.get("forceInput"):
                 continue
@@ -93,13 +93,13 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServe
 
 
 def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
-    """Return the nodes that the server rejects, without running the prompt: an additional output is invalid, so that
-    the response always lists errors, and the queued prompt is removed."""
+    """Return the nodes that the server rejects, without running the prompt. An invalid output is added, so that the
+    response always lists errors."""
     prompt = {**prompt, "wrong": {"class_type": "EmptyLatentImage", "inputs": {"width": -1}}}
     prompt["wrong out"] = {"class_type": "SaveLatent", "inputs": {"samples": ["wrong", 0], "filename_prefix": "x"}}
     try:
         answer = server.post("/prompt", {"prompt": prompt})
-    except urllib.error.HTTPError as error:  # none of its outputs can be run
+    except urllib.error.HTTPError as error:  # the server raises an error if no output is valid
         answer = json.loads(error.read())
     server.post("/queue", {"clear": True})
     server.interrupt()
@@ -108,7 +108,7 @@ def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
 
 @every_workflow
 def test_links_fit_and_it_opens_readable(path: Path) -> None:
-    """Below a scale of 0.5 the page draws nodes as grey boxes; on a coloured node labels are unreadable."""
+    """Below a scale of 0.5 the page draws nodes as grey boxes. On a coloured node, labels are unreadable."""
     workflow = load(path)
     assert workflow["version"] == 0.4
     nodes = {node["id"]: node for node in workflow["nodes"]}
@@ -136,7 +136,7 @@ LINKS = re.compile(r"\(https:[^)]*\)|\*\*models/[^*]*")
 
 @every_example
 def test_note_says_where_its_models_come_from(path: Path) -> None:
-    """The page opens a template with the note of its language (web/notes.js); the notes of all languages name the same
+    """The page opens a template with the note of its language (web/notes.js). The notes of all languages name the same
     files."""
     nodes = load(path)["nodes"]
     (of_note,) = [node for node in nodes if node["type"] in NOTES]
@@ -189,8 +189,8 @@ def test_every_workflow_has_a_thumbnail_that_can_be_made_again(pack: Any) -> Non
 
 @every_example
 def test_thumbnail_is_of_this_workflow(path: Path) -> None:
-    """A new drawing equals the thumbnail up to JPEG compression and the version of the font. It shows the steps that
-    the note names, and more than the name of the template."""
+    """Draw the thumbnail again, and compare it with the saved one. The number of steps in the drawing is that of the
+    note."""
     thumbnail, saved = THUMBNAILS[path.stem], Image.open(path.with_suffix(".jpg")).convert("RGB")
     assert ImageStat.Stat(ImageChops.difference(saved, drawn(path.stem))).mean < [4.0] * 3, "python -m demo.thumbnails"
     assert saved.size == (512, 512)
@@ -246,7 +246,7 @@ def test_blueprint_is_consistent_and_exposes_what_people_change() -> None:
 
 
 def test_server_accepts_the_blueprint(demo_server: ComfyServer) -> None:
-    """The blueprint is sent as a graph that saves its picture, with every exposed widget at its value."""
+    """The blueprint is sent as a graph that saves its picture. Every exposed widget has its saved value."""
     (path,) = BLUEPRINTS
     ((key, entry),) = [(k, e) for k, e in demo_server.get("/global_subgraphs").items() if e["name"] == path.stem]
     assert entry["info"]["node_pack"] == f"custom_nodes.{PACK_FOLDER}"

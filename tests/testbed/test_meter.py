@@ -1,5 +1,3 @@
-"""The counts for an operation."""
-
 from __future__ import annotations
 
 import pytest

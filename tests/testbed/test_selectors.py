@@ -1,4 +1,5 @@
-"""Rivals select the requested number of distinct real tokens, and facility location beats them at its own objective."""
+"""Rules that select destinations: each selects the requested number of distinct tokens, and facility location is best
+at its own objective."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def test_flat_images_too(kind: str, x: torch.Tensor) -> None:
 @loop("kind", RIVALS)
 @loop("ratio", [0.25, 0.5, 0.75])
 def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -> None:
-    """The mean is over 16 windows of smooth features and of noise; greedy search need not win in every window."""
+    """The mean is over 16 windows, because greedy search need not win in every window."""
     windows = make_windows(16, 16, WindowShape.TILE, 8)
     budget = make_budget(windows.counts, ratio)
     for x in (smooth(0, 4, 16, 16), torch.randn(4, 256, 12, generator=torch.Generator().manual_seed(1))):
@@ -107,7 +108,8 @@ def test_farthest_point_by_hand() -> None:
 
 
 def test_tome_by_hand() -> None:
-    """Of 8 tokens, 0 and 4 are candidates. Sources remain in the order of least similarity to a candidate."""
+    """Of 8 tokens, 0 and 4 are candidates. The sources that are least similar to a candidate become destinations,
+    too."""
     S = torch.full((1, 8, 8), -0.5)
     for token, likeness in {1: 0.9, 2: 0.1, 3: 0.5, 5: 0.3, 6: 0.7, 7: 0.2}.items():
         S[0, token, 4] = likeness
@@ -116,7 +118,7 @@ def test_tome_by_hand() -> None:
 
 
 def test_tome_below_a_quarter_spreads_its_candidates() -> None:
-    """In windows of 64 and of 56 tokens, the 4 destinations are not all in the first rows."""
+    """The 4 destinations in windows of 64 and of 56 tokens are not all in the first rows."""
     windows = make_windows(8, 15, WindowShape.TILE, 8)
     assert windows.counts == (64, 56)
     S = cosine_similarity(windows.split(smooth(0, 1, 8, 15))).flatten(0, 1)
@@ -134,7 +136,8 @@ def test_grid_by_hand() -> None:
 
 
 def test_random_has_its_own_generator() -> None:
-    """A seed gives the same destinations whatever the global state, which no selector changes."""
+    """A seed gives the same destinations for any state of PyTorch's global generator, which the selector does not
+    change."""
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     first = random_order((16, 9), 8, 5)
@@ -145,7 +148,7 @@ def test_random_has_its_own_generator() -> None:
 
 
 def test_random_is_uniform() -> None:
-    """Each of 10 tokens is among 3 destinations in about 3 of 10 draws."""
+    """Select 3 of 10 tokens 400 times; each token must be selected in about 3 of 10 selections."""
     hits = torch.zeros(10)
     for seed in range(400):
         hits[random_order((10,), 3, seed)[0]] += 1

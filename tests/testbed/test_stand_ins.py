@@ -1,4 +1,4 @@
-"""Stand-ins for missing packages."""
+"""Tests of stand-ins for missing packages."""
 
 from __future__ import annotations
 

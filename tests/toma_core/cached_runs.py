@@ -1,4 +1,4 @@
-"""Runs with a residual cache on toy blocks, evaluation by evaluation."""
+"""Helpers for runs with a residual cache on toy blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def run_of(**settings: object) -> RunState:
 
 
 def at(run: RunState, step: int, *cond_keys: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
-    """Return an evaluation. takes_part: the conditions of the evaluation, if they are not those of the call."""
+    """Return an evaluation of a call with the conditions `cond_keys`. takes_part: all conditions of the evaluation, if
+    other calls have further ones."""
     signatures = dict.fromkeys(takes_part or cond_keys)
     return Evaluation(run, decide(run, Facts(10.0 - step, conditions=signatures)), (None,) * len(cond_keys), cond_keys)
 
@@ -33,7 +34,8 @@ def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
 
 
 def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
-    """Return a letter for each (step, conditions as one letter each): full, refresh, merged with caches or without."""
+    """Return a letter for each (step, conditions as one letter each): full (f), refresh (r), merged with caches (m), or
+    merged without caches (p)."""
     said = []
     for step, conditions in evaluations:
         plan = at(run, step, *conditions).step_plan

@@ -1,4 +1,4 @@
-"""Make a plan as a block of a UNet does."""
+"""Helper that makes a plan as a block of a UNet does."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ UNET_BLOCK = Block(18, 20, (1, 2, 6))
 
 
 def plan_for(x: Tensor, grid: Grid, scope: Hashable, evaluation: Evaluation) -> MergePlan | None:
-    """Return the plan for tokens x of (B, N, C) in a UNet, None if they are not merged."""
+    """Return the plan for tokens x of (B, N, C) in a UNet, or None if they are not merged."""
     reason = evaluation.obstacle(x, UNET_BLOCK, evaluation.run.config.granularity)
     return None if reason else evaluation.plan(x, grid, scope)

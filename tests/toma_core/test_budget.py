@@ -1,5 +1,4 @@
-"""Adaptive budgets: the sum is exact, windows with more detail get more, and index maps are those of any other
-budget."""
+"""Adaptive budgets: the total is exact, windows with more detail get more destinations, and index maps are valid."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ GRIDS = [(16, 16), (13, 19), (8, 40), (5, 7)]
 
 
 def picture(height: int, width: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
-    """Return a picture that is flat on the left and busy on the right: (B, N, 6)."""
+    """Return a picture (B, N, 6) that is nearly constant on the left and random on the right."""
     x = torch.randn(batch, height, width, 6, generator=torch.Generator().manual_seed(seed))
     x[:, :, : width // 2] = 1 + 0.01 * x[:, :, : width // 2]
     return x.flatten(1, 2)
@@ -57,7 +56,7 @@ def test_budgets_are_in_proportion_to_the_spread_or_its_root() -> None:
     assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
     counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.16, 0.04, 0.01, 0.01]]), windows)
     assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
-    # One window has a claim on all destinations, but gets no more than it has tokens.
+    # The spread of the first window is a claim on all destinations, but the window has only 64 tokens.
     counts = allocate(make_budget(windows.counts, 0.5), torch.tensor([[1.0, 0.01, 0.01, 0.02]]), windows, True)
     assert counts.valid.sum(-1).tolist() == [[64, 16, 16, 32]]
 
@@ -74,7 +73,7 @@ def test_no_window_has_more_slots_than_the_others_leave(side: int, size: int, ra
 def test_flat_windows_are_left_to_the_latents_only_where_these_explain_them(
     kv_cache: bool, selection: int, fewest: int, most: int
 ) -> None:
-    """The right half varies a hundred times as much as the left."""
+    """The standard deviation of the picture is 1 in the right half and 0.3 in the left half."""
     x = torch.randn(1, 16, 16, 6, generator=torch.Generator().manual_seed(0))
     x[:, :, :8] = 1 + 0.3 * x[:, :, :8]
     config = ToMAConfig(similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)  # type: ignore[arg-type]
@@ -96,7 +95,7 @@ def test_rounding_does_not_decide_who_gets_destinations() -> None:
 
 @loop("grid", [(13, 19), (16, 16)], ids=str)
 def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
-    """Each frame has the budget of a single picture, shifted by the frame's windows and destinations."""
+    """Each frame has the budget of a single picture."""
     frames = [picture(*grid, seed=seed) for seed in range(3)]
     windows = make_windows(*grid, "tile", 8, frames=3)
     even = make_budget(windows.counts, 0.5, 3)

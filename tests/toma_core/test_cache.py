@@ -1,4 +1,4 @@
-"""The store: tensors by key, in equal chunks, held and counted once."""
+"""The store of the caches: tensors by key, stored once and counted once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_parts_in_the_cached_order_are_not_copied() -> None:
 
 
 def test_devices_that_keep_at_once_lose_nothing() -> None:
-    """The order of two threads is forced: both begin to cache before either of them ends."""
+    """The calls of two devices overlap: both begin to cache before either ends."""
     run = run_of()
     first, second = (
         at(run, 0, "cond", takes_part=("cond", "uncond")),
@@ -69,7 +69,7 @@ def test_a_residual_is_held_and_counted_as_long_as_one_of_its_parts() -> None:
 
 @loop("packs", [False, True])
 def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
-    """Conditions are joined in one call, then split."""
+    """Two conditions are joined in the first call, and in separate calls later."""
     run, first = run_of(), torch.randn(2, 8, 64)
     run.coverage.store((("", "a"), ("", "b")), first.clone(), packs)
     held = run.cache.peak_bytes
@@ -88,7 +88,7 @@ def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
 
 @loop("quantized", [False, True])
 def test_a_condition_that_takes_the_place_of_another_holds_its_own_memory_alone(quantized: bool) -> None:
-    """Two prompts take turns beside one negative prompt: the cache holds three conditions, not two pairs."""
+    """Two prompts alternate beside one negative prompt, so the cache holds tensors of three conditions."""
     cache, (one, two) = RunState(Schedule(ToMAConfig())).cache, torch.randn(2, 2, 8, 64)
     cache.put((("a", "negative"), ("a", "first")), one, quantized)
     each = cache.held // 2

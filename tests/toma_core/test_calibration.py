@@ -1,4 +1,4 @@
-"""The choice from a table of errors, against all combinations and worked examples."""
+"""The choice of ratios from a table of errors, against all combinations and worked examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Table = dict[Cell, list[Option]]
 
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
-    """Draw small tables: up to four sites, up to three ratios each, in thousandths."""
+    """Draw small tables of up to four sites with up to three ratios each, in thousandths."""
     table = {}
     for site in range(draw(st.integers(1, 4))):
         savings = draw(st.lists(st.integers(1, 60), min_size=1, max_size=3, unique=True))
@@ -28,7 +28,7 @@ def tables(draw: st.DrawFn) -> Table:
 
 
 def every_choice(table: Table) -> list[Choice]:
-    """Yield all combinations, as the oracle."""
+    """Yield all combinations of ratios, as a reference."""
     each = [(UNMERGED, *options) for options in table.values()]
     return [
         {cell: option for cell, option in zip(table, chosen, strict=True) if option is not UNMERGED}
@@ -54,8 +54,8 @@ def test_saves_enough_at_the_smallest_error_but_for_one_piece(table: Table, shar
 
 
 def test_the_cheap_site_is_merged_first_and_the_broken_one_not_at_all() -> None:
-    """To save 0.3, either the cheap site is merged at 0.75 (error 0.09) or both sites are (0.03 + 0.1): the first
-    choice wins. A broken site, whose error exceeds all others, is not merged as long as another option is left."""
+    """To save 0.3, either the cheap site is merged at 0.75 (error 0.09) or both sites are (error 0.03 + 0.1), so the
+    first option is chosen."""
     table = {("cheap", 0): CHEAP, ("dear", 0): DEAR, ("broken", 0): [Option(0.5, 30.0, 0.5)]}
     assert choose(table, 0.3) == {("cheap", 0): CHEAP[2]}
     assert ("broken", 0) not in choose(table, 0.5)

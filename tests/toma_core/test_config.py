@@ -1,4 +1,4 @@
-"""Every field: accepted values, refused values, and helpful errors."""
+"""Every field of the config: accepted values, refused values, and helpful errors."""
 
 from __future__ import annotations
 

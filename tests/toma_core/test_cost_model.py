@@ -1,4 +1,5 @@
-"""Auto on described cards: merged sizes, and monotony in the amount of work."""
+"""Auto's decisions on described cards: which sizes are merged, and that decisions are monotonic in the amount of
+work."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ WORK = Reason.TOO_LITTLE_WORK()
 
 STACK = Granularity.STACK
 cards = st.sampled_from([None, *CARDS])
-# The families' own `COST`.
+# The costs that families declare.
 UNET_BLOCK = Block(18, 20, (1, 2, 6))
 FLUX_DOUBLE, FLUX_SINGLE = Block(12, 75, (2, 19, 4), beside=256), Block(12, 31, (2, 20, 5), beside=256)
 FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
@@ -89,7 +90,7 @@ def test_more_images_and_slower_formats_are_more_work() -> None:
 
 
 def test_a_stack_of_one_block_is_a_block() -> None:
-    """SD1.5 at 584 x 584 on an H100: the overhead of merging a block decides."""
+    """SD1.5 at 584 x 584 on an H100. If a stack has one block, the overhead of merging a block decides."""
     reasons = [too_little(73**2, 1, 320, torch.float16, H100, UNET_BLOCK, g) for g in (STACK, Granularity.BLOCK)]
     assert reasons == [None, WORK]
 
@@ -98,14 +99,16 @@ def test_a_stack_of_one_block_is_a_block() -> None:
 def test_stacks_are_merged_first(
     tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block
 ) -> None:
-    """Stacks add the least overhead, so tokens that are too few for a stack are too few for its blocks and modules."""
+    """Merging stacks adds least overhead. Tokens that are too few for merging stacks are too few for merging blocks and
+    modules."""
     reasons = [too_little(tokens, images, width, dtype, card, block, g) for g in Granularity]
     assert all(reasons) or not too_little(tokens, images, width, dtype, card, block, STACK)
 
 
 @loop(("granularity", "merged"), [("stack", True), ("block", True), ("module", False)], ids=lambda v: str(v))
 def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
-    """SDXL at 1024 on an H100: six more operations in each of 20 blocks exceed the gain at the coarser resolution."""
+    """SDXL at 1024 on an H100: with "module", six more operations in each of 20 blocks outweigh the saved work at the
+    lower resolution."""
     reason = too_little(32**2, 1, 1280, torch.float16, H100, UNET_BLOCK, Granularity(granularity))
     assert reason == (None if merged else WORK)
 
@@ -121,7 +124,7 @@ def test_rates_follow_the_peaks_in_data_sheets(card: Card, peak: float) -> None:
 
 
 def test_unlisted_cards() -> None:
-    """Old cards have no tensor cores; unknown new cards are treated as the last known generation; GeForce cards sum in
+    """Old cards have no tensor cores. Unknown new cards are treated as the last known generation. GeForce cards sum in
     fp32 at half the rate."""
     clock = 2 * cost_model.CLOCK * cost_model.EFFICIENCY
     for capability, each in (((6, 1), 256), ((7, 5), 1024), ((8, 7), 1024), ((10, 3), 8192), ((13, 0), 1024)):
@@ -187,7 +190,7 @@ def test_other_devices_are_no_cards(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_amd_cards_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch treats AMD cards as CUDA devices, but their numbers have another meaning."""
+    """PyTorch treats AMD cards as CUDA devices, but their numbers of units have another meaning."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("it was asked"))
     assert card_of.__wrapped__(torch.device("cuda", 0)) is None

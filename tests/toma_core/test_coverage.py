@@ -1,4 +1,4 @@
-"""The ledger: which entries hold, which evaluations are refreshes, and what is forgotten beyond the limit."""
+"""Which cached entries are valid, which evaluations are refreshes, and which entries are dropped beyond the limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toma_core.reasons import Reason
 
 
 def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
-    """An evaluation without a valid cache is a refresh, in any order of steps; signatures have separate caches."""
+    """An evaluation without a valid cache is a refresh, in any order of steps. Each condition has a separate cache."""
     assert modes(run_of(), *((n, f"{n}") for n in range(4))) == "rrrr", "another at every step"
     assert modes(run_of(), (0, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (4, "ab")) == "rrmmrrm"
     assert modes(run_of(), (0, "a"), (2, "a"), (4, "a"), (5, "a")) == "rmrm", "the scheduled one was skipped"
@@ -22,7 +22,7 @@ def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
 
 
 def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() -> None:
-    """At most one step between two scheduled refreshes becomes a refresh."""
+    """With settings that skip blocks, at most one step between two scheduled refreshes becomes a refresh."""
     run = run_of(skip_first_blocks=1)
     assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
     assert Evaluation(run, at(run, 2, "x").step_plan).cached("block", features(0)) is None
@@ -52,7 +52,7 @@ def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> 
 
 
 def test_another_state_is_not_covered() -> None:
-    """The state changes, for example, when a ControlNet begins."""
+    """The state of a condition changes, for example, when a ControlNet begins."""
     run = run_of()
     for step, state, mode in ((0, "off", "refresh"), (1, "off", "merged cached"), (2, "on", "refresh")):
         assert decide(run, Facts(10.0 - step, conditions={"c": state})).mode.value == mode
@@ -68,7 +68,6 @@ def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> Non
 
 
 def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alternating sizes have separate caches within the limit."""
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     run = run_of()
     assert modes(run, (0, "a"), (1, "b"), (2, "a"), (2, "b"), (2, "c"), (2, "b"), (2, "a")) == "rrmmrmr"
@@ -76,7 +75,7 @@ def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the limit, which applies to videos only, steps are full."""
+    """Only caches of videos have a limit. Beyond the limit, steps are full."""
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     picture = run_of()
     for name in ("a", "b", "c"):
@@ -111,7 +110,7 @@ def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluation_refreshes() -> None:
-    """If a step cache inside the model skips a refresh, the evaluation has this mode but calls no block."""
+    """If a step cache inside the model skips a refresh, no block is called, and nothing is cached."""
     run, x = run_of(), features(0)
     passed(x, at(run, 0, "cond"))
     for step in (3, 4):

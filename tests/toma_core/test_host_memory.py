@@ -1,4 +1,4 @@
-"""Keys and values in main memory are read as they were written, in every order of completion."""
+"""Keys and values in main memory are read as they were written, in every order of completion of the copies."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def filled(cache: Cache) -> None:
 
 
 def run(cache: Cache, quantized: bool, steps: int = 3, split: bool = False) -> list[Tensor]:
-    """Return the tensors that merged steps read after a refresh; each step writes other values back. split: conditions
-    come in separate calls."""
+    """Return the tensors that merged steps read after a refresh. Each step writes other values back. split: each
+    condition comes in a separate call."""
     seen = []
     for n, name in enumerate(NAMES):
         cache.put(keys_of(name), tensor(n), quantized, kv=True)
@@ -90,7 +90,8 @@ WAITS = [("up", "compute"), ("up", "down"), ("compute", "up"), ("compute", "down
 
 @loop("deaf", [None, *WAITS])
 def test_every_wait_is_needed(deaf: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any one of the waits the recording reports a race, also if model calls follow each other directly."""
+    """Remove one of the waits between streams. The simulated streams must report a race, also if model calls follow
+    each other directly."""
     monkeypatch.setattr(Cache, "free_staging", lambda *_: None)
     copies = Copies(deaf=deaf)
     cache = Cache(host=host_of(copies))
@@ -214,7 +215,7 @@ def test_a_part_has_the_shape_of_the_tensor_it_stands_for() -> None:
 
 
 def test_of_300_runs_that_break_off_anywhere_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs end at a copy that fails, as after an interrupt, while others are still in progress."""
+    """Each run ends at a copy that fails, while other copies are still in progress."""
     copies, copy = Copies(1), Copies.copy
 
     def failing(self: Copies, *args: Any) -> None:

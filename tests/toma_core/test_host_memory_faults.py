@@ -1,5 +1,4 @@
-"""Keys and values in main memory when something fails: pinning, waiting, or a card without room for another
-condition."""
+"""Errors of keys and values in main memory: pinning and waiting that fail, full memory, and a changed condition."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from toma_core.parked import Parked
 
 @loop("failing", ["unpin", "synchronize"])
 def test_every_buffer_is_released_where_one_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error of CUDA, every later call repeats the error."""
+    """An error of CUDA is repeated by later calls. Here only the first call raises it."""
     copies, cache = Copies(), Cache()
     host = cache.host = host_of(copies)
     filled(cache)
@@ -68,7 +67,7 @@ def test_the_host_waits_for_nothing_where_main_memory_is_full(monkeypatch: pytes
 
 
 def test_the_last_of_main_memory_is_not_taken() -> None:
-    """ComfyUI pins weights while the first step runs, so less memory is left than when the run was planned."""
+    """ComfyUI pins weights while the first step runs, so less memory may be left than was planned."""
     copies = Copies()
     cache = Cache(host=host_of(copies))
     assert cache.host is not None
@@ -81,7 +80,7 @@ def test_the_last_of_main_memory_is_not_taken() -> None:
 
 @loop("order", orders(3))
 def test_memory_that_cannot_be_pinned_serves_too_and_is_tried_once(order: Any) -> None:
-    """ComfyUI logs a warning and waits for the card at each failure."""
+    """ComfyUI logs a warning and waits for the card whenever pinning fails."""
     copies = Copies(order, pins=False)
     cache = Cache(host=host_of(copies))
     filled(cache)

@@ -1,5 +1,5 @@
-"""New noise in a latent: its share is 0 for combinations that linear solvers make of earlier evaluations, and exact for
-noise that is drawn."""
+"""The share of new noise in a latent: 0 for combinations that linear solvers make of earlier evaluations, and exact for
+drawn noise."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_mask_does_not_hide_it() -> None:
 
 
 def test_predictions_that_hardly_differ_do_not_hide_it() -> None:
-    """Late in a run, neighbouring predictions are nearly equal, and the remaining directions are rounding."""
+    """Late in a run, neighbouring predictions are nearly equal, and differences between them are rounding."""
     found, picture = History(), drawn(1)
     for n in range(3):
         found.note(picture + 1e-7 * n, picture)

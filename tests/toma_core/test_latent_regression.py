@@ -1,4 +1,4 @@
-"""Changes regressed on latents: against a plain least-squares reference, and on changes that latents explain."""
+"""Changes of tensors regressed on changes of latents, against a plain least-squares reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANNELS, WIDTH = 3, 10
 def made(
     grid: tuple[int, ...] = (16, 16), images: int = 2, ratio: float = 0.5, dtype: torch.dtype = torch.float32
 ) -> MergePlan:
-    """Return a plan of random tokens; sides that are no multiple of 4 make windows of several sizes."""
+    """Return a plan of random tokens. Sides that are no multiple of 4 give windows of several sizes."""
     *frames, height, width = grid
     windows = make_windows(height, width, WindowShape.TILE, 4, False, *frames)
     budget = make_budget(windows.counts, ratio, windows.frames)
@@ -39,7 +39,7 @@ def change_of(plan: MergePlan) -> LatentChange:
 
 
 def features_of(change: LatentChange, plan: MergePlan) -> Tensor:
-    """Return features, (B, N, F), computed independently: the change of the latent, the latent, and 1."""
+    """Return features (B, N, F) computed independently: the change of the latent, the latent, and 1."""
     parts = [picture_tokens(t, plan.windows.grid, t) for t in (change.latent - change.before, change.latent)]
     parts = [t / t.square().mean((1, 2), keepdim=True).sqrt() for t in parts]
     return torch.cat([*parts, torch.ones(*parts[0].shape[:2], 1)], 2)
@@ -62,7 +62,7 @@ def test_it_is_ridge_regression_and_shares_the_rest(grid: tuple[int, ...]) -> No
         there = plan.destinations[n]
         f, c = features[n, there], fresh[n] - cached[n, there]
         F, D = f.shape[1] - 1, len(f)
-        # Ridge regression is least squares with an additional row for each feature whose target is 0.
+        # Ridge regression is least squares with an additional row, whose target is 0, for each feature.
         ridge = (0.1 * F / D * f[:, :-1].square().sum(0).mean()).sqrt() * torch.eye(F, F + 1)
         A = torch.linalg.lstsq(torch.cat([f, ridge]), torch.cat([c, torch.zeros(F, WIDTH)]), driver="gelsd").solution
         one = image(plan, n)

@@ -1,4 +1,4 @@
-"""The drawing of a plan, compared with its tokens."""
+"""The map of a plan, compared with the plan's tokens."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_the_map_shows_each_token_with_its_most_similar_destination() -> None:
         for token in members[:count]:
             owner = drawn.owner[token].item()
             assert owner in here
-            # If two similarities are nearly equal at sharpness 300, the token is a mix of both, and either may be
-            # drawn.
+            # If two similarities are nearly equal at sharpness 300, the token is a mix of both destinations, and either
+            # may be drawn.
             assert unit[owner] @ unit[token] > max(unit[d] @ unit[token] for d in here) - 0.01
     assert drawn.owner[drawn.destinations].tolist() == destinations
 

@@ -103,8 +103,8 @@ def test_the_plan_says_what_it_keeps(height: int, width: int, ratio: float) -> N
 @loop("dtype", [torch.bfloat16, torch.float16], ids=str)
 @loop("sharpness", [300.0, 10_000.0])
 def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -> None:
-    """The weights equal the fp32 weights of the same features, rounded once, because near cos = 1 a step of the dtype
-    is a full logit."""
+    """Weights equal fp32 weights that are rounded once. Near cos = 1, a step of the dtype would change a logit by 1 or
+    more."""
     x = (1 + 0.05 * features(2, 2, 117, 16)).to(dtype)
     low, high = plan_of(x, 13, 9, sharpness=sharpness), plan_of(x.float(), 13, 9, sharpness=sharpness)
     assert torch.equal(low.dest_slots, high.dest_slots)
@@ -129,7 +129,7 @@ SIDE_BY_SIDE = [(8, 8, 4), (12, 12, 6), (8, 16, 4), (6, 24, 6), (4, 16, 8)]
 def test_rows_of_windows_at_once_are_windows_one_by_one(
     height: int, width: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If there are few equal windows side by side, one product with zeros between them computes a row of windows."""
+    """Few equal windows side by side are merged by one product, with zeros between windows."""
     x = features(13, 2, height * width, 6).to(dtype)
     plan = plan_of(x, height, width, size=size, ratio=0.25)
     out = features(14, 2, plan.num_destinations, 6).to(dtype)
@@ -154,7 +154,7 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
 
 
 def test_a_broken_token_stays_in_its_row_of_windows() -> None:
-    """NaN times the zeros between windows is NaN: it spreads in a row of windows, but not to other rows and images."""
+    """NaN times the zeros between windows is NaN, so NaN spreads in a row of windows."""
     x = features(16, 2, 64, 6)
     plan = plan_of(x, 8, 8, ratio=0.25)
     assert plan.strips is not None
@@ -167,7 +167,7 @@ def test_a_broken_token_stays_in_its_row_of_windows() -> None:
 
 
 def test_one_plan_for_a_larger_batch() -> None:
-    """Weights of one image are used for all images, as matrix products broadcast."""
+    """Weights of one image are broadcast to all images, as in matrix products."""
     x = features(15, 3, 64, 6)
     plan = plan_of(x[:1], 8, 8)
     one = merge(x[1:2], plan)
@@ -192,7 +192,7 @@ def test_images_of_a_batch_do_not_meet(height: int, width: int) -> None:
 
 
 def test_a_stack_serves_the_same_images_several_times() -> None:
-    """The batch has all images of cond, then all of uncond."""
+    """The batch has all images of cond, then all images of uncond."""
     x, y = features(10, 2, 117, 6), features(11, 2, 117, 6)
     plan = plan_of(x, 13, 9)
     twice = stacked([plan, plan])
@@ -219,7 +219,7 @@ def test_memory_layout_does_not_matter(height: int, width: int) -> None:
 
 
 def test_gradients_flow() -> None:
-    """Merged sampling is differentiable: guidance nodes take gradients through the model."""
+    """Guidance nodes take gradients through the merged model."""
     x = features(14, 1, 35, 4).requires_grad_()
     plan = plan_of(x.detach(), 5, 7)
     unmerge(merge(x, plan), plan).square().sum().backward()

@@ -1,4 +1,4 @@
-"""The public interface, on toy blocks with results that are derived in comments; and the core without ComfyUI."""
+"""The public interface on toy blocks with worked results, and the core without ComfyUI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def obstacle(evaluation: Evaluation, x: torch.Tensor) -> Message | None:
 
 
 def toy() -> tuple[torch.Tensor, MergePlan]:
-    """Return a grid of 1 x 4 tokens in one window, at ratio 0.5, with sharp weights: tokens (1, 0) and (3, 0) have one
+    """Return a grid of 1 x 4 tokens in one window, at ratio 0.5, with sharp weights. Tokens (1, 0) and (3, 0) have one
     direction, (0, 2) and (0, 6) the other. The means of the two clusters are (2, 0) and (0, 4)."""
     x = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 6.0]]])
     plan = plan_for(x, (1, 4), "toy", evaluation_of(min_tokens=4, sharpness=10_000.0, window_size=4))
@@ -43,7 +43,7 @@ def near(a: torch.Tensor, b: list[list[float]]) -> None:
 
 def test_a_block_that_doubles_its_input() -> None:
     """The block gets the cluster means (2, 0) and (0, 4) and returns (4, 0) and (0, 8), so it adds (2, 0) and (0, 4).
-    Each token gets this update of its cluster: (1 + 2, 0), (3 + 2, 0), (0, 2 + 4), (0, 6 + 4)."""
+    Each token gets the update of its cluster: (1 + 2, 0), (3 + 2, 0), (0, 2 + 4), (0, 6 + 4)."""
     x, plan = toy()
     reduced = reduce(x, plan)
     near(reduced, [[2.0, 0.0], [0.0, 4.0]])
@@ -52,7 +52,7 @@ def test_a_block_that_doubles_its_input() -> None:
 
 
 def test_a_block_that_does_nothing_changes_nothing() -> None:
-    """The update is zero on every merged token, so x is returned bit for bit, however many tokens were merged."""
+    """The update of every merged token is zero, so the output equals x bit for bit."""
     x = torch.randn(2, 117, 8)
     plan = plan_for(x, (13, 9), "toy", evaluation_of(ratio=0.9, min_tokens=4))
     reduced = reduce(x, plan)
@@ -102,8 +102,8 @@ def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool, settings: dict[s
 
 
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """576 tokens of 64 channels take an H100 too little time, but those of a large batch enough. A number in place of
-    Auto overrides this decision."""
+    """576 tokens of 64 channels take an H100 too little time to be merged, but those of a large batch take enough. A
+    fixed `min_tokens` replaces this decision."""
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
     few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None
@@ -155,7 +155,7 @@ def test_the_names_of_the_front_door() -> None:
 
 
 def test_usable_without_comfyui() -> None:
-    """This runs in a fresh interpreter, in which every import of a module of ComfyUI fails."""
+    """Every import of a module of ComfyUI fails in a fresh interpreter."""
     script = f"""
 import sys
 names = ("comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "nodes", "execution", "server")

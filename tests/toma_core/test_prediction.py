@@ -1,4 +1,4 @@
-"""Pictures as features of tokens."""
+"""The predicted picture as features of tokens."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_frames_of_a_video_are_pictures_one_behind_another(grid: tuple[int, int]
 
 @loop("grid", [(5, 5), (3, 3), (1, 1), (9, 5)])
 def test_grids_that_are_rounded_up(grid: tuple[int, int]) -> None:
-    """Models pad odd sides, and a Downsample rounds up; every cell of the picture counts in some token."""
+    """Models pad odd sides, and a Downsample rounds up. Every cell of the picture counts in some token."""
     clean = picture(1, 9, 9).requires_grad_()
     tokens = picture_tokens(clean, grid, clean)
     assert tokens.shape[1] == grid[0] * grid[1]

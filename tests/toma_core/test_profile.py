@@ -1,4 +1,4 @@
-"""Profiles as text: they are read unchanged, and profiles of other models are refused with a reason."""
+"""Profiles as text: parsing returns the same profile, and profiles of other models are refused with a reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def profile(**fields: Any) -> Profile:
 
 
 def changed(**fields: Any) -> str:
-    """Return the text of a profile with some keys changed; None removes a key."""
+    """Return the text of a profile with some keys changed. None removes a key."""
     content = {**json.loads(profile().text()), **fields}
     return json.dumps({key: value for key, value in content.items() if value is not None})
 

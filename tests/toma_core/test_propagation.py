@@ -1,4 +1,4 @@
-"""Merged steps start from cached residuals and propagate the change at destinations."""
+"""Merged steps add the change at destinations to cached residuals."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def merged(x: Tensor, plan: MergePlan) -> Tensor:
 
 
 def still(fresh: Tensor, old: Tensor) -> Tensor:
-    """Compute the least-squares factor from `old` to `fresh`, for each image."""
+    """Return the least-squares factor from `old` to `fresh`, for each image."""
     found = [torch.linalg.lstsq(o.reshape(-1, 1), f.reshape(-1, 1)).solution for f, o in zip(fresh, old, strict=True)]
     return torch.stack(found).clamp(0, 1)
 
 
 def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
-    """Compute the propagated residual of x from the residuals of later's destinations."""
+    """Return `later` after a merged step whose cached residuals are those of x."""
     kept, reduced = block(x) - x, gather_destinations(later, plan)
     fresh, old = block(reduced) - reduced, gather_destinations(kept, plan)
     left = still(fresh, old)
@@ -49,8 +49,8 @@ def test_a_full_step_is_the_block_itself_and_merged_ones_start_from_its_residual
 
 @loop(("factor", "size"), [(1.0, 1.0), (0.6, 1.0), (0.0, 1.0), (-2.0, 1.0), (3.0, 1.0), (1.0, 0.0)])
 def test_as_much_is_reused_as_destinations_still_show(factor: float, size: float) -> None:
-    """If destinations show a smaller residual, the cached one is scaled down; if they show none or the opposite, it is
-    not used; it is never scaled up."""
+    """At the destinations, the new residual is `factor` times the cached one. The cached residual of all tokens is
+    scaled by this factor, limited to 0 to 1."""
     run, x = run_of(), features(0, 2)
     cond_keys = ("cond", "uncond")
     first = at(run, 0, *cond_keys)

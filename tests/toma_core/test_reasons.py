@@ -1,4 +1,4 @@
-"""Messages are ids and values; the core has no texts for them."""
+"""Messages consist of ids and values; the core has no texts for them."""
 
 from __future__ import annotations
 

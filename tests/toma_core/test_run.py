@@ -1,4 +1,4 @@
-"""Plans of a run: made when due, shared, dropped at its end, and made without host syncs."""
+"""Plans of a run: made when due, shared, dropped at the end of the run, and made without host syncs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_keys_that_separate_plans() -> None:
 
 
 def test_unused_plans_are_dropped() -> None:
-    """Context windows move over the batch. The plan of an unused grid stays, because it will be drawn."""
+    """Context windows move over the batch. The plan of an unused grid remains, because it will be drawn."""
     run, x = run_of(), features(0)
     run.plan(x, (9, 7), "a", at(), (None,))
     for selection in range(4):
@@ -116,7 +116,7 @@ def test_cond_and_uncond_share_one_plan(images: int) -> None:
     assert second is first
     assert same(both, stacked([first] * 2))
     assert together.stats.selections == apart.stats.selections == 1
-    # The plan is also used from one batch in a later call of one chunk, and of three chunks.
+    # The plan of the first chunk is also used in a later call of one chunk, and in one of three chunks.
     assert same(together.plan(uncond, GRID, "a", at(), (None,)), first)
     assert same(together.plan(torch.cat([uncond] * 3), GRID, "a", at(), (None,) * 3), stacked([first] * 3))
     assert together.stats.selections == 1
@@ -124,7 +124,7 @@ def test_cond_and_uncond_share_one_plan(images: int) -> None:
 
 
 def test_areas_have_plans_of_their_own() -> None:
-    """A batch of chunks of the parts l, r, l equals three separate calls."""
+    """A batch of the areas l, r, l equals three separate calls."""
     left, right, other = features(1, 2), features(2, 2), features(3, 2)
     run, apart = run_of(), run_of()
     mixed = run.plan(torch.cat([left, right, other]), GRID, "a", at(), ("l", "r", "l"))
@@ -141,7 +141,8 @@ def test_areas_have_plans_of_their_own() -> None:
 
 
 def test_plans_of_several_areas_are_put_together_once() -> None:
-    """Plans of several areas are stacked once for all blocks, and again when one of the plans has new weights."""
+    """The plans of several areas are stacked once for all blocks, and stacked again when one of the plans has new
+    weights."""
     run, x = run_of(), features(1, 3)
     plan_keys = ("l", "r", "l")
     first = run.plan(x, GRID, "a", at(), plan_keys)
@@ -164,14 +165,14 @@ def test_windows_shift_at_every_other_selection() -> None:
 @loop("similarity_from", ["tokens", "prediction"])
 @loop("keys", [("left", "right"), ("right", "left"), ("left",)], ids=str)
 def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, ...], similarity_from: str) -> None:
-    """If the tokens of a part of a latent do not change, each step selects mostly others than the step before, until a
-    refresh computes all of them. Steps that propagate nothing select the same tokens. Parts may come in any order."""
+    """If tokens do not change, a step that propagates caches selects mostly other tokens than the step before, until a
+    refresh computes all tokens. Steps that propagate nothing select the same tokens."""
     run = run_of(kv_cache=True, full_step_interval=4, similarity_from=similarity_from)
     pictures = (torch.randn(1, 4, 14, 18, generator=torch.Generator().manual_seed(3)),)
     given = pictures if similarity_from == "prediction" else ()
 
     def kept(selection: int, mode: StepMode = StepMode.MERGED_CACHED) -> set[int]:
-        step = StepPlan(0, mode, 0.5, selection)  # windows of even generations are equal
+        step = StepPlan(0, mode, 0.5, selection)  # windows of even selections are equal
         plans = [run.plan(features(0), GRID, "a", step, (key,), pictures=given) for key in keys]
         assert all(same(plan, plans[0]) for plan in plans)
         return set(plans[0].destinations[0].tolist())
@@ -205,8 +206,7 @@ def test_closing_drops_every_tensor() -> None:
 
 
 def test_draw_shows_the_plan_made_last() -> None:
-    """If scopes a and b share one grid and a is selected again, its new destinations are drawn, not the old ones of
-    b."""
+    """Scopes a and b share one grid. If a is selected again, a's new destinations are drawn."""
     run = run_of()
     for scope, seed, selection in (("a", 0, 0), ("b", 1, 0), ("a", 2, 1)):
         plan = run.plan(features(seed), GRID, scope, at(selection=selection), (None,))
@@ -217,7 +217,7 @@ def test_draw_shows_the_plan_made_last() -> None:
 
 
 def test_threads_of_one_run_get_good_plans() -> None:
-    """Several devices may share a run: each thread gets a plan equal to that of a single thread, without an error."""
+    """If several devices share a run, each thread gets a plan equal to that of a single thread."""
     run, alone = run_of(), run_of()
     wanted = {scope: alone.plan(features(scope), GRID, scope, at(), (None,)) for scope in range(8)}
     start, failures = threading.Barrier(4), []
@@ -240,8 +240,7 @@ def test_threads_of_one_run_get_good_plans() -> None:
     assert run.stats.weighings >= 8
 
 
-# No host sync. On a GPU these operations wait for the device; the tape sees them on the CPU as well.
-
+# Operations that wait for the device on a GPU. NoWaiting also detects them on the CPU.
 _WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "check_errors", "aten.equal")
 
 
@@ -282,7 +281,7 @@ def test_the_trap_snaps(wait: Any) -> None:
 @loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @loop("similarity_from", ["tokens", "prediction"])
 def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], similarity_from: str) -> None:
-    """The layouts of a grid are made before sampling; afterwards nothing synchronises, at any age of a plan."""
+    """The layouts of a grid are made before sampling. Then nothing synchronises, whatever the age of a plan."""
     run = run_of(similarity_from=similarity_from)
     x, picture = features(0, 2, grid), torch.randn(2, 3, 2 * grid[0], 2 * grid[1])
     for selection in range(2):
@@ -301,7 +300,7 @@ def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], s
 @loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @loop("similarity_from", ["tokens", "prediction"])
 def test_planning_and_merging_need_no_values(grid: tuple[int, int], similarity_from: str) -> None:
-    """Tensors of the meta device have no values: any read raises an error."""
+    """Tensors of the meta device have no values, so any read raises an error."""
     run = run_of(similarity_from=similarity_from)
     x = torch.empty(4, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
     with pytest.raises(RuntimeError, match="meta"):
@@ -331,7 +330,7 @@ def test_planning_and_merging_never_wait_for_a_real_device() -> None:
 
 
 def test_blocks_of_several_ratios_keep_their_plans() -> None:
-    """Plans are shared within an evaluation and with the next; if one ratio changes, the others' plans remain."""
+    """If one ratio changes, the plans of the other ratios remain."""
     run, x = run_of(), features(0)
 
     def decided(selection: int = 0, **ratios: float) -> StepPlan:

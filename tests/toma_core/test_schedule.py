@@ -1,4 +1,4 @@
-"""The schedule: the step of a sigma, whether and how much to merge, and the age of a plan."""
+"""The schedule: the step of a sigma, the ratio of a step, and when a plan is made again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toma_core.config import Granularity, ToMAConfig
 from toma_core.reasons import Reason
 from toma_core.schedule import Schedule, StepMode, StepPlan
 
-# Four steps of an SDXL-like schedule; samplers also have the final 0.
+# Four steps of an SDXL-like schedule. Samplers also have the final 0.
 SIGMAS = (14.6, 5.0, 2.0, 0.5)
 
 
@@ -31,7 +31,7 @@ def between(a: float, b: float) -> float:
         pytest.param(SIGMAS, [0, 1, 2, 3], id="euler"),
         # Each step has a second evaluation at the next sigma; the last step goes to 0 without one.
         pytest.param((14.6, 5.0, 5.0, 2.0, 2.0, 0.5, 0.5), [0, 1, 1, 2, 2, 3, 3], id="heun"),
-        # Each step has a second evaluation at a midpoint below it.
+        # Each step has a second evaluation at a midpoint below its sigma.
         pytest.param(
             (14.6, between(14.6, 5.0), 5.0, between(5.0, 2.0), 2.0, between(2.0, 0.5), 0.5),
             [0, 0, 1, 1, 2, 2, 3],
@@ -84,7 +84,7 @@ def test_steps_never_leave_the_schedule_or_run_back(levels: list[float], calls: 
 
 
 def test_active_from_start_to_just_before_end() -> None:
-    """The range includes its start sigma but not its end sigma: two runs that split a schedule do not overlap."""
+    """The range includes its start sigma but not its end sigma, so two runs that split a schedule do not overlap."""
     schedule = Schedule(ToMAConfig(), SIGMAS, sigma_start=5.0, sigma_end=0.5)
     assert [schedule.in_range(sigma) for sigma in SIGMAS] == [False, True, True, False]
     assert [schedule.decide(sigma).ratio for sigma in SIGMAS] == [0.0, 0.5, 0.5, 0.0]
@@ -139,7 +139,8 @@ LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 
 @loop(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
 def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[int]) -> None:
-    """The number of full steps is unchanged; caches hold until these steps at the end."""
+    """If the first sigmas are nearly equal, full steps move to the end of the run. Their number is that of evenly
+    spaced full steps."""
     config = ToMAConfig(full_step_interval=every)
 
     def full_steps(sigmas: tuple[float, ...], **given: Any) -> list[int]:
@@ -159,7 +160,7 @@ def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[
 
 
 def test_full_steps_refresh_the_residual_cache() -> None:
-    """Steps that are full without a residual cache are refreshes with one, with the ratio of the merged steps."""
+    """Steps that are full without a residual cache are refreshes with one."""
     settings: dict[str, Any] = {"ratio": 0.75, "full_step_interval": 3}
     plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
     reused = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
@@ -236,8 +237,8 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
 
 
 def test_blocks_keep_their_ratio_between_full_steps() -> None:
-    """Steps 0, 3, 6, 9 are full. The sigma range changes between 9 and 8. This is within the first interval, whose
-    cache has the ratio of its first merged step."""
+    """Steps 0, 3, 6 and 9 are full. The sigma range changes within the first interval, whose cache has the ratio of its
+    first step."""
     config = ToMAConfig(full_step_interval=3)
     decisions = profiled(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
@@ -252,7 +253,7 @@ def test_a_sigma_range_without_merging() -> None:
 
 
 def test_every_ratio_has_a_kind() -> None:
-    """For a ratio that is in no kind, a kernel would be compiled later in a run."""
+    """A kernel for a ratio that is not in `kinds` would be compiled in the middle of a run."""
     ratio_schedule = ((6.5, {"a": 0.75, "b": 0.25, "c": 0.0}), (0.0, {"a": 0.5}))
     config = ToMAConfig(selection_interval=1)
     kinds = Schedule(config, tuple(float(10 - step) for step in range(10)), ratio_schedule=ratio_schedule).kinds
@@ -302,8 +303,8 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
 def test_the_last_of_two_steps_that_continue_another_run_is_merged(
     sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
 ) -> None:
-    """If the last step were full, the second half of a run of four steps would have no merged step. It is full with
-    `quality`, where every second step is full, and for blocks without a KV cache."""
+    """If the last step were full, the second half of a run of four steps would have no merged step. The last step is
+    full with `full_step_interval` 2, and without a KV cache."""
     config = ToMAConfig(full_step_interval=every, kv_cache=looks)
     schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

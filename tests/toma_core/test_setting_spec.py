@@ -1,4 +1,4 @@
-"""A field of any settings: its widget, accepted values, and the value in an error."""
+"""A setting's specification: its widget, its accepted values, and the value in an error."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The counters of a run."""
-
 from __future__ import annotations
 
 from toma_core.reasons import Reason

@@ -1,4 +1,4 @@
-"""Equal images are found by comparing latents, in one call and in later ones, without host syncs."""
+"""Equal images are found by comparing latents, in one call and in later calls, without host syncs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_later_call_reuses_equal_images_in_any_order() -> None:
 
 
 def test_all_earlier_calls_are_searched() -> None:
-    """Tiles come in another order for another condition."""
+    """Tiles of the second condition come in another order."""
     run, x, later = run_of(), tokens(1, 2, 3), tokens(4, 5, 6)
     earlier = tuple(TileBatch(drawn(seed)) for seed in (7, 8, 9))
     for place, piece in enumerate(earlier[:2]):
@@ -116,7 +116,7 @@ def test_a_single_number_distinguishes_two_images() -> None:
 
 
 def test_nothing_is_read_from_the_device() -> None:
-    """The tensors have no values."""
+    """Tensors of the meta device have no values, so any read raises an error."""
     run, x = run_of(), torch.empty(2, 32, 5, device="meta")
     earlier = TileBatch(torch.empty(2, 4, 6, 6, device="meta"))
     planned(run, x, earlier)

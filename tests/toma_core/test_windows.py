@@ -1,4 +1,4 @@
-"""Every token in exactly one window, every destination budget exact, padding never seen."""
+"""Every token is in exactly one window, every budget is exact, and padding is never selected."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_empty_grid_is_refused(height: int, width: int) -> None:
 
 
 def test_layouts_made_in_inference_mode_serve_training_later() -> None:
-    """ComfyUI samples in inference mode and trains outside of it, in one process; layouts are cached across both."""
+    """ComfyUI samples in inference mode and trains outside of it, in one process. Layouts are cached for both."""
     grid = (11, 23)
     with torch.inference_mode():
         budget = make_budget(make_windows(*grid, WindowShape.TILE, 4).counts, 0.41)
@@ -135,9 +135,6 @@ def test_frames_keep_as_many_tokens_each(ratio: float) -> None:
     assert budget.total == 3 * one.total
 
 
-# Budgets.
-
-
 def check_budget(counts: tuple[int, ...], ratio: float) -> Budget:
     budget = make_budget(counts, ratio)
     tokens = sum(counts)
@@ -150,7 +147,8 @@ def check_budget(counts: tuple[int, ...], ratio: float) -> Budget:
     if not any(floored):
         assert budget.total == wanted
     elif budget.total > wanted:
-        # D is larger here because the minimum of one per window exceeds the total after all others are rounded down.
+        # The total is larger than asked for, because each window has at least one destination after the others are
+        # rounded down.
         assert all(num_dest == max(1, int(share)) for num_dest, share in zip(budget.counts, shares, strict=True))
     return budget
 
@@ -203,7 +201,7 @@ def test_impossible_ratios_are_refused(ratio: float) -> None:
         make_budget((4, 4), ratio)
 
 
-# Padding. The grid (5, 7) at size 4 has windows of 2 or 3 rows and 3 or 4 columns: both kinds of padding in one layout.
+# The grid (5, 7) at size 4 has windows of 2 or 3 rows and 3 or 4 columns, so both kinds of padding occur in one layout.
 
 
 def plan_of(x: torch.Tensor, windows: Windows, budget: Budget) -> MergePlan:

@@ -1,4 +1,4 @@
-"""Full-width models have the sizes of the checkpoints and are evaluated as in ComfyUI."""
+"""Full-width models have as many weights as the published ones, and are evaluated as in ComfyUI."""
 
 from __future__ import annotations
 
@@ -58,13 +58,12 @@ def test_as_large_as_its_checkpoint(name: str) -> None:
 
 @every_model
 def test_few_blocks_fit_anywhere(name: str) -> None:
-    """The few blocks of a specification fit in 10 GB in bf16, with memory for activations."""
+    """In bf16, the blocks that `few` names take at most 5.7 of 10 GB; activations need the remaining memory."""
     assert 2 * weights(name, SPECS[name].few or None) < 5.7
 
 
 @every_model
 def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
-    """The small model of the same layout accepts the inputs of a shape through `apply_model`."""
     shape = Shape(name, 64, 64, 1, tiny=True)
     inputs = shape.inputs(torch.device("cpu"))
     with torch.no_grad():
@@ -75,11 +74,10 @@ def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
     assert out.isfinite().all()
 
 
-# At 1024, all blocks are merged at a ratio of 0.5. Klein has fewer launches, so merging its two chains adds a larger
-# share of them.
+# At 1024 pixels, all blocks are merged at a ratio of 0.5.
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "sdxl"])
 def test_stacks_add_next_to_nothing(name: str) -> None:
-    """Stacks run twice as fast in FLOPs, with at most 1.2 % more operations even in plain PyTorch."""
+    """Stacks need half of the FLOPs, with at most 1.3 % more operations in plain PyTorch."""
     shape = Shape(name, frames=4 if SPECS[name].audio else 1)  # the text of these models is long beside one frame
     toma = variants.toma("", ratio=0.5, skip_first_blocks=0)
     base, merged = cost.count(shape), cost.count(shape, toma)

@@ -1,4 +1,4 @@
-"""Tokens on odd grids, for the kernels' tests."""
+"""Grids of tokens for tests of kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Case:
-    """Tokens on a grid, its windows and its budget."""
+    """A grid of tokens, its windows and its budget. adaptive: windows of images have different budgets."""
 
     height: int
     width: int
@@ -47,7 +47,7 @@ class Case:
         return x.flatten(2).transpose(1, 2).contiguous().to(DEVICE, self.dtype)
 
     def layout(self) -> tuple[Windows, Budget]:
-        """Return windows and budget. adaptive: a budget that follows a picture with a flat side."""
+        """Return windows and budget. An adaptive budget is that of a picture whose left half is nearly constant."""
         device = torch.device(DEVICE)
         windows = make_windows(self.height, self.width, self.kind, self.size).to(device)
         budget = make_budget(windows.counts, self.ratio).to(device)

@@ -1,4 +1,5 @@
-"""Kernels run on a CUDA device if there is one, otherwise in Triton's interpreter (see tests/conftest.py)."""
+"""Fixtures for kernels, which run on a CUDA device if there is one, otherwise in Triton's interpreter (see
+tests/conftest.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ pytest.importorskip("triton", reason="Triton has no build for this system")
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill fresh memory with NaN and out-of-range indices, so that values that a kernel does not write are noticed."""
+    """Fill fresh memory with NaN and out-of-range indices, so that values that a kernel fails to write are noticed."""
     empty = torch.empty
 
     def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every kernel once, on small windows; the folder triton has all cases."""
+"""Every kernel once, on small windows. The folder `triton` has all cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The greedy search in plain loops over one window, the oracle of the fast versions."""
+"""The greedy search in plain loops over one window, as a reference for the fast versions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from toma_core.selection import tie_step
 
 
 def naive_value(similarity: Tensor, dest_slots: list[int]) -> float:
-    """Return f(A) = sum_i max_{j in A} (1 + S_ij) of one (S, S) window; 0 for the empty set."""
+    """Return f(A) = sum_i max_{j in A} (1 + S_ij) of one (S, S) window, and 0 for the empty set."""
     if not dest_slots:
         return 0.0
     return sum(max(1.0 + float(similarity[i, j]) for j in dest_slots) for i in range(similarity.shape[0]))
 
 
 def naive_greedy(similarity: Tensor, dest_slots: int) -> list[int]:
-    """Return the greedy slots of one (S, S) window, best first; ties go to the lowest slot, see `tie_step`."""
+    """Return the greedy slots of one (S, S) window, best first. Ties go to the lowest slot, see `tie_step`."""
     slots = similarity.shape[1]
     step = tie_step(slots)
     chosen: list[int] = []
@@ -28,5 +28,5 @@ def naive_greedy(similarity: Tensor, dest_slots: int) -> list[int]:
 
 
 def best_value(similarity: Tensor, dest_slots: int) -> float:
-    """Return the largest value of all sets of `dest_slots` destinations, by brute force: small windows only."""
+    """Return the largest value of all sets of `dest_slots` destinations in a small window, by brute force."""
     return max(naive_value(similarity, list(a)) for a in combinations(range(similarity.shape[0]), dest_slots))

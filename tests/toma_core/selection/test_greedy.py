@@ -1,6 +1,7 @@
-"""Greedy facility location against the textbook's loops, brute force and apricot-select.
+"""Greedy facility location, against plain loops, brute force and apricot-select.
 
-Other libraries break ties differently, so only their values are compared; slots are compared with those of the loops.
+apricot-select breaks ties differently, so only the values of its sets are compared. Slots are compared with those of
+the loops.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def features(seed: int, *shape: int) -> torch.Tensor:
 
 
 def test_the_very_picks_where_they_are_unique() -> None:
-    """S_ij is not symmetric and has distinct sums: no two gains are equal, so the order is unique."""
+    """S_ij is not symmetric and has distinct sums, so no two gains are equal."""
     S = torch.rand(4, 13, 13, generator=torch.Generator().manual_seed(3)) * 2 - 1
     order = greedy_facility_location(S, None, 8)
     assert order.tolist() == [naive_greedy(S[g], 8) for g in range(4)]
@@ -120,14 +121,14 @@ def test_on_a_flat_image_any_set_is_best_and_all_picks_differ(x: torch.Tensor) -
 def test_ties_go_to_the_lowest_slot() -> None:
     S = torch.eye(6).expand(2, -1, -1)
     assert greedy_facility_location(S, None, 6).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-    # There are two pairs of equal tokens: one token of each pair comes first, the lower of the two.
+    # There are two pairs of equal tokens. One token of each pair comes first, the lower one of the pair.
     twins = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]]))
     assert greedy_facility_location(twins, None, 4).tolist() == [[0, 1, 2, 3]]
 
 
 def test_nearly_equal_gains_are_ties() -> None:
-    """The lower slot of two wins, unless the gain of the higher one exceeds it by more than the tie step between
-    them."""
+    """Of two slots the lower one is selected, unless the gain of the higher one exceeds the lower one's by more than
+    the tie step."""
     S = torch.eye(4)
     S[0, 2] = S[2, 0] = 0.5
     for more, order in ((0.0, [0, 1]), (1e-6, [0, 1]), (1e-3, [1, 0])):
@@ -142,14 +143,15 @@ def test_a_slot_costs_less_in_a_large_window() -> None:
 
 
 def smooth(seed: int, windows: int, side: int, channels: int = 16) -> torch.Tensor:
-    """Return tokens whose neighbours are similar, as in a picture: (windows, side * side, channels)."""
+    """Return tokens (windows, side * side, channels) whose neighbours are similar, as in a picture."""
     x = features(seed, windows, channels, side, side)
     x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
     return x.flatten(2).transpose(1, 2).contiguous()
 
 
 def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of a search in fp64 and the lead of each, which is relative for gains above 1: (G, number)."""
+    """Return the slots of a search in fp64 and the lead of each over the next best, as a fraction of gains above 1: (G,
+    number)."""
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     S = unit @ unit.transpose(1, 2)
     penalty = (-step * torch.arange(S.shape[1], dtype=torch.float64)).repeat(len(S), 1)
@@ -167,9 +169,8 @@ def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, 
 
 @loop(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
 def test_ties_fall_by_slot_for_any_rounding(side: int, dest_slots: int) -> None:
-    """Late in a search, two tokens that represent only each other tie up to rounding in nearly every window. Slots are
-    the same for features with another batch's or kernel's rounding, for a single window, and on any number of
-    threads."""
+    """Late in a search, two tokens that represent only each other tie up to rounding in nearly every window. Slots must
+    be the same for features that are rounded differently, for a single window, and on any number of threads."""
     x = smooth(3, 8, side)
     order, won = leads(x, dest_slots, tie_step(side * side))
     assert won.min() > 2e-6, "these features leave a tie that is none of two mutual neighbours: take others"

@@ -1,6 +1,6 @@
-"""The binaries of a run, all of which are compiled at its first plan.
+"""All binaries of a run are compiled at its first plan.
 
-Triton compiles for a simulated GPU in a separate process, because this one runs kernels in the interpreter.
+Triton compiles for a simulated GPU in a separate process, because this process runs kernels in the interpreter.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_no_kernel_is_made_after_the_first_plan(tmp_path: Path) -> None:
     counts = json.loads(printed(PROGRAM, tmp_path))
     for name, steps in counts.items():
         assert len(set(steps)) == 1, (name, steps)
-    # The binaries are search, merge and restore, each for full windows and for ragged ones, at every size. With a KV
-    # cache there are also change and propagate, each with rotations and without.
+    # There are binaries of search, merge and restore, each for full windows and for ragged ones. With a KV cache there
+    # are also binaries of change and propagate, each with rotations and without.
     assert counts["sdxl"][0] == counts["sdxl 832x1216"][0] == 6
     assert counts["flux"][0] == counts["flux 832x1216"][0]

@@ -1,5 +1,5 @@
-"""Every kernel compiles for every generation of GPU, without a GPU. Triton's interpreter would check neither types nor
-limits."""
+"""Every kernel compiles for every generation of GPU, without a GPU. Triton's interpreter checks neither types nor
+limits of GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.toma_core.kernels.cases import printed
 
-# Shared memory of a block on RTX 30 and 40 cards; other cards have more.
+# Shared memory of a block on RTX 30 and 40 cards. Other cards have more.
 SHARED = 99 * 1024
 
 PROGRAM = """
@@ -111,8 +111,8 @@ print(json.dumps(found))
 
 
 def test_weights_are_read_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """Windows have 56 tokens and 28 destinations, in one image or a batch; dense rows would be read two bytes at a
-    time."""
+    """Windows have 56 tokens and 28 destinations, in one image or in a batch. Without padding, rows of weights would be
+    read two bytes at a time."""
     close, apart = json.loads(printed(WEIGHTS, tmp_path))
     assert min(close) > 0
     assert apart == [0, 0]

@@ -1,4 +1,4 @@
-"""The kernels that a run uses and why; its results equal those without kernels."""
+"""The decision whether a run uses kernels, and its reason. Results with kernels equal those without."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def evaluation(given: Choice | None = None, **settings: Any) -> Evaluation:
 
 
 def on(kernels: Any, **settings: Any) -> Evaluation:
-    """Use these kernels, or none, on any device."""
+    """Return an evaluation with these kernels, or without kernels, on any device."""
     return evaluation(Choice(kernels, None if kernels else NoTriton.NO_CUDA()), **settings)
 
 
@@ -51,7 +51,7 @@ def plan_of(x: torch.Tensor, where: Evaluation, scope: str = "a") -> MergePlan:
 
 
 def test_unasked(kernels: Any) -> None:
-    """By default a run uses kernels on a GPU and PyTorch on a CPU, even if Triton's interpreter is available."""
+    """By default, a run uses kernels on a GPU and PyTorch on a CPU, even if Triton's interpreter is available."""
     where = evaluation()
     plan = plan_of(CASE.tokens(), where)
     assert (plan.kernels is None) == (DEVICE == "cpu")
@@ -76,13 +76,13 @@ def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return tokens without values that claim to be on a GPU."""
+    """Return tokens without values whose device is a GPU."""
     with FakeTensorMode():
         return torch.empty(1, 60, 24, dtype=dtype, device="cuda")
 
 
 def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks come in order of precedence; without a GPU, tokens without values stand in for it."""
+    """Without a GPU, tokens without values stand in for those on a GPU."""
     assert Dispatch().choose(on_a_gpu(torch.float64), *CASE.layout()).reason == NoTriton.DTYPE(dtype="float64")
     if DEVICE == "cpu":
         assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.FAILED(error="TRITON_INTERPRET=1")
@@ -138,7 +138,7 @@ class TestFirstUse:
 
     @pytest.mark.parametrize("fails", [True, False, None])
     def test_packing_falls_back(self, fails: bool | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """PyTorch quantises if the kernel fails or is off, otherwise the kernel does."""
+        """PyTorch quantises if the kernel fails to run or gives wrong results."""
         x, used = torch.randn(1, 70, 64).to(DEVICE), []
         own = type(kernels).quantize
 
@@ -166,8 +166,8 @@ class TestFirstUse:
     def test_all_that_a_run_will_need_is_tried_at_its_first_plan(
         self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """The trials include shifted windows, other ratios, weights without a selection, and the residual cache. They
-        run once per process, and a log line announces them."""
+        """All kernels that the run will need are tried at its first plan. They are tried once per process, and a log
+        line announces the trials."""
         made = []
         for name in ("select_weigh", "weigh", "merge", "unmerge_residual"):
             method = getattr(type(kernels), name)
@@ -214,8 +214,7 @@ class TestFirstUse:
 
 
 def test_a_run_on_kernels_equals_one_without(kernels: Any) -> None:
-    """Destinations are selected, then weighed again from other tokens: the block's result equals that of plain
-    PyTorch."""
+    """Select destinations, then make weights again from other tokens."""
     fast, plain = (on(used, sharpness=30.0) for used in (kernels, None))
     for seed, weighing in ((0, 0), (1, 1)):
         x = CASE.tokens(seed)

@@ -1,4 +1,4 @@
-"""Merge, unmerge and the restored residual in one launch each, against the plain PyTorch of `merge` in fp32."""
+"""Kernels for merge, unmerge and the restored residual, against the plain PyTorch of `merge` in fp32."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = (
 
 
 def random_plan(case: Case) -> MergePlan:
-    """Make a plan with random weights, zero in padding and in unused slots."""
+    """Make a plan with random weights, and zeros in padding and in unused slots."""
     windows, budget = case.layout()
     generator = torch.Generator().manual_seed(7)
     shape = (case.batch, len(windows.counts), budget.slots, windows.slots)
@@ -62,7 +62,7 @@ def in_double(plan: MergePlan) -> MergePlan:
 
 
 def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
-    """Check the result: sums are fp32, so the error is one rounding for each store in the dtype."""
+    """Check that the error is one rounding for each store in the dtype. Sums are fp32."""
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     atol = roundings * {FULL: 2e-6, HALF: 1e-3, BRAIN: 8e-3}[dtype]
@@ -133,7 +133,7 @@ def test_any_strides(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
-    """Weights of one image are used for all images, as matrix products broadcast."""
+    """Weights of one image are broadcast to all images, as in matrix products."""
     plan, x = random_plan(case), case.tokens()
     M, back = plan.merge_weights[:1], plan.unmerge_weights[:1]
     merged = kernels.merge(x, M, plan.windows, plan.budget)
@@ -144,7 +144,7 @@ def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 40, FULL, adaptive=True))
 def test_one_adaptive_plan_for_a_batch(case: Case, kernels: Any) -> None:
-    """The budget of one image is also used for all images; nothing is read past its end."""
+    """The budget of one image is used for all images; no kernel may read past its end."""
     plan, x = random_plan(case), case.tokens().expand(3, -1, -1)
     merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
     assert torch.equal(merged, merged[:1].expand(3, -1, -1))
@@ -154,7 +154,7 @@ def test_one_adaptive_plan_for_a_batch(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_refused(case: Case, kernels: Any) -> None:
-    """Sizes that would read past a tensor are refused."""
+    """Sizes are refused with which a kernel would read past the end of a tensor."""
     plan, x = random_plan(case), case.tokens()
     out = normal(case, plan.num_destinations, 1)
     with pytest.raises(ValueError, match="does not fit a batch of 3"):
@@ -191,7 +191,7 @@ def test_full_size(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 24, HALF), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True), Case(16, 16, 8, 0.5, 40, FULL))
 def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
-    """Kernels read one plan for every copy of the image, as for cond and uncond, and the result equals that of copied
+    """Kernels read one plan for every copy of an image, as for cond and uncond. The result equals that of copied
     plans."""
     plan = replace(random_plan(case), kernels=kernels)
     many, copied = stacked([plan] * 3), stacked([replace(plan) for _ in range(3)])
@@ -214,10 +214,10 @@ def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 8, FULL, batch=2, adaptive=True))
 def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
-    """Each plan has its own budget; the number of prepared launches must not grow with the number of plans."""
+    """The number of prepared launches must not grow with the number of plans, each of which has its own budget."""
     first, second = random_plan(case), random_plan(case)
     x = case.tokens()
-    # The windows are the same, with other numbers of destinations.
+    # The windows have the numbers of destinations in reverse order.
     budget = second.budget
     assert budget.adaptive
     other = Budget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))

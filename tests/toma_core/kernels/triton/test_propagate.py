@@ -1,4 +1,4 @@
-"""Cached tensors propagated by two kernels and a product, against the plain PyTorch of `latent_regression` in fp32."""
+"""Kernels that propagate cached tensors, against the plain PyTorch of `latent_regression` in fp32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toma_core.kernels.triton.launch import Launch
 from toma_core.latent_regression import Regression, Rotation, regress
 from toma_core.merge import stacked
 
-# (case, features, pairs of a head, images of the rotations). With 0 pairs, the tensors are values and updates, which
+# (case, features, pairs of a head, images of the rotations). With 0 pairs, the tensors are values or residuals, which
 # are not rotated.
 CASES = (
     (Case(5, 7, 4, 0.5, 40, FULL), 5, 0, 0),
@@ -37,7 +37,8 @@ TOLERANCE = {FULL: 2e-6, HALF: 2e-3, BRAIN: 1.6e-2}
 
 
 def regression_of(case: Case, features: int, kernels: Any) -> Regression:
-    """Return a regression on random features, whose last is 1; destinations are the first slots of each window."""
+    """Return a regression on random features, whose last one is constant 1. Destinations are the first slots of each
+    window."""
     plan = replace(random_plan(case), kernels=kernels)
     slots = torch.arange(plan.budget.slots, device=DEVICE).expand_as(plan.dest_slots)
     if plan.budget.valid is not None:
@@ -95,7 +96,7 @@ def test_propagate(case: Case, features: int, pairs: int, images: int, kernels: 
 @each(Case(5, 7, 4, 0.5, 40, HALF, batch=2))
 @pytest.mark.parametrize("pairs", [0, 20])
 def test_any_strides(case: Case, pairs: int, kernels: Any) -> None:
-    """Keys are parts of longer sequences or have heads before tokens; rotations are parts of longer ones too."""
+    """Keys and rotations are parts of longer sequences, or keys have heads before tokens."""
     regression = regression_of(case, 33, kernels)
     cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)
     rotation = rotation_of(case, regression, pairs, min(pairs, 2))
@@ -121,7 +122,7 @@ def test_any_strides(case: Case, pairs: int, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 24, FULL), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True))
 def test_one_image_several_times(case: Case, kernels: Any) -> None:
-    """Cond and uncond share a plan, whose destinations are used for every copy."""
+    """Cond and uncond share a plan, whose destinations are used for each of them."""
     one = regression_of(case, 33, kernels)
     plan = stacked([replace(one.plan, kernels=kernels)] * 3)
     both = Regression(plan, one.fit.expand(3, -1, -1), one.spread.expand(3, -1, -1))
@@ -142,7 +143,7 @@ def test_what_has_not_changed_stays_bit_for_bit(case: Case, kernels: Any) -> Non
 
 @pytest.mark.parametrize("pairs", [0, 20])
 def test_three_launches(pairs: int, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a regression there are two launches: destinations are gathered, and the change is unmerged."""
+    """Count the launches of propagating one tensor: two kernels and one `bmm`."""
     case, launched = Case(13, 19, 8, 0.5, 40, BRAIN), []
     regression = regression_of(case, 33, kernels)
     cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)
@@ -168,7 +169,7 @@ def test_gradients_go_through_plain_pytorch(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_refused(case: Case, kernels: Any) -> None:
-    """Sizes that would read past a tensor are refused."""
+    """Sizes are refused with which a kernel would read past the end of a tensor."""
     regression = regression_of(case, 33, kernels)
     plan = regression.plan
     cached, fresh = case.tokens(), normal(case, plan.num_destinations, 1)

@@ -1,4 +1,4 @@
-"""Kernels for four bits per number: the error equals PyTorch's, for any strides, and each dequantises the other's
+"""Kernels that quantise to four bits per number. Their error equals PyTorch's, and each dequantises the other's
 result."""
 
 from __future__ import annotations

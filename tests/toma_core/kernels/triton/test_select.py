@@ -1,4 +1,5 @@
-"""Selection and weights in one launch, against the plain PyTorch of `selection` and `merge.weigh` in fp32."""
+"""Kernels for selection and weights in one launch, against the plain PyTorch of `selection` and `merge.weigh` in
+fp32."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ CASES = (
 
 
 def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[list[int], float]:
-    """Return a greedy search in one window in fp64, and the lead of its closest decision: as a share of gains above
-    1."""
+    """Return the slots of a greedy search in one window in fp64, and the smallest lead of a slot over the next best, as
+    a fraction of gains above 1."""
     step = tie_step(len(valid))
     similarity = similarity.double()[valid][:, valid]
     represented = torch.full((len(similarity),), -1.0, dtype=torch.float64, device=similarity.device)
@@ -60,8 +61,8 @@ def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[li
 
 
 def check_slots(dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Check that every window has as many slots as its budget, ascending, distinct and without padding, and that unused
-    slots repeat the first."""
+    """Check that every window has as many slots as its budget, ascending, distinct and without padding. Unused slots
+    repeat the first one."""
     for image, kept_here in zip(dest_slots.tolist(), destinations_of(budget, len(dest_slots)), strict=True):
         for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))
@@ -75,8 +76,7 @@ def oracle_plan(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget)
 
 def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
     expected = oracle_plan(x, dest_slots, windows, budget)
-    # At sharpness 300 an error of 1e-7 in a cosine becomes 3e-5 in a weight, and the stored dtype rounds it in
-    # addition.
+    # At sharpness 300 an error of 1e-7 in a cosine becomes 3e-5 in a weight. Rounding to the stored dtype is added.
     tolerance = {FULL: 1e-4, HALF: 1e-3, BRAIN: 8e-3}[x.dtype]
     assert M.dtype == back.dtype == x.dtype
     torch.testing.assert_close(M.float(), expected.merge_weights, rtol=0, atol=tolerance)
@@ -91,7 +91,8 @@ def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, window
 
 
 def check_objective(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Where gains are closer than rounding, destinations may differ, but not how well they represent each window."""
+    """Check that destinations represent each window as well as PyTorch's. They may differ where gains are nearly
+    equal."""
     similarity = cosine_similarity(windows.split(x.float()))
     expected = select(similarity, windows, budget)
     valid = None if windows.valid is None else windows.valid.repeat(x.shape[0], 1)
@@ -122,8 +123,8 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(11, 11, 11, 0.7, 24, FULL))
 def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
-    """The first of mutual neighbours wins for any rounding of features, as in plain PyTorch and in the textbook's
-    loops. Windows fit into registers or, with 156 tokens, are processed in tiles."""
+    """If two tokens are each other's nearest neighbours, their gains tie up to rounding, and the first one must be
+    selected. Windows fit into registers or, with 156 tokens, are processed in tiles."""
     x, (windows, budget) = case.tokens(1), case.layout()
     similarity = cosine_similarity(windows.split(x))
     expected = select(similarity, windows, budget)
@@ -143,7 +144,7 @@ def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
 
 @each(CASES[0], CASES[2], Case(13, 10, 4, 0.5, 40, FULL, batch=3, adaptive=True))
 def test_priority(case: Case, kernels: Any) -> None:
-    """Tokens that were computed before have a lower priority, as in plain PyTorch; equal factors change nothing."""
+    """Tokens that were computed recently have a lower priority. Equal priorities change nothing."""
     x, (windows, budget) = case.tokens(1), case.layout()
     before, M, back = kernels.select_weigh(x, windows, budget, SCALE)
     places = windows.source.expand(len(x), -1, -1).gather(2, before).flatten(1)
@@ -194,7 +195,7 @@ def test_any_strides(case: Case, kernels: Any) -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0])
 @each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 10, 16, 0.9, 16, HALF))
 def test_ties_go_to_the_lowest_slot(case: Case, value: float, kernels: Any) -> None:
-    """For equal tokens or zero tokens, the first slots of each window are selected, with equal weights."""
+    """If all tokens are equal or zero, the first slots of each window are selected, with equal weights."""
     x, (windows, budget) = torch.full_like(case.tokens(), value), case.layout()
     dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE)
     assert all(row[:kept] == list(range(kept)) for row, kept in zip(dest_slots[0].tolist(), budget.counts, strict=True))
@@ -205,7 +206,7 @@ def test_ties_go_to_the_lowest_slot(case: Case, value: float, kernels: Any) -> N
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 10, 16, 0.9, 16, HALF))
 def test_broken_tokens_cannot_point_outside(case: Case, value: float, kernels: Any) -> None:
-    """A model that computed NaN gives a broken picture, but no invalid address."""
+    """A model that computes NaN gives a broken picture, but must not cause an invalid address."""
     x, (windows, budget) = case.tokens(), case.layout()
     x[:, ::3] = value
     check_slots(kernels.select_weigh(x, windows, budget, SCALE)[0], windows, budget)
