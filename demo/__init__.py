@@ -1,6 +1,6 @@
 """Tiny trained models on which ToMA's picture quality can be seen and measured, and the nodes that load them.
 
-It is not part of the node pack: the demo links this folder into ComfyUI's custom_nodes as a separate pack.
+This folder is not part of the node pack: the demo links it into ComfyUI's custom_nodes as a separate pack.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A small network that reads the attributes of a scene back from its picture: `python -m demo.checker`.
 
-It judges whether generated pictures follow their prompt, and its features give a Frechet distance.
+The checker judges whether generated pictures follow their prompt, and its features give a Frechet distance.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
         first = FIRST_TRAINING_SEED + step * batch
         scenes = [scene_from_seed(first + index) for index in range(batch)]
         image = render_batch(scenes)
-        # Add a little noise, as generated pictures have; without it the checker would judge noise, not content.
+        # Add a little noise, as generated pictures have; otherwise the checker would judge noise, not content.
         strength = 0.15 * torch.rand(batch, 1, 1, 1, generator=generator)
         image = (image + strength * torch.randn(image.shape, generator=generator)).clamp(-1, 1)
         truth = torch.tensor([scene.values() for scene in scenes])

@@ -11,7 +11,7 @@ def prepare() -> None:
     """Put ComfyUI first on sys.path and choose CPU or GPU; call it before the first import of `comfy`.
 
     ComfyUI is found by the environment variable COMFYUI_PATH, or on Python's own path.
-    Raises SystemExit with a hint if there is none.
+    Raises SystemExit with a hint if ComfyUI is not found.
     """
     path = os.environ.get("COMFYUI_PATH")
     if path:

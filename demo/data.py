@@ -19,7 +19,7 @@ KINDS = ("dit", "unet", "wan")
 # Scenes below this seed are for contact sheets and evaluation; training never sees them.
 FIRST_TRAINING_SEED = 1_000_000
 MOST_PER_STEP = 4096
-# Side of a token of both shipped models, in pixels. A scene has 32 x 32 tokens, whatever their size.
+# Side of a token of both shipped models, in pixels. A scene has 32 x 32 tokens, whatever the size of a token.
 PIXELS_PER_TOKEN = 4
 # Side of a frame in pixels: 16 x 16 tokens of 2 x 2.
 CLIP_SIZE = 32
@@ -46,8 +46,8 @@ class Plan:
     width: int = 128
     blocks: tuple[int, int] = (2, 5)
     token: int = PIXELS_PER_TOKEN
-    # Shares of steps with half-size scenes and with full pictures, before and after `late`; the rest are crops. For
-    # Wan, these are the shares of single frames and of clips; it has no crops.
+    # Shares of steps with half-size scenes and with full pictures, before and after `late`; all other steps have crops.
+    # Wan has no crops: its shares are of single frames and of clips.
     early_shares: tuple[float, float] = (0.9, 0.05)
     late_shares: tuple[float, float] = (0.2, 0.6)
     late: float = 0.45
@@ -187,7 +187,7 @@ class Batches(Dataset[Batch]):
         )
 
     def from_step(self, step: int, workers: int = 0) -> Iterator[Batch]:
-        """Yield the batches from `step` on, drawn ahead by `workers` processes; their number changes only the speed."""
+        """Yield the batches from `step` on, drawn ahead by `workers` processes."""
         order = range(step, len(self))
         return iter(DataLoader(self, batch_size=None, sampler=order, num_workers=workers))
 

@@ -27,7 +27,7 @@ from . import models
 from .compact import load_weights
 
 _BLOCK = re.compile(r"(.*\.transformer_blocks)\.(\d+)\.(.*)")
-# The layers whose outputs are a block's residuals.
+# The layers whose outputs are added to the residual stream.
 _OUTPUTS = ("to_out.0.weight", "to_out.0.bias", "ff.net.2.weight", "ff.net.2.bias")
 
 

@@ -1,6 +1,6 @@
 """Draw the icon and the banner of the pack for the registry: `python -m demo.emblem`.
 
-Both show the method in one picture: a landscape in tokens, in which similar tokens have been merged into one.
+Icon and banner show a landscape in tokens, in which similar tokens have been merged.
 """
 
 from __future__ import annotations

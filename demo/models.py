@@ -130,7 +130,7 @@ def dit_config(width: int, blocks: tuple[int, int], token: int) -> dict[str, Any
 
 
 def _initialise(network: nn.Module, zero: tuple[str, ...], generator: torch.Generator) -> None:
-    """Initialise a fresh network; ComfyUI's layers skip it, because their weights always come from a file."""
+    """Initialise a fresh network; ComfyUI's layers do not, because their weights always come from a file."""
     for name, module in network.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter):
@@ -204,7 +204,7 @@ def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, tor
     model.diffusion_model.load_state_dict(weights, strict=True)
     model.diffusion_model.to(dtype)
     if isinstance(model.diffusion_model, comfy.ldm.wan.model.WanModel):
-        model.diffusion_model.patch_embedding.float()  # its input is fp32 in every Wan
+        model.diffusion_model.patch_embedding.float()  # Wan's patch embedding always computes in fp32
     return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
 
 
@@ -303,8 +303,8 @@ def unet_patcher(
 def load_unet(path: str | None, seed: int = 0, disable_dynamic: bool = False) -> Any:
     """Load the MODEL in a safetensors file, or build one with random weights from `seed` if `path` is None.
 
-    `disable_dynamic` exists because ComfyUI calls a model's loader again with it (for torch.compile); the tiny UNet is
-    never offloaded in parts, so it has no effect.
+    ComfyUI passes `disable_dynamic` when it loads a model again for torch.compile. The argument has no effect, because
+    the tiny UNet is never offloaded in parts.
     """
     weights = None if path is None else load_weights(path)
     deep = weights is not None and "middle_block.1.transformer_blocks.2.norm1.weight" in weights

@@ -24,7 +24,7 @@ NOMINAL_SIZE = 512
 UNGUIDED = 3.5
 # Standard deviation of the flow's sigmas on the logit scale; `View.centre` is their centre.
 SPREAD = 1.4
-# The UNet learns the prompt more slowly, so its sigmas are larger.
+# The UNet learns the prompt more slowly than the DiT, so its sigmas are larger.
 UNET_CENTRE = 0.9
 
 
@@ -169,9 +169,9 @@ class VelocityObjective:
 
     The model sees (clean + sigma * noise) / sqrt(sigma^2 + 1) and predicts (noise - sigma * clean) / sqrt(sigma^2 + 1).
     With epsilon prediction at sigma 15, an error of a hundredth of the noise would be a sixth of the picture. SDXL's
-    own schedule ends at sigma 15, where the layout of a scene is still visible in the noise. A model trained there
-    reads the layout from the noise and not from the prompt, and cannot start from pure noise (Lin et al. 2023, "Common
-    Diffusion Noise Schedules and Sample Steps are Flawed").
+    own schedule ends at sigma 15, where the layout of a scene is still visible in the noise. A model trained on this
+    schedule reads the layout from the noise and not from the prompt, and cannot start from pure noise (Lin et al. 2023,
+    "Common Diffusion Noise Schedules and Sample Steps are Flawed").
     """
 
     def __init__(self, teacher: Callable[..., torch.Tensor] | None = None) -> None:
@@ -186,7 +186,7 @@ class VelocityObjective:
         Half-size scenes teach the layout. Their sigmas are distributed as in `FlowObjective`; sigma s of the flow has
         the same signal-to-noise ratio as sigma s / (1 - s) here. Crops teach fine structure, which is drawn at low
         noise. Their steps are uniform, as in SDXL's training. Half of the full pictures follow each distribution,
-        because without the first one the model forgets the layout.
+        because without the first distribution the model forgets the layout.
         """
         quantile, as_flow = batch.quantile, torch.tensor(batch.sort == "half")
         if batch.sort == "full":

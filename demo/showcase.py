@@ -27,14 +27,14 @@ from .showcase_results import Case, Outcome, StepClock, explanation, merge_maps,
 
 OUTPUT = ROOT / "demo-output"
 WORKFLOWS = ROOT / "demo" / "workflows"
-# The workflow that the page opens, and its port, which is the same each time unless it is in use.
+# The workflow that the page opens, and the page's port unless another program uses it.
 _FIRST, _PORT = "Demo-SDXL", 8199
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - all addresses of this machine, only with `--listen`
 _HERE = "127.0.0.1"
-# Pictures at once. The models are narrow, so one picture is too little work for merging to pay, above all on a GPU.
+# Pictures per batch. The models are narrow, so one picture is too little work for merging to pay, above all on a GPU.
 BATCH = {"cpu": 4, "cuda": 64}
 WARM_UP_STEPS = 3  # the first and the last step of a run are full
-TIMING_STEPS = 5  # maximum for runs that are only timed: the share of merged steps is as large as in longer runs
+TIMING_STEPS = 5  # for runs that are only timed; as large a share of steps is merged as in longer runs
 
 
 class DemoError(RuntimeError):
@@ -64,8 +64,8 @@ def device_name() -> str:
 def demo_server(base: Path | None = None, port: int | None = None, listen: str | None = None) -> Iterator[ComfyServer]:
     """Run a server with the pack, the demo nodes and the demo checkpoint, and stop it at the end. listen: addresses of
     this machine to listen on in addition to 127.0.0.1, separated by commas."""
-    # ComfyUI's default attention on the CPU works in slices and is several times slower, which would make ToMA look
-    # better.
+    # ComfyUI's default attention on the CPU works in slices and is several times slower than PyTorch's, which would
+    # make ToMA look better.
     flags = ["--use-pytorch-cross-attention"]
     if listen:
         # ComfyUI does not start if one address is listed twice.

@@ -21,7 +21,7 @@ _PAPER, _INK = (34, 34, 36), (230, 230, 230)  # the colours of the report's pict
 _MARGIN, _CAPTION, _PANEL = 16, 30, 256
 _SHOWN = 4  # number of a case's pictures on the sheet
 _LINE = 18  # height of a line under a picture
-_BUSY = 1.5  # if gains of pairs differ by this factor, they show nothing
+_BUSY = 1.5  # no gain is reported if the gains of pairs differ by this factor
 # The legend of the report's map; on ComfyUI's page the node shows it.
 _MAP = (
     "Dots are destination tokens, the patch around each is merged into it, black lines are windows.",
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def busy(self) -> bool:
-        """Return whether the pairs differ so much that their times show nothing."""
+        """Return whether the pairs differ so much that no speed-up is reported."""
         return max(self.speed_ratios) > _BUSY * min(self.speed_ratios)
 
     @property
@@ -212,7 +212,7 @@ def explanation(cases: list[Case], device: str) -> str:
 
 def side_by_side(cases: list[Case]) -> Image.Image:
     """Draw two rows of pictures for each case that draws scenes: without ToMA, and with it below. Each picture has its
-    seconds below it; the lower one also has its error and the prompt."""
+    seconds below it; a picture with ToMA also has its error and the prompt."""
     rows = []
     for case in _drawn(cases):
         plain, merged = case.plain[0], case.merged[0]

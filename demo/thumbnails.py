@@ -1,8 +1,8 @@
 """Draw the thumbnails of workflows/ from the workflows themselves: `python -m demo.thumbnails`.
 
-ComfyUI's page prints the name of a template below its thumbnail. The thumbnail shows the rest: the purpose; the steps
-and the counted saving of work, or the output of the template's tool; and the chain of nodes that the model passes.
-Nothing is sampled.
+ComfyUI's page prints the name of a template below its thumbnail. The thumbnail shows the purpose of the template, the
+steps and the counted saving of work (or the output of the template's tool), and the chain of nodes that the model
+passes. Nothing is sampled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BANDS = {
     "Qwen": (213, 94, 0),
     "video": (86, 180, 233),
 }
-FULL_STEP_INTERVAL = 4  # that of `balanced` in transformers; presets need ComfyUI, so a test compares the values
+FULL_STEP_INTERVAL = 4  # the value of `balanced` for transformers; presets need ComfyUI, so a test compares both values
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _errors(image: Image.Image, pen: Any) -> None:
 
 
 def _sizes(image: Image.Image, pen: Any) -> None:
-    """Draw the two passes at their sizes."""
+    """Draw the two passes of the workflow at their sizes."""
     font = ImageFont.load_default(28)
     for left, side, label in ((_MARGIN, 96, "1024"), (200, 168, "2048")):
         pen.rectangle((left, _BOTTOM - side, left + side, _BOTTOM), _NODE, _FAINT, 2)
@@ -231,7 +231,6 @@ def _sizes(image: Image.Image, pen: Any) -> None:
 
 
 def _form(image: Image.Image, pen: Any) -> None:
-    """Draw the fields of the app."""
     font = ImageFont.load_default(26)
     for index, label in enumerate(("prompt", "ToMA ratio", "width, height", "seed")):
         top = _TOP + 6 + index * 50

@@ -33,12 +33,12 @@ from .data import KINDS, Batch, Batches, Plan
 from .objectives import FewStepsObjective, FlowObjective, FluxCall, VelocityObjective, WanCall
 from .sampling import DEFAULTS
 
-# Convolutions, which make up half of the UNet, need a lower rate than the matrices.
+# Convolutions, which make up half of the UNet, need a lower learning rate than the matrices.
 SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25, "wan": 1.0}
 
 
 def _optimisers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the blocks, and AdamW for the rest.
+    """Return Muon for the matrices inside the blocks, and AdamW for all other parameters.
 
     For the DiT, Muon reached the same loss with about two thirds of the pictures that AdamW alone needed.
     """
@@ -99,8 +99,8 @@ class Trainer:
         batch = batch.to(self.device)
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = self.plan.lr_at(self.step) * group["share"]
-        # On a CPU, the backward pass of fused attention is much slower than that of plain products; the difference is a
-        # third of a step.
+        # On a CPU, the backward pass of fused attention is slower than that of plain products by a third of the time of
+        # a step.
         plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
         # Casts are not cached: weights that are cast without gradients for the teacher's pass would be reused where
         # gradients are needed.
@@ -135,7 +135,7 @@ class Trainer:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Resume from a file that `save` wrote; if the number of steps differs, the cool-down moves."""
+        """Resume from a file that `save` wrote; if the plan has another number of steps, the cool-down moves."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         if state["plan"]["kind"] != self.plan.kind or state["plan"]["seed"] != self.plan.seed:
             raise ValueError(

@@ -90,7 +90,7 @@ class ComfyServer(ComfyClient):
         self.stop()
 
     def start(self) -> ComfyServer:
-        """Start the process and return once it responds. Raises ServerError if it does not."""
+        """Start the server and return once it responds. Raises ServerError if the server does not respond."""
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 self._command(),

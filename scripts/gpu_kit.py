@@ -4,8 +4,8 @@
 
 The kit (8 MB, ignored by git) holds ComfyUI without its tokenizers, templates and API nodes, and the packages that a
 machine with PyTorch rarely has: comfy-kitchen with the machine code of one architecture, comfy-aimdo, torchsde and
-trampoline. Packing needs the network and no GPU. It prints the size of checkout and kit. `benchmarks/gpu/visit.sh`
-unpacks and uses the kit.
+trampoline. Packing needs the network and no GPU. The command prints the size of checkout and kit.
+`benchmarks/gpu/visit.sh` unpacks and uses the kit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FOLDERS = (
 FILES = ("*.py", "requirements.txt", "LICENSE")
 EMPTY = ("models", "input", "output", "custom_nodes")
 LARGEST = 60_000
-# Packages have the versions in ComfyUI's requirements, or these if ComfyUI has none.
+# Packages have the versions in ComfyUI's requirements, or the versions given below if ComfyUI has none.
 PACKAGES = {"comfy-kitchen": "", "comfy-aimdo": "", "torchsde": "==0.2.6", "trampoline": "==0.1.2"}
 GLIBC = ("2_28", "2_27", "2_24", "2_17")
 

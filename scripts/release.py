@@ -1,7 +1,7 @@
 """Check a release before it is published: `python3 -m scripts.release v0.1.0`.
 
-It prints the section of that version in CHANGELOG.md, and fails if the tag, pyproject.toml and the changelog differ.
-`--pin NAME` prints a requirement of the `dev` extra instead, so that publishing uses the versions of the tests.
+The command prints the section of that version in CHANGELOG.md, and fails if the tag, pyproject.toml and the changelog
+differ. `--pin NAME` prints a requirement of the `dev` extra instead, so that publishing uses the versions of the tests.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def notes(tag: str, root: Path = ROOT) -> str:
 
 
 def pin(name: str, root: Path = ROOT) -> str:
-    """Return the requirement of the `dev` extra for a package, as `name==version`. Raises SetupError if there is
-    none."""
+    """Return the requirement of the `dev` extra for a package, as `name==version`. Raises SetupError if the extra lacks
+    the package."""
     for requirement in dev_requirements(root / "pyproject.toml"):
         if re.match(rf"{re.escape(name)}==", requirement):
             return requirement

@@ -1,5 +1,5 @@
 // Notes of templates in the page's language. A note has its translations in `properties.toma_note`; opening the template
-// puts one of them into the note and removes them, so that a saved workflow has only the text that is read.
+// puts one translation into the note and deletes the property, so that a saved workflow has only the text that is read.
 import { app } from "../../scripts/app.js"
 import { pageLanguage } from "./texts.js"
 

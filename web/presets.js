@@ -27,7 +27,7 @@ function presetText(node, widget) {
   return value ? formatted({ id: "preset_value", params: { value } }, node) : undefined
 }
 
-// The only value below 0 is -1, the preset's value: an arrow of the widget steps from it to 0, and back.
+// -1 stands for the preset's value: an arrow of the widget steps from -1 to 0, and from 0 to -1.
 function snap(widget) {
   const callback = widget.callback
   let last = widget.value
@@ -46,7 +46,7 @@ function showInCanvas(node, widget) {
   Object.defineProperty(widget, "_displayValue", { configurable: true, get })
 }
 
-// The Vue renderer has no such property, so a style covers the -1 of fields that are not being edited.
+// The Vue renderer has no `_displayValue`, so a style covers the -1 of fields that are not being edited.
 export function showInPage() {
   const rules = []
   for (const node of nodes) {

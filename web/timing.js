@@ -7,12 +7,12 @@ const prompts = new Map() // prompt id -> its graph, until the prompt is over
 const plain = new Map() // key of `sampled` -> seconds per step of the last run without ToMA
 let prompt // the id of the prompt that runs
 let executing // the id of the node that runs
-let clock // { first, last, steps } of its sampling: times in milliseconds
+let clock // { first, last, steps } of the executing sampler, in milliseconds
 let merged = [] // messages of runs with ToMA in this node
 let changed = () => {} // called when a time is known
 
-// A key of what a sampler samples: it and all nodes before it except this pack's, and their inputs except seeds and
-// prompts.
+// A key of what a sampler samples: the sampler and all nodes before it except this pack's, with their inputs except
+// seeds and prompts.
 function sampled(graph, id) {
   const seen = new Set()
   const walk = (node) => {
@@ -34,7 +34,7 @@ function isLink(value) {
   return Array.isArray(value) && value.length === 2 && typeof value[1] === "number"
 }
 
-// File names may contain spaces too, and they identify the model.
+// A text with spaces is a prompt, unless it ends like a file name: file names identify the model.
 function isProse(value) {
   return typeof value === "string" && /\s/.test(value) && !/\.\w+$/.test(value)
 }
@@ -61,7 +61,7 @@ export function ended(message) {
 }
 
 // The line with the time of a run's steps, and that of the last run of the same key without ToMA. If the first step was
-// full, excluding it would flatter a run of few steps: it then counts as one step without ToMA.
+// full, excluding it would flatter a run of few steps: the first step then counts as one step without ToMA.
 export function timesOf({ timed }) {
   if (!timed) return []
   const without = plain.get(timed.key)

@@ -11,7 +11,7 @@ const LINE = [72, 120]
 const REPORT = [184, 264]
 const RESULT = [120, 184]
 const HEIGHTS = { ToMA: LINE, ToMAAdvanced: LINE, ToMAReport: REPORT, ToMABenchmark: RESULT, ToMACalibrate: RESULT }
-// Sizes of nodes with a picture, large enough to read it. They have none before their first run, and are small.
+// Sizes of nodes with a picture, large enough to read it. Before their first run these nodes are small.
 const SIZES = { ToMAReport: [480, 1000], ToMABenchmark: [460, 640], ToMACalibrate: [460, 560] }
 const MARGIN = 20 // space that the canvas renderer leaves above and below a widget
 const WIDGET = "toma_status"
@@ -79,7 +79,7 @@ function hideAdvanced(node) {
   node.setSize([Math.max(width, node.size[0]), node.computeSize()[1]])
 }
 
-// A node that shows its first picture takes the room for it, once: afterwards its size is the user's.
+// A node grows for its first picture only; afterwards the user decides its size.
 const grown = new WeakSet()
 
 function grow(node) {
@@ -159,10 +159,10 @@ function started() {
 }
 
 // After a reload the page has no message of nodes that ComfyUI takes from its cache. The sampler or the benchmark behind
-// such a node may still run, so the page shows this at the end of a prompt in which no node showed progress.
+// such a node may still run, so the page marks cached nodes only after a prompt in which no node showed progress.
 let cachedNodes = []
 let progressed = false
-const pendingGraphs = new Set() // workflows whose prompts may be running: events do not name a prompt's workflow
+const pendingGraphs = new Set() // workflows whose prompts may be running: events do not name the workflow
 
 function cached({ detail }) {
   cachedNodes = detail.nodes ?? []
@@ -196,7 +196,7 @@ function queued() {
   waiting = setTimeout(poll, WAIT.milliseconds, WAIT.times)
 }
 
-// ComfyUI reports one error of this pack's validation for every input that it looks at: the text names the right ones.
+// ComfyUI reports one error of this pack's validation for every input that it checks; the text names the faulty ones.
 function narrow(errors, node) {
   const isOther = ({ type, details = "", extra_info: info = {} }) => {
     const label = String(info.input_name).replaceAll("_", " ")
@@ -209,7 +209,7 @@ function narrow(errors, node) {
   for (const input of node.inputs ?? []) if (names.has(input.name)) input.hasErrors = false
 }
 
-// Makes a message of an error of ComfyUI's validation or of this pack's.
+// Makes a message of an error in ComfyUI's validation or in this pack's validation.
 function complaint({ type, message, details = "", extra_info: info = {} }, node) {
   const setting = info.input_name
   const entered = (name) => node.widgets?.find((widget) => widget.name === name)?.value

@@ -5,9 +5,10 @@ imported.
     python -m scripts.api_check FOLDER --all      lists everything that is used
     python -m scripts.api_check --write [FOLDER]  writes known.json again: downloadable releases, and those in folders
 
-*Missing* and *do not fit* stop merging, and the command ends with 1. *New* lists classes that are refused until a
-family names them in `DERIVED`, and methods that run blocks but are not in `_LOOPS` of `nodes/adapters/family.py`. If
-the pack uses a new part, a test asks for --write; releases whose folder is not given keep their entries.
+*Missing* and *do not fit* stop merging, and the command ends with exit code 1. *New* lists classes that are refused
+until a family names them in `DERIVED`, and methods that run blocks but are not in `_LOOPS` of
+`nodes/adapters/family.py`. If the pack uses a new part, a test asks for --write; releases whose folder is not given
+keep their entries.
 """
 
 from __future__ import annotations

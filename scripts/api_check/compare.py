@@ -72,7 +72,8 @@ def write(known: Known, file: Path = FILE) -> None:
         for release in sorted(known[item], key=number_of):
             texts.setdefault(known[item][release], []).append(release)
         joined = {text: " ".join(releases) for text, releases in texts.items()}
-        if set(texts) != {GONE} or not item.startswith(("key ", "trait ")):  # if no release has it, it is the pack's
+        # A key or trait that no release has is the pack's own.
+        if set(texts) != {GONE} or not item.startswith(("key ", "trait ")):
             lines.append(f"{json.dumps(item)}: {json.dumps(joined)}")
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
@@ -96,7 +97,7 @@ def nearest(known: Known, version: str) -> str:
 
 def differences(uses: Uses, facts: Facts, known: Known, release: str, folder: Path) -> list[Difference]:
     """Return the differences between the facts of a folder and a release, the worst first. If the model of a family is
-    missing, only this is listed for the family."""
+    missing, nothing else is listed for the family."""
     found, models = list[Difference](), {use.subject for use in uses.values() if use.kind == "derived"}
     missing = {family for family in models if facts[f"derived {family}"] == GONE}
     for item, use in uses.items():
@@ -122,7 +123,7 @@ def _kind(use: Use, before: str, now: str, folder: Path) -> Kind | None:
         return Kind.UNSEEN
     if now == GONE:
         return Kind.GONE
-    if before == GONE:  # no tried release has it
+    if before == GONE:  # the part is in no tried release
         return Kind.UNFIT if use.kind == "block" and not fits(use, before, now) else None
     if use.kind in ("key", "trait"):
         lost = set(before.split(", ")) - set(now.split(", "))

@@ -54,15 +54,15 @@ class _Reader:
         return self.source.find(dotted)
 
     def _missing(self, dotted: str) -> str:
-        """Return the text for a name that was not found: GONE, or UNSEEN if the folder has only some files and lacks
-        this one."""
+        """Return the text for a name that was not found: GONE, or UNSEEN if the folder lacks the file that would define
+        the name."""
         owner = self._found(dotted.rpartition(".")[0])
         unseen = self.source.lacks(dotted) or (owner is not None and self.source.lacks_bases(owner))
         return UNSEEN if self.partial and unseen else GONE
 
     def _name(self, use: Use) -> str:
         head, _, option = use.subject.rpartition(".")
-        if head == "comfy.cli_args.args":  # made by argparse
+        if head == "comfy.cli_args.args":  # argparse makes these options
             module = self.source.module("comfy.cli_args")
             if module is not None:
                 return "option" if f"--{option.replace('_', '-')}" in module.texts else GONE

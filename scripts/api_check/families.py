@@ -131,8 +131,8 @@ def _of_class(pack: Source, dotted: str) -> StandIn:
 
 
 def _value(pack: Source, found: Found | None, name: str) -> Any:
-    """Return the value of a constant: a text, a tuple (also with `*`), or the keys of a dictionary. () if there is
-    none."""
+    """Return the value of a constant: a text, a tuple (also with `*`), or the keys of a dictionary. () if there is no
+    such constant."""
     node = getattr(found.node, "value", None) if found is not None else None
     if found is None or node is None:
         return ()

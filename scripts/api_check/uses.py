@@ -2,12 +2,12 @@
 
 Kinds of uses, and their subjects:
 name     a dotted name that is imported, reached through an import, or an attribute of an object of a known class
-call     such a name that is called
+call     a dotted name that is called
 wrapper  a kind of wrapper (`WrappersMP`), with the arguments that the pack reads
 path     attributes that a family reads of its model: "flux double_blocks[0].img_attn"
 block    a list of blocks that a family stands in for: "flux Flux.double_blocks"
-loop     the same, for the methods that run the blocks
-derived  classes that ComfyUI derives from a family's
+loop     such a list, for the methods of the model that run its blocks
+derived  classes that ComfyUI derives from the classes of a family
 key      a text by which the pack finds an entry of a mapping
 trait    an attribute, of an object without a known class, that may be absent
 """
@@ -40,7 +40,7 @@ ATTRIBUTES = {
 }
 RETURNS = {"comfy.model_patcher.ModelPatcher.clone": ":comfy.model_patcher.ModelPatcher"}
 SAMPLERS = "comfy.k_diffusion.sampling"  # the module whose functions the pack knows by name
-# Functions that read the arguments of a wrapper in its place.
+# Functions that read the arguments of a wrapper, and the kind of the wrapper.
 HELPERS = {"listening": "OUTER_SAMPLE"}
 
 
@@ -63,7 +63,7 @@ class Use:
     places: int = 0  # arguments that a call passes, or a wrapper takes, by position
     named: set[str] = field(default_factory=set)  # arguments that a call passes by name
     read: set[tuple[int, str]] = field(default_factory=set)  # arguments of a wrapper, by position or by name
-    optional: bool = True  # whether the pack also runs without it
+    optional: bool = True  # whether the pack also runs without this part
     stand_ins: list[StandIn] = field(default_factory=list)  # stand-ins for blocks, of which one has to fit
     allowed: frozenset[str] = frozenset()  # methods that may run blocks, and derived classes that merge
 
