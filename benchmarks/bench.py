@@ -106,7 +106,7 @@ def interleave(
     warmups: int = 1,
     limit: float = float("inf"),
 ) -> dict[str, Timing]:
-    """Time cases in turns, so that a machine that slows down slows all of them equally. Warm-up turns do not count.
+    """Time cases in turns, so that a machine that slows down slows all cases equally. Warm-up turns do not count.
 
     limit: seconds for all turns, warm-up included. A turn begins only if it would end in time, judged by the previous
     turn's duration; at least one turn counts.

@@ -35,7 +35,7 @@ def on_meta(name: str, blocks: tuple[int, ...] | None = None) -> Any:
     return fullsize.patcher(name, torch.bfloat16, META, blocks=blocks)
 
 
-# Clear it before the interpreter exits, because a model that is freed later finds parts of ComfyUI missing.
+# Clear the cache before the interpreter exits, because a model that is freed later finds parts of ComfyUI missing.
 atexit.register(on_meta.cache_clear)
 
 

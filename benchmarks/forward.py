@@ -188,7 +188,7 @@ def measure(
 
 
 def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = None, step: int = 0) -> float | None:
-    """Return the highest possible speed-up of a variant's step by FLOPs; None if they cannot be counted."""
+    """Return the highest possible speed-up of a variant's step by FLOPs; None if FLOPs cannot be counted."""
     try:
         return cost.count(shape, blocks=blocks).flops / cost.count(shape, variant, blocks=blocks, step=step).flops
     except Exception as error:

@@ -1,5 +1,5 @@
-"""Measure the host time of one call of merging, in units of a call of torch.add. This time is the cost of merging where
-a GPU waits for its host.
+"""Measure the host time of one call of merging, in units of a call of torch.add. Where a GPU waits for its host, host
+time is the cost of merging.
 
     python -m benchmarks.hosttime [--repeats 40] [--out FOLDER]
 

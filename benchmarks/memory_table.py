@@ -1,5 +1,5 @@
-"""Write the tables of docs/settings.md on the KV cache for each model and card: where the cache lies, and whether it
-pays.
+"""Write the tables of docs/settings.md on the KV cache for each model and card: where the cache lies, and whether the
+cache pays.
 
     python -m benchmarks.memory_table
 

@@ -2,10 +2,10 @@
 
 Every shape is timed in plain PyTorch, and with the Triton kernels if they run here. Calls cycle through more copies of
 their operands than any cache can hold. On a GPU, calls are replayed from a CUDA graph, which measures only GPU time;
-`host` rows time the call as a model makes it. The limit is the least time in which the device can read and write the
-operands once and multiply, at the speeds of a large copy and a large matrix product measured at the start. A speed-up
-is not reported if results differ from fp32 PyTorch, or if the selected destinations are worse than those of the search
-in fp64.
+`host` rows time the call as a model makes it. The limit of a call is the least time in which the device can read and
+write its operands once and multiply, at the speeds of a large copy and a large matrix product measured at the start. A
+speed-up is not reported if results differ from fp32 PyTorch, or if the selected destinations are worse than those of
+the search in fp64.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Suite:
 
     def shape(self, name: str, side: int, batch: int = 1, width: int = 0, frames: int = 1) -> Shape:
         """Return the shape of a square picture, of a picture with this width, or of a video with this many latent
-        frames; it is small in a dry run."""
+        frames; the picture is small in a dry run."""
         height, width = (max(side // DRY, _LEAST) if self.dry else side for side in (side, width or side))
         return Shape(name, height, width, batch, self.dry, frames=frames)
 

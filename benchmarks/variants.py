@@ -1,4 +1,4 @@
-"""The variants that are compared: ToMA's settings, its rivals, and both together. Each patches a clone of a
+"""The variants that are compared: ToMA's settings, its rivals, and both together. A variant patches a clone of a
 `ModelPatcher`, as a node does."""
 
 from __future__ import annotations
@@ -186,8 +186,7 @@ def hypertile() -> Variant:
 
 
 def step_cache(name: str, threshold: float = 0.2) -> Variant:
-    """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range. Both skip evaluations as long as little
-    changes."""
+    """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range."""
 
     def on_copies(model: Any) -> Any:
         """Make the model copy its latent, because a skipped step of EasyCache adds to the latent in place, and in fp32

@@ -76,7 +76,7 @@ class Checker(nn.Module):
 
 def load_checker(path: Path | str = WEIGHTS) -> Checker:
     """Load the trained checker, on the CPU in evaluation mode. Raises FileNotFoundError if `path` does not exist,
-    ValueError if it is damaged."""
+    ValueError if the file is damaged."""
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} is missing: train it with `python -m demo.checker --export {path}`")
     checker = Checker()

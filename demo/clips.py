@@ -1,6 +1,6 @@
 """Scenes in motion: the shape and the small objects drift in separate directions, and everything else stands still.
 
-A clip has the prompt of its scene and one token for each of `MOTIONS`. Its middle frame is the scene itself.
+A clip has the prompt of its scene and one token for each of `MOTIONS`. The middle frame is the scene itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Clip:
 
 
 def clip_from_seed(seed: int) -> Clip:
-    """Draw a clip from an integer seed >= 0; its scene is that of the same seed."""
+    """Draw a clip from an integer seed >= 0, with the scene of the same seed."""
     rng = np.random.default_rng((_SALT, int(seed)))
     return Clip(scene_from_seed(seed), *(int(rng.integers(len(values))) for values in MOTIONS.values()))
 

@@ -23,8 +23,8 @@ MOST_PER_STEP = 4096
 PIXELS_PER_TOKEN = 4
 # Side of a frame in pixels: 16 x 16 tokens of 2 x 2.
 CLIP_SIZE = 32
-# Loss weight of shape and small objects relative to the background, for models with a weighted loss. Both together
-# cover a fifth of a picture, and without a larger weight they are learnt last. The optimum is the same at any weight.
+# Loss weight of shape and small objects relative to the background, for models with a weighted loss. Shape and objects
+# cover a fifth of a picture and would be learnt last at equal weight. The optimum does not depend on the weight.
 THINGS_WEIGH = 5.0
 
 

@@ -42,7 +42,7 @@ class NetworkInput:
     x: torch.Tensor  # (B, 16, ..., h, w)
     sigma: torch.Tensor  # (B,)
     tokens: torch.Tensor  # (B, T, TEXT_DIM)
-    steps: torch.Tensor | None  # (B,): number of sampling steps, for models that get it
+    steps: torch.Tensor | None  # (B,): number of sampling steps, for models with such an input
     view: View
 
 

@@ -27,7 +27,7 @@ FOLDER = WEIGHTS.parent
 # Default settings of each model; the model card lists others.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dit": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
-    # This model is distilled to 4 or 8 steps without guidance, on tokens of 2 x 2 pixels.
+    # The few-step model is distilled to 4 or 8 steps without guidance, on tokens of 2 x 2 pixels.
     "few": {"cfg": 1.0, "sampler": "euler", "scheduler": "simple", "size": 64},
     "unet": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},
     "deep": {"cfg": 2.0, "sampler": "euler", "scheduler": "normal"},

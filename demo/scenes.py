@@ -337,8 +337,8 @@ def _belongs() -> torch.Tensor:
 def in_phrases(tokens: torch.Tensor) -> torch.Tensor:
     """Mix each token with the others of its phrase, as a text encoder would: (..., n * T, TEXT_DIM) -> the same shape.
 
-    Flux mixes its text tokens itself. A UNet only attends to them: if one token encodes red and another one top left,
-    the UNet does not learn to draw red at the top left.
+    Flux mixes its text tokens itself. A UNet only attends to text tokens: if one token encodes red and another one top
+    left, the UNet does not learn to draw red at the top left.
     """
     prompts = tokens.unflatten(-2, (-1, len(ATTRIBUTES)))  # there may be several prompts, joined
     return (_belongs().to(tokens) @ prompts).flatten(-3, -2)

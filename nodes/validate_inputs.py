@@ -12,7 +12,7 @@ from .adapters.streams import first_of_nested
 
 
 class WrongInput(MessageId):
-    """The messages for wrong inputs. Each names the type that the input takes, and what to connect."""
+    """The messages for wrong inputs. A message names the type that the input takes, and what to connect."""
 
     MODEL = "wrong_model"  # parameters of all four: setting, value
     LATENT = "wrong_latent"

@@ -67,7 +67,7 @@ class ComfyClient:
         return f"http://127.0.0.1:{self.port}"
 
     def queue(self, prompt: Mapping[str, Any], client_id: str | None = None) -> str:
-        """Queue a prompt (API format) and return its id at once. Raises PromptError if it is not valid."""
+        """Queue a prompt (API format) and return its id at once. Raises PromptError if the prompt is not valid."""
         body = {"prompt": prompt, "client_id": client_id or uuid.uuid4().hex}
         try:
             return str(self.post("/prompt", body)["prompt_id"])
@@ -103,7 +103,7 @@ class ComfyClient:
         self.post("/interrupt", {})
 
     def object_info(self, node_id: str) -> dict[str, Any]:
-        """Return the definition of one node. Raises KeyError if the server does not have it."""
+        """Return the definition of one node. Raises KeyError if the server does not have the node."""
         return dict(self.get(f"/object_info/{urllib.parse.quote(node_id)}")[node_id])
 
     def view(self, image: Mapping[str, str]) -> bytes:
@@ -135,7 +135,7 @@ class ComfyClient:
             return bytes(response.read())
 
     def check_alive(self) -> None:
-        """Raise ServerError if the server has ended; it is called while waiting."""
+        """Raise ServerError if the server has ended; called repeatedly while waiting."""
 
     def log_tail(self) -> str:
         """Return the end of the server's log for an error message, empty if there is no log."""

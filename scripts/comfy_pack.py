@@ -1,9 +1,9 @@
 """ComfyUI and this pack inside the current process, imported as ComfyUI itself imports them.
 
 ComfyUI comes first on `sys.path`, so that `import nodes` means ComfyUI's `nodes.py` and not this checkout's folder
-`nodes/`. The pack is loaded by spec, under the name that ComfyUI would give it. Its `toma_core` is then a separate
-module: use `pack_module("toma_core.config")`, and never mix its objects with those of a plain `import toma_core`,
-because the enums, classes and registries of the two modules do not match.
+`nodes/`. The pack is loaded by spec, under the name that ComfyUI would give it. The pack's `toma_core` is then a
+separate module: use `pack_module("toma_core.config")`, and never mix its objects with those of a plain `import
+toma_core`, because the enums, classes and registries of the two modules do not match.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None, own_
     Args:
         path: folder of ComfyUI, `COMFYUI_PATH` if None.
         cpu: run its models on the CPU. None: only if torch finds no CUDA device.
-        own_attention: let ComfyUI choose its attention. Otherwise PyTorch's is used, because ComfyUI's default on the
+        own_attention: let ComfyUI choose its attention. If False, PyTorch's attention is used, because ComfyUI's
+        default on the
         CPU (sub-quadratic) breaks graphs in torch.compile.
 
     Raises RuntimeError if there is no ComfyUI, or if it was already set up on another device.

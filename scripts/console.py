@@ -39,9 +39,9 @@ def run_stage(
 ) -> bool:
     """Run one long command with a progress line, and return whether it succeeded.
 
-    The output of the command goes to `log`. The line shows elapsed time and status. On a terminal it is overwritten,
-    elsewhere it is printed every 15 seconds. If the command fails, the end of the log is printed. status: returns the
-    status for the lines of the log.
+    The output of the command goes to `log`. The progress line shows elapsed time and status; on a terminal the line is
+    overwritten, elsewhere it is printed every 15 seconds. If the command fails, the end of the log is printed. status:
+    returns the status for the lines of the log.
     """
     say(f"==> {title}")
     start = time.monotonic()

@@ -34,8 +34,8 @@ def ensure(comfyui: ComfyUI) -> Path:
     """Return the Python of the environment for this ComfyUI; the environment is made at first use.
 
     `TOMA_PYTHON` names an interpreter that is used unchanged. Otherwise the environment lies in the cache, named by a
-    hash of its requirements and the Python version. Its marker file is written last; if the marker is missing, the
-    set-up starts again.
+    hash of its requirements and the Python version. The environment's marker file is written last; if the marker is
+    missing, the set-up starts again.
     """
     chosen = os.environ.get("TOMA_PYTHON")
     if chosen:

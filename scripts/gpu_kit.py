@@ -116,7 +116,7 @@ def _download(comfy: Path, folder: Path, python: str) -> list[Path]:
 
 
 def tree() -> list[Path]:
-    """Return the files of the checkout that are transferred: those that git tracks, and new ones that it does not
+    """Return the files of the checkout that are transferred: those that git tracks, and new ones that git does not
     ignore. Raises SetupError if git fails."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:

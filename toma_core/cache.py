@@ -40,8 +40,8 @@ class Cache:
     on_card: int = 0  # how many of the reserved bytes lie on the card
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
-    # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. It is never set
-    # within a merged step, because a block would then attend to keys of all tokens with values of some.
+    # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. The cache is never
+    # disabled within a merged step, because a block would then attend to keys of all tokens with values of some.
     disabled: bool = False
     host: HostMemory | None = None  # holds the keys and values that do not fit on the card; None if all fit
     quantize: Callable[[Tensor], Tensor | Int4Tensor] = quantize

@@ -178,7 +178,8 @@ class MergeMap:
 
 
 def draw_map(plan: MergePlan) -> MergeMap:
-    """Return the map of a plan's first image. Call it at the end of a run, because it copies from device to host."""
+    """Return the map of a plan's first image. Call the function at the end of a run, because it copies from device to
+    host."""
     windows, frames = plan.windows, plan.windows.frames
     count, tokens = len(windows.counts) // frames, windows.tokens // frames
     # A token merges into the destination with the largest unmerge weight.

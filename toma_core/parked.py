@@ -30,8 +30,7 @@ _ALIGNMENT = 64  # bytes
 
 
 class Stream(Protocol):
-    """A queue of work on a device. Its events have a method `query`, which returns whether the stream has reached the
-    event."""
+    """A queue of work on a device, whose events have a method `query`: whether the stream has reached the event."""
 
     def record_event(self) -> Any: ...
     def wait_event(self, event: Any) -> None: ...
@@ -223,8 +222,8 @@ class Lane:
             self.writing.append((source, buffer.written))
 
     def _copied(self, stream: Stream, targets: list[Tensor], sources: list[Tensor], pinned: bool) -> Any:
-        """Copy on a stream; return an event after the copies. Device memory is freed only after the copies, even if one
-        of them fails."""
+        """Copy on a stream; return an event after the copies. Device memory is freed only after all copies, even if a
+        copy fails."""
         try:
             for target, source in zip(targets, sources, strict=True):
                 self.copier.copy(stream, target, source, pinned)
@@ -249,7 +248,7 @@ class Lane:
         return _Read(targets, self._copied(self.up, targets, sources, buffer.pinned))
 
     def take(self, parked: Parked) -> Tensor | Int4Tensor:
-        """Return a tensor on the device. If it was not read ahead, all copies read ahead are dropped."""
+        """Return a tensor on the device. If the tensor was not read ahead, all copies read ahead are dropped."""
         with self.lock:
             found = self.ahead.pop(parked, None)
             if found is None:

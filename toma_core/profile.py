@@ -1,7 +1,7 @@
 """Read and write profiles, the results of calibrating a model: a ratio for each block and noise level.
 
-A profile is JSON of less than 2 kB that is saved in a workflow, as the seed is. Its ratios are given by sigma, which
-does not depend on steps, sampler and scheduler. A profile names the model with which it was made.
+A profile is JSON of less than 2 kB that is saved in a workflow, as the seed is. Ratios are given by sigma, which does
+not depend on steps, sampler and scheduler. A profile also names the model with which it was made.
 """
 
 from __future__ import annotations

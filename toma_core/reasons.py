@@ -108,7 +108,7 @@ reader: Callable[[Message], str] = plain
 
 
 class MessageError(ValueError):
-    """An error that is shown on a node. Its text is the name of this pack, then the message, then its details.
+    """An error that is shown on a node. The error's text is the name of this pack, then the message, then the details.
     details: lines that the node shows folded."""
 
     prefix = "ToMA: "

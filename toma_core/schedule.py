@@ -118,7 +118,7 @@ class Schedule:
     @property
     def _merges_last(self) -> bool:
         """Whether the last step is merged: only in the second half of a four-step run that two models share, with a KV
-        cache. This half would otherwise merge no step, and merging one has less error than running three steps
+        cache. The second half would otherwise merge no step, and merging one has less error than running three steps
         (benchmarks/results/fidelity/trials.md)."""
         config = self.config
         return self.continues_run and len(self.sigmas) == 2 and config.full_step_interval > 2 and bool(config.kv_cache)

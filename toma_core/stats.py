@@ -60,7 +60,7 @@ class RunStats:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # several devices may share a run
 
     def count_evaluation(self, step: int, ratio: float) -> None:
-        """Count a model evaluation that begins at this step and ratio, 0 if it is full."""
+        """Count a model evaluation of this step; a ratio of 0 means a full evaluation."""
         with self.lock:
             self.evaluations += 1
             self.steps.add(step)

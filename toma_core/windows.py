@@ -131,7 +131,7 @@ def upload(t: Tensor, device: torch.device) -> Tensor:
     return t.to(device) if paged else t.pin_memory().to(device, non_blocking=True)
 
 
-# Layouts outlive a run. If they were made in inference mode, they could not be used for training.
+# Make layouts outside of inference mode, because they outlive a run and may be used for training.
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def make_windows(

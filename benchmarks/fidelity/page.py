@@ -164,7 +164,7 @@ def _line(setting: str, row: dict[str, Any], columns: list[str]) -> str:
 
 
 def sheet(name: str) -> Image.Image | None:
-    """Draw a sheet of pictures of a few settings, one row each; None if this machine does not have them."""
+    """Draw a sheet of pictures of a few settings, one row each; None if this machine does not have the pictures."""
     from scripts.cache import cache_dir
 
     from . import report

@@ -2,8 +2,8 @@
 
 Each merged picture is compared with the unmerged one of the same scene, noise and sampler. The error is that of the
 final latent, relative to the norm of the unmerged one. A sampler's name may include its eta: `euler_ancestral@0.25`. If
-a sampler makes all steps full, only one batch is measured. Rows in the result file are not measured again; remove them
-after a change. Choose settings with `--scenes choose`, report on `--scenes report`.
+a sampler makes all steps full, only one batch is measured. Rows in the result file are not measured again; after a
+change of the code, remove them. Choose settings with `--scenes choose`, report on `--scenes report`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from PIL import Image
 
 from .pictures import UNMERGED, Folder, Job, say
 
-# The unmerged picture of another seed. It shows how much unrelated pictures of one prompt differ.
+# The unmerged picture of another seed, which shows how much unrelated pictures of one prompt differ.
 OTHER_SEED = "another seed"
 # Stands for the infinite PSNR of equal pictures. 8-bit pictures that differ in one value have less.
 PSNR_OF_EQUAL = 120.0

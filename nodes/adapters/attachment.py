@@ -19,7 +19,7 @@ _reports: dict[str, RunStats] = {}  # stats of each `Attachment`'s last run, by 
 
 
 class Watcher(Protocol):
-    """Observes the beginning and the end of a model's runs. Its methods must not raise."""
+    """Observes the beginning and the end of a model's runs; the methods must not raise."""
 
     def began(self) -> None:
         """Note that a run begins."""
@@ -32,7 +32,7 @@ class Watcher(Protocol):
 class Attachment:
     """The settings that a patched model carries."""
 
-    settings: UserSettings | ToMAConfig  # as given by the caller; each run resolves them once, see `config_for`
+    settings: UserSettings | ToMAConfig  # as given by the caller; each run resolves the settings once, see `config_for`
     report_id: str  # id under which the stats of the model's runs are stored
     watcher: Watcher | None = None
     ratio_schedule: RatioSchedule = ()  # of the profile; empty without one

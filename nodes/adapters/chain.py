@@ -125,7 +125,8 @@ class ChainSite:
         grid = signature.grid(call_args, chain.grids[0])
         if grid is None:
             return Reason.UNKNOWN_GRID()
-        # A ComfyUI that does not name references also passes them behind the image; they then stay unmerged.
+        # A ComfyUI that does not name references also passes reference tokens behind the image; these tokens then stay
+        # unmerged.
         grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
         self.activate(replace(chain, grids=grids))
         return signature.obstacle(call_args, prod(grid), self.references)

@@ -78,7 +78,8 @@ def own_code() -> Iterator[None]:
 
 @contextmanager
 def warned() -> Iterator[None]:
-    """Log a warning in place of an `UnmergedError`, and continue. Use it for lines on which no later line depends."""
+    """Log a warning in place of an `UnmergedError`, and continue. Use this context manager for lines on which no later
+    line depends."""
     try:
         yield
     except UnmergedError as error:
@@ -169,7 +170,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
-    """Return an argument that ComfyUI may pass by position or by name. Raises KeyError if it is missing."""
+    """Return an argument that ComfyUI may pass by position or by name. Raises KeyError if the argument is missing."""
     return args[position] if position < len(args) else kwargs[name]
 
 

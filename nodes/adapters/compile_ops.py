@@ -24,7 +24,7 @@ _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 def compiled(model_options: dict[str, Any]) -> bool:
     """Whether merging takes place inside the graphs of this model: ComfyUI compiles the model with Inductor, without
-    CUDA graphs and in a known mode. A CUDA graph would replay the work that the operators did when it was recorded."""
+    CUDA graphs and in a known mode. A CUDA graph would replay the work that the operators did during the recording."""
     kwargs = model_options.get("torch_compile_kwargs") or {}
     options = kwargs.get("options") or {}
     return kwargs.get("backend") == "inductor" and kwargs.get("mode") in _MODES and not options.get("triton.cudagraphs")
@@ -38,8 +38,8 @@ def in_one_piece(model_options: dict[str, Any]) -> bool:
 
 def allow_more_graphs() -> None:
     """Allow as many graphs per function as there are sizes, prompts and references. By default PyTorch stops compiling
-    after eight graphs; full and merged steps need one graph each. The limit is not lowered again, because the graphs
-    remain."""
+    after eight graphs; full and merged steps need one graph each. The limit of graphs is not lowered again, because the
+    graphs remain."""
     from torch._dynamo import config  # imported here, because the import takes seconds
 
     for name in ("recompile_limit", "cache_size_limit"):  # PyTorch before 2.6 has only `cache_size_limit`

@@ -1,7 +1,7 @@
 """Predict, before a run begins, which conditions each step evaluates, and which of them the caches will hold.
 
-Only the guider's `predict_noise` decides what is evaluated. So it is called on zeros, without the model and without the
-functions of other nodes, which may hold state.
+Only the guider's `predict_noise` decides what is evaluated. This method is called on zeros, without the model and
+without the functions of other nodes, which may hold state.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _calls(
 def _asked(
     guider: Any, conds: Mapping[str, Any], model: Any, shape: Sequence[int], sigma: float, unguided_too: bool
 ) -> list[Call]:
-    """Return the calls that a guider's own `predict_noise` makes; none if it fails in this trial."""
+    """Return the calls that a guider's own `predict_noise` makes; none if `predict_noise` fails on zeros."""
     calls = list[Call]()
 
     def noted(executor: Any, model: Any, conds: Sequence[Any], x: Tensor, timestep: Any, options: Any) -> list[Tensor]:

@@ -91,8 +91,8 @@ class ModelHooks:
         """Return the FLOPs of the unmerged run divided by this run's, for a latent of (B, C, ..., H, W). FLOPs are
         computed from shapes: nothing is measured in a step.
 
-        None if nothing was merged, if the model got tiles of the latent, or if it got reference images, whose tokens
-        are not merged. The counts leave out plans, and text tokens beyond a family's minimum.
+        None if nothing was merged, if the model got tiles of the latent, or if the model got reference images, whose
+        tokens are not merged. The counts leave out plans, and text tokens beyond a family's minimum.
         """
         stats, schedule = run.stats, run.schedule
         if run.tiles or run.references or not stats.merged_blocks:

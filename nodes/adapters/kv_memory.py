@@ -152,8 +152,8 @@ def _four_bits(
 ) -> KVCachePlan:
     """Return the plan of a cache in four bits, with as much of it on the card as fits into `left` bytes.
 
-    updates, keys: bytes. staging: bytes for copies, as a share of the bytes of keys and values. The other arguments are
-    fields of `KVCachePlan`.
+    updates, keys: bytes. staging: bytes for copies, as a share of the bytes of keys and values. main, skipped: see
+    `main_room` and `skipped` of `KVCachePlan`.
     """
     staged = round(keys * staging)
     fits = updates + keys <= left
@@ -179,8 +179,8 @@ def _shares_memory(device: torch.device) -> bool:
 
 
 def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
-    """Return the memory for a run's keys and values, on the card and in main memory. None if all of them lie on the
-    card."""
+    """Return the memory for a run's keys and values, on the card and in main memory. None if all keys and values lie on
+    the card."""
     copier = copier_of(device) if plan.main_room else None
     if copier is None:
         return None
@@ -209,10 +209,11 @@ def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], co
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:
     """Return how many bytes of the card a run on latents of this shape leaves free, negative if the run does not fit.
-    This is all memory except the bytes that ComfyUI frees before it loads the run's models, see `load_models_gpu`.
+    The result is all of the card's memory except the bytes that ComfyUI frees before it loads the run's models, see
+    `load_models_gpu`.
 
-    The estimate uses the run's dtype, which ComfyUI's own estimate knows only after object patches are applied. It also
-    uses the card's size, not its free memory, because a seed must give the same image whatever else runs.
+    The estimate uses the run's dtype, which ComfyUI's own estimate knows only after object patches are applied. The
+    estimate also uses the card's size, not its free memory, because a seed must give the same image whatever else runs.
     """
     model, options = guider.model_patcher, guider.model_options
     as_run = _AsRun(model, options)
@@ -258,8 +259,8 @@ def windows_of(guider: Any, latent: Tensor) -> float:
 
 
 class _AsRun:
-    """Stands in for a model's patcher and has the dtype and the options of the run. It is not a copy of the patcher,
-    because deleting a copy would detach the model."""
+    """Stands in for a model's patcher and has the dtype and the options of the run. A copy of the patcher would detach
+    the model when the copy is deleted."""
 
     def __init__(self, patcher: ModelPatcher, options: dict[str, Any]) -> None:
         self._patcher, self.model_options, self.model = patcher, options, copy(patcher.model)

@@ -10,7 +10,8 @@ from comfy import model_management
 
 from .compat import optional_api
 
-# The share of main memory that keys and values may take: ComfyUI keeps weights and text encoders there.
+# The share of main memory that keys and values may take, because ComfyUI also keeps weights and text encoders in main
+# memory.
 SHARE = 0.35
 # Bytes that always stay free. ComfyUI pins weights until about 2 GB are available.
 _LAST = 1e9
@@ -25,14 +26,14 @@ class _Memory(NamedTuple):
 
 
 def main_room() -> float:
-    """Return how many bytes of main memory keys and values may take. This is a share of the total, not of the free
-    memory, because a seed must give the same picture in every run."""
+    """Return how many bytes of main memory keys and values may take. The result is a share of the total memory, not of
+    the free memory, because a seed must give the same picture in every run."""
     return min(each.total for each in _memories()) * SHARE
 
 
 def may_take(size: int) -> bool:
-    """Return whether `size` bytes of main memory may be taken now. For this, ComfyUI gives up weights that it has
-    pinned for models that do not run."""
+    """Return whether `size` bytes of main memory may be taken now. ComfyUI first gives up weights that it has pinned
+    for models that do not run."""
     with optional_api("ensure_pin_budget"):
         make_way = getattr(model_management, "ensure_pin_budget", None)  # ComfyUI before 0.26 has no such function
         if make_way is not None:

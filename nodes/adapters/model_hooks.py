@@ -27,8 +27,8 @@ RIDING = (ATTACHMENT, SAMPLING, GRAPHS)
 class Hook:
     """Stands in for a module's `forward`. `original` is the `forward` that an installed hook replaces.
 
-    A hook holds state of a run only during one evaluation. It lives as long as its model, because torch.compile guards
-    on the identity of the objects that it traced.
+    A hook holds state of a run only during one evaluation. The hook lives as long as its model, because torch.compile
+    guards on the identity of traced objects.
     """
 
     original: Callable[..., Any]

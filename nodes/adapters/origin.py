@@ -21,7 +21,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def kinds_of(model: nn.Module) -> list[str]:
     """Return the names of those classes of a model that ComfyUI defines, most derived first. Other packs, and PyTorch
-    on several cards, derive further classes from these."""
+    on several cards, derive further classes from ComfyUI's."""
     return [kind.__name__ for kind in type(model).__mro__ if _by_comfyui(kind)]
 
 

@@ -63,7 +63,8 @@ def apply_toma(
     watcher: Watcher | None = None,
     ratio_schedule: RatioSchedule = (),
 ) -> ModelPatcher:
-    """Return a clone of the model that merges tokens by these settings; the model itself if they are off.
+    """Return a clone of the model that merges tokens by these settings; the model itself if the settings switch merging
+    off.
 
     ratio_schedule: ratios by block and noise level, which replace the ratio of the settings. Any settings that the
     model already carries are replaced. If the models of this ComfyUI cannot be patched in the way that this pack knows,

@@ -51,10 +51,10 @@ class Probes:
 
     sites: Mapping[str, Sequence[str]]  # blocks of each site, all with one ratio
     tick: Callable[[], None] = lambda: None  # called before each additional evaluation
-    sigmas: tuple[float, ...] = ()  # noise levels at which the run's steps begin, once it has begun
+    sigmas: tuple[float, ...] = ()  # noise levels at which the run's steps begin; empty before the run
     bands: tuple[Band, ...] = ()
     # By band, site (None for all sites together) and ratio. Errors stay on the device, because reading a value would
-    # wait for it.
+    # make the host wait.
     _errors: dict[tuple[int, str | None, float], Tensor] = field(default_factory=dict)
 
     def on(self, model: ModelPatcher, config: ToMAConfig) -> ModelPatcher:

@@ -126,15 +126,15 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
     if model not in _hooks:
         family = next((f for f in _FAMILIES if is_of(f, model)), None)
         if family is None:
-            # The model may belong to a family that could not be imported; it then runs unmerged.
+            # The model may belong to a family that could not be imported; such a model runs unmerged.
             return _Plain(type(model).__name__) if _unavailable else None
         _hooks[model] = _made(family, model)
     return _hooks[model]
 
 
 def is_of(family: Any, model: nn.Module) -> bool:
-    """Whether a model is of a family. False for a class that a later ComfyUI derives from a known one, because it may
-    read tokens that merging removes."""
+    """Whether a model is of a family. False for a class that a later ComfyUI derives from a known one, because the new
+    class may read tokens that merging removes."""
     if not isinstance(model, family.MODEL):
         return False
     kinds = kinds_of(model)

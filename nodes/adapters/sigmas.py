@@ -68,9 +68,9 @@ class SigmaStep(NamedTuple):
 class SigmaTracker:
     """Track the noise levels and steps of one run. `next` is called before each evaluation of the sampler.
 
-    For samplers that are known to evaluate once a step, the step comes from the order of evaluations. For others it
-    comes from the steps that the sampler reports to its callback, and without reports from the noise levels passed to
-    the model. Steps never go backwards.
+    For samplers that are known to evaluate once a step, the step comes from the order of evaluations. For other
+    samplers the step comes from the steps that the sampler reports to its callback, and without reports from the noise
+    levels passed to the model. Steps never go backwards.
     """
 
     def __init__(self, sigmas: Sequence[float] = (), sampler: Any = None, guider: Any = None) -> None:
@@ -125,8 +125,8 @@ class SigmaTracker:
         self._reported, self._since = step, 0
 
     def of(self, timestep: Tensor) -> SigmaStep:
-        """Return the position of the sampler. timestep: (B,), that of the model call. If guidance evaluates at another
-        noise level, it passes another tensor, whose value is read."""
+        """Return the position of the sampler. timestep: (B,), that of the model call. A tensor of another noise level,
+        as some guidance passes, is read."""
         mine = timestep is self._given
         if mine and self._evaluation < len(self._scheduled):
             self._taken[self._evaluation] = timestep.detach().flatten()[:1]
@@ -176,8 +176,8 @@ class SigmaTracker:
         return again and self._sigmas[following] != self._sigmas[following - 1]
 
     def check(self) -> None:
-        """Warn if the sampler left its schedule. Call it at the end of a run, when reading a value no longer delays the
-        device."""
+        """Warn if the sampler left its schedule. Call this method at the end of a run, when reading a value no longer
+        delays the device."""
         if not self._taken:
             return
         scheduled = torch.tensor([self._scheduled[n] for n in self._taken])

@@ -114,8 +114,8 @@ class BlockSignature:
         return True
 
     def observe(self, call_args: CallArguments) -> None:
-        """Note values that another signature of the model needs. It is called outside of graphs, before all other
-        methods."""
+        """Note values that another signature of the model needs. The method is called outside of graphs, before all
+        others."""
 
     def release(self) -> None:
         """Drop everything that `observe` or `image_start` noted, at the end of the evaluation."""
@@ -123,9 +123,9 @@ class BlockSignature:
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         """Return how many tokens come before the image in `tokens_arg`; None if unknown. image: its N tokens.
 
-        It is called for every block of a chain. `image` stays N, although all blocks except the first get fewer tokens.
-        If neither positions nor options reveal this count, it is noted at the first block, or by `observe` in an
-        earlier group, until `release`.
+        The method is called for every block of a chain. `image` stays N, although all blocks except the first get fewer
+        tokens. If neither positions nor options reveal this count, it is noted at the first block, or by `observe` in
+        an earlier group, until `release`.
         """
         if not self.image_last:
             return 0

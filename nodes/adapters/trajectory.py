@@ -24,7 +24,7 @@ class Trajectory:
     """
 
     reads: bool = True  # whether noise may be measured, which makes the host wait for the device
-    latent: Tensor | None = None  # latent of the evaluation in progress, (B, C, ..., H, W); None until it is known
+    latent: Tensor | None = None  # latent of the evaluation in progress, (B, C, ..., H, W); None if not yet known
     new_noise: float = float("inf")  # new noise in `latent`, as a share of all its noise; inf if unknown
     another: bool = False  # whether `latent` differs from an earlier one at the same `_place`
     _histories: dict[Hashable, History] = field(default_factory=dict)

@@ -210,7 +210,7 @@ class _Reader(ast.NodeVisitor):
             add(self.uses, kind, text, optional=True)
 
     def attribute(self, owner: ast.AST, name: str, optional: bool = False) -> str | None:
-        """Note an attribute of an expression, and return the knowledge of it."""
+        """Note an attribute of an expression, and return the knowledge of the attribute."""
         path = self.path(owner)
         if name.startswith("__") or (path or "")[:1] == ".":
             return None

@@ -101,7 +101,7 @@ class TritonKernels:
 
 def _shared(budget: Budget) -> Hashable:
     """Return the budget if all images share it, else the sizes that a launch depends on."""
-    # This runs at each launch, so it does not use the property `adaptive`, which is slower.
+    # The slower property `adaptive` is not used, because this function runs at each launch.
     return (budget.slots, budget.total) if budget.valid is not None and budget.valid.ndim == 3 else budget
 
 

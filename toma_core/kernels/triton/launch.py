@@ -85,9 +85,9 @@ class Launch:
     """A kernel that makes one tensor, with its constant arguments.
 
     Triton inspects all arguments at each launch to find the compiled binary, which takes the host several times as long
-    as the launch. This class has Triton do so once and then calls the binary with addresses, as long as these are
-    aligned like those of the first launch. Callers pass tensors of the same shapes, strides, dtypes and devices at each
-    call.
+    as the launch. This class lets Triton inspect the arguments once and then calls the binary with addresses, as long
+    as these are aligned like those of the first launch. Callers pass tensors of the same shapes, strides, dtypes and
+    devices at each call.
     """
 
     def __init__(
