@@ -1,4 +1,5 @@
-"""Fixtures for all tests: ComfyUI on the import path, the pack loaded as ComfyUI loads it, and one real server."""
+"""Provide fixtures for all tests: ComfyUI on the import path, the pack loaded as ComfyUI loads it, and one real
+server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Helpers that let the tested ComfyUI open templates: nodes of a newer ComfyUI as a pack, and placeholder files."""
+"""Provide helpers that let the tested ComfyUI open templates: nodes of a newer ComfyUI as a pack, and placeholder
+files."""
 
 from __future__ import annotations
 

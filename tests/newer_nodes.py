@@ -1,5 +1,5 @@
-"""Nodes of a ComfyUI newer than the tested one, and a loader of a small model for graphs with these nodes. newer.py
-makes a pack of this file."""
+"""Provide nodes of a ComfyUI newer than the tested one, and a loader of a small model for graphs with these nodes.
+newer.py makes a pack of this file."""
 
 import torch
 

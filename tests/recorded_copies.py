@@ -1,4 +1,4 @@
-"""Simulated CUDA streams: the CPU computes at once, copies run late, early or at random, and races are errors.
+"""Provide simulated CUDA streams: the CPU computes at once, copies run late, early or at random, and races are errors.
 
 A copy waits in the queue of its stream until something waits for it, or until chance or the order `early` runs it.
 Beside the data, the simulation tracks at each point of a stream how much of the other streams' work is known to be

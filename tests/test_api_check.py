@@ -1,5 +1,5 @@
-"""Tests of `scripts.api_check`, which lists the names of ComfyUI that the pack uses. All of them are in known.json and
-in the tested ComfyUI."""
+"""Test `scripts.api_check`, which lists the names of ComfyUI that the pack uses. All of them are in known.json and in
+the tested ComfyUI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The archive that users install: its content, and a run in a ComfyUI without this checkout."""
+"""Test the archive that users install: its content, and a run in a ComfyUI without this checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `scripts.comfy_pack`, which loads the pack beside ComfyUI: module names mean the same as inside ComfyUI."""
+"""Test `scripts.comfy_pack`, which loads the pack beside ComfyUI: module names mean the same as inside ComfyUI."""
 
 from __future__ import annotations
 

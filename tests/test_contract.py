@@ -1,5 +1,5 @@
-"""The arguments that ComfyUI passes to wrappers and blocks while it samples: shapes, order and keys, which signatures
-do not show."""
+"""Test the arguments that ComfyUI passes to wrappers and blocks while it samples: shapes, order and keys, which
+signatures do not show."""
 
 from __future__ import annotations
 

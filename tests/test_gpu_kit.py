@@ -1,4 +1,4 @@
-"""The content of the GPU kit: libraries that are cut to one architecture, and the files of ComfyUI that benchmarks
+"""Test the content of the GPU kit: libraries that are cut to one architecture, and the files of ComfyUI that benchmarks
 need."""
 
 from __future__ import annotations

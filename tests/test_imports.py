@@ -1,4 +1,4 @@
-"""The rules of imports, read from syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
+"""Test the rules of imports, read from syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
 
 Inside the pack every import of its own code is relative, because ComfyUI names the pack by its path. toma_core never
 imports ComfyUI, shipped code imports none of the folders beside it, and no modules import each other in a circle.

@@ -1,4 +1,4 @@
-"""Texts of nodes (locales) and of messages (web/i18n): every language of ComfyUI's page has every key.
+"""Test texts of nodes (locales) and of messages (web/i18n): every language of ComfyUI's page has every key.
 
 After a change of a node or of the config, write the English texts again, then translate the keys that this test names:
 

@@ -1,4 +1,5 @@
-"""Publishing: tag, version and changelog must agree, and the workflow uses the same versions of tools as the tests."""
+"""Test publishing: tag, version and changelog must agree, and the workflow uses the same versions of tools as the
+tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the set-up: finding ComfyUI, making the environment, and errors."""
+"""Test the set-up: finding ComfyUI, making the environment, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pack inside a real server: it loads, its nodes are registered, and other prompts still run."""
+"""Test the pack inside a real server: it loads, its nodes are registered, and other prompts still run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The words of the code: no identifier that has been replaced by a term of the field, and no file that is too long."""
+"""Test the words of the code: no identifier that has been replaced by a term of the field, and no file that is too
+long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the functions that all benchmarks share: quantiles, interleaving, gates and result files."""
+"""Test the functions that all benchmarks share: quantiles, interleaving, gates and result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of benchmarks.fidelity on pictures with known results."""
+"""Test the metrics of benchmarks.fidelity on pictures with known results."""
 
 from __future__ import annotations
 

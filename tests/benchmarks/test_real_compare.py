@@ -1,4 +1,4 @@
-"""Tests of benchmarks.real: metrics of pictures with known results, and the report.
+"""Test benchmarks.real: metrics of pictures with known results, and the report.
 
 LPIPS has random weights here, because its weights may not be downloadable. With any weights, equal pictures have a
 distance of 0, and more noise gives a larger distance.

@@ -1,4 +1,4 @@
-"""Tests of benchmarks.real: the graphs that it queues, and the folder of pictures."""
+"""Test benchmarks.real: the graphs that it queues, and the folder of pictures."""
 
 from __future__ import annotations
 

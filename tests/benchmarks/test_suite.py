@@ -1,4 +1,4 @@
-"""Tests of the suite's sections: they are selected by name, and stopped with their child processes."""
+"""Test the suite's sections: they are selected by name, and stopped with their child processes."""
 
 from __future__ import annotations
 

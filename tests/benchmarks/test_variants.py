@@ -1,4 +1,4 @@
-"""Tests of the benchmarks' variants: how many tokens ToMA's rows merge, and what rivals do."""
+"""Test the benchmarks' variants: how many tokens ToMA's rows merge, and what rivals do."""
 
 from __future__ import annotations
 

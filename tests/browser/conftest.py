@@ -1,4 +1,4 @@
-"""Fixtures: one real server, one Chromium and one page of the real frontend for all browser tests.
+"""Provide fixtures: one real server, one Chromium and one page of the real frontend for all browser tests.
 
 Screenshots go to build/screenshots; with TOMA_WRITE_SCREENSHOTS=1, those of the documentation go to docs/images.
 """

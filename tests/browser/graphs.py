@@ -1,4 +1,4 @@
-"""The workflows that browser tests open, and the expected status texts."""
+"""Provide the workflows that browser tests open, and the expected status texts."""
 
 from __future__ import annotations
 

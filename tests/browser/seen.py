@@ -1,4 +1,4 @@
-"""Helpers that read the screen: field values, colours, and positions of nodes relative to their frames."""
+"""Provide helpers that read the screen: field values, colours, and positions of nodes relative to their frames."""
 
 from __future__ import annotations
 

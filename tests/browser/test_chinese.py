@@ -1,4 +1,4 @@
-"""Tests of the page in Chinese, in both renderers."""
+"""Test the page in Chinese, in both renderers."""
 
 from __future__ import annotations
 

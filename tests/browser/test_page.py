@@ -1,4 +1,4 @@
-"""Tests of the page in real Chromium, in both renderers, on a real server with tiny models."""
+"""Test the page in real Chromium, in both renderers, on a real server with tiny models."""
 
 from __future__ import annotations
 

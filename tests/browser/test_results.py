@@ -1,4 +1,4 @@
-"""Tests of the results on the page: report, benchmark and calibration, in both renderers."""
+"""Test the results on the page: report, benchmark and calibration, in both renderers."""
 
 from __future__ import annotations
 

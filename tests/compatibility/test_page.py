@@ -1,4 +1,4 @@
-"""Tests of the text that lists verdicts that differ under a preset."""
+"""Test the text that lists verdicts that differ under a preset."""
 
 from __future__ import annotations
 

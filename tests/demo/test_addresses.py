@@ -1,4 +1,4 @@
-"""Tests of the demo's `--listen` and `--port`."""
+"""Test the demo's `--listen` and `--port`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the checker, the model that reads scenes from pictures: its shapes and metrics, and its trained weights."""
+"""Test the checker, the model that reads scenes from pictures: its shapes and metrics, and its trained weights."""
 
 from __future__ import annotations
 

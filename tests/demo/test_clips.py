@@ -1,4 +1,4 @@
-"""Tests of moving scenes, and of the tiny Wan that is trained on them."""
+"""Test moving scenes, and the tiny Wan that is trained on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the fixed transform between pictures and latents."""
+"""Test the fixed transform between pictures and latents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the UNet's position codes: every cell of a picture has its own, and a crop has those of its offset."""
+"""Test the UNet's position codes: every cell of a picture has its own, and a crop has those of its offset."""
 
 from __future__ import annotations
 

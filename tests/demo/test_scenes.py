@@ -1,4 +1,4 @@
-"""Tests of the drawn scenes: a seed gives one picture, every attribute is visible, and tokens distinguish scenes."""
+"""Test the drawn scenes: a seed gives one picture, every attribute is visible, and tokens distinguish scenes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small real models that tests share, and fixtures that record the internals of a run."""
+"""Provide small real models that tests share, and fixtures that record the internals of a run."""
 
 from __future__ import annotations
 

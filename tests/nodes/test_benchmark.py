@@ -1,4 +1,4 @@
-"""The benchmark node: its outputs and texts."""
+"""Test the benchmark node: its outputs and texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calibration node on real models: its profiles and texts."""
+"""Test the calibration node on real models: its profiles and texts."""
 
 from __future__ import annotations
 

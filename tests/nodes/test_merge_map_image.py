@@ -1,4 +1,4 @@
-"""The merge map, checked pixel by pixel."""
+"""Test the merge map, checked pixel by pixel."""
 
 from __future__ import annotations
 

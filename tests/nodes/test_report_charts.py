@@ -1,4 +1,4 @@
-"""The charts, checked pixel by pixel: heights of bars and colours of squares."""
+"""Test the charts, checked pixel by pixel: heights of bars and colours of squares."""
 
 from __future__ import annotations
 

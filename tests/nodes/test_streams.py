@@ -1,4 +1,5 @@
-"""Latents of several streams, such as a video with its sound: only the first stream is merged, measured and drawn."""
+"""Test latents of several streams, such as a video with its sound: only the first stream is merged, measured and
+drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing: which samples are taken in which order, the counts of work, and the evaluation of measured times."""
+"""Test timing: which samples are taken in which order, the counts of work, and the evaluation of measured times."""
 
 from __future__ import annotations
 

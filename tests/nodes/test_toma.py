@@ -1,4 +1,4 @@
-"""The two nodes that apply ToMA: the settings that their widgets give, and errors for invalid values."""
+"""Test the two nodes that apply ToMA: the settings that their widgets give, and errors for invalid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server that can load small models."""
+"""Provide a real server that can load small models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs with small models."""
+"""Provide graphs with small models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `scripts.comfy_server`, which runs a real server: success, failure and shutdown."""
+"""Test `scripts.comfy_server`, which runs a real server: success, failure and shutdown."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The templates of Qwen-Image 2.1 on a real server, from the graph to the picture. Older ComfyUI releases get stand-ins
-for its nodes."""
+"""Test the templates of Qwen-Image 2.1 on a real server, from the graph to the picture. Older ComfyUI releases get
+stand-ins for its nodes."""
 
 from __future__ import annotations
 

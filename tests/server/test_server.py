@@ -1,4 +1,4 @@
-"""A real server with the pack and small models: graphs over HTTP, their results, and their errors."""
+"""Test a real server with the pack and small models: graphs over HTTP, their results, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The templates of videos with sound on a real server, from the picture to the saved video."""
+"""Test the templates of videos with sound on a real server, from the picture to the saved video."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders of tiny models in place of checkpoints, for a graph that makes videos with sound.
+"""Provide loaders of tiny models in place of checkpoints, for a graph that makes videos with sound.
 
 Diffusion models and the latent upsampler are ComfyUI's own classes with random weights. Text encoders and VAEs, which
 do not affect merging, return random numbers of the right shape.

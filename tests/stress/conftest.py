@@ -1,4 +1,4 @@
-"""Fixtures of the stress tests: models, results of fresh processes, counts of live objects, and a server."""
+"""Provide fixtures of the stress tests: models, results of fresh processes, counts of live objects, and a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that fail on demand, linked into the custom_nodes of a real server.
+"""Provide nodes that fail on demand, linked into the custom_nodes of a real server.
 
 Widgets of `FaultLatent` select the fault. The graph of the model is the same with and without a fault, so the MODEL
 stays in ComfyUI's cache.

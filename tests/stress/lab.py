@@ -1,4 +1,4 @@
-"""A pack for a real server: a node that counts the server's live objects, and a loader of small models of every
+"""Provide a pack for a real server: a node that counts the server's live objects, and a loader of small models of every
 family."""
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Scarce memory: models that are unloaded between and within prompts, weights that do not fit, and attention that
+"""Test scarce memory: models that are unloaded between and within prompts, weights that do not fit, and attention that
 recovers."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Selection, weights and merges of difficult tokens: huge, tiny, equal and non-finite ones in every dtype."""
+"""Test selection, weights and merges of difficult tokens: huge, tiny, equal and non-finite ones in every dtype."""
 
 from __future__ import annotations
 

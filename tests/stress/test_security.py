@@ -1,4 +1,4 @@
-"""The promises of SECURITY.md, checked in every file of the archive and in a running server."""
+"""Test the promises of SECURITY.md, checked in every file of the archive and in a running server."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rules that select destinations: each selects the requested number of distinct tokens, and facility location is best
-at its own objective."""
+"""Test rules that select destinations: each selects the requested number of distinct tokens, and facility location is
+best at its own objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of stand-ins for missing packages."""
+"""Test stand-ins for missing packages."""
 
 from __future__ import annotations
 

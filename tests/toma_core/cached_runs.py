@@ -1,4 +1,4 @@
-"""Helpers for runs with a residual cache on toy blocks."""
+"""Provide helpers for runs with a residual cache on toy blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helper that makes a plan as a block of a UNet does."""
+"""Provide a helper that makes a plan as a block of a UNet does."""
 
 from __future__ import annotations
 

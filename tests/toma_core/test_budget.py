@@ -1,4 +1,5 @@
-"""Adaptive budgets: the total is exact, windows with more detail get more destinations, and index maps are valid."""
+"""Test adaptive budgets: the total is exact, windows with more detail get more destinations, and index maps are
+valid."""
 
 from __future__ import annotations
 

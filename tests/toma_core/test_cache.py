@@ -1,4 +1,4 @@
-"""The store of the caches: tensors by key, stored once and counted once."""
+"""Test the store of the caches: tensors by key, stored once and counted once."""
 
 from __future__ import annotations
 

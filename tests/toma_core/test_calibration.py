@@ -1,4 +1,4 @@
-"""The choice of ratios from a table of errors, against all combinations and worked examples."""
+"""Test the choice of ratios from a table of errors, against all combinations and worked examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every field of the config: accepted values, refused values, and helpful errors."""
+"""Test every field of the config: accepted values, refused values, and helpful errors."""
 
 from __future__ import annotations
 

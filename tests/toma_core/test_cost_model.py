@@ -1,4 +1,4 @@
-"""Auto's decisions on described cards: which sizes are merged, and that decisions are monotonic in the amount of
+"""Test Auto's decisions on described cards: which sizes are merged, and that decisions are monotonic in the amount of
 work."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which cached entries are valid, which evaluations are refreshes, and which entries are dropped beyond the limit."""
+"""Test which cached entries are valid, which evaluations are refreshes, and which entries are dropped beyond the
+limit."""
 
 from __future__ import annotations
 

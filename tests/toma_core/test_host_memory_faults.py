@@ -1,4 +1,5 @@
-"""Errors of keys and values in main memory: pinning and waiting that fail, full memory, and a changed condition."""
+"""Test errors of keys and values in main memory: pinning and waiting that fail, full memory, and a changed
+condition."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The share of new noise in a latent: 0 for combinations that linear solvers make of earlier evaluations, and exact for
-drawn noise."""
+"""Test the share of new noise in a latent: 0 for combinations that linear solvers make of earlier evaluations, and
+exact for drawn noise."""
 
 from __future__ import annotations
 

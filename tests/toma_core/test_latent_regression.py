@@ -1,4 +1,4 @@
-"""Changes of tensors regressed on changes of latents, against a plain least-squares reference."""
+"""Test changes of tensors regressed on changes of latents, against a plain least-squares reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The map of a plan, compared with the plan's tokens."""
+"""Test the map of a plan, compared with the plan's tokens."""
 
 from __future__ import annotations
 

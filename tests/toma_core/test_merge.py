@@ -1,4 +1,4 @@
-"""Merge and unmerge against dense N x D matrices from loops, and properties of the weights."""
+"""Test merge and unmerge against dense N x D matrices from loops, and properties of the weights."""
 
 from __future__ import annotations
 

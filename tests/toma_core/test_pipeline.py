@@ -1,4 +1,4 @@
-"""The public interface on toy blocks with worked results, and the core without ComfyUI."""
+"""Test the public interface on toy blocks with worked results, and the core without ComfyUI."""
 
 from __future__ import annotations
 

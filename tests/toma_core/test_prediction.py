@@ -1,4 +1,4 @@
-"""The predicted picture as features of tokens."""
+"""Test the predicted picture as features of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles as text: parsing returns the same profile, and profiles of other models are refused with a reason."""
+"""Test profiles as text: parsing returns the same profile, and profiles of other models are refused with a reason."""
 
 from __future__ import annotations
 

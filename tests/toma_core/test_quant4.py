@@ -1,4 +1,4 @@
-"""Tensors with four bits per number: the error is small, and the estimate of memory is exact."""
+"""Test tensors with four bits per number: the error is small, and the estimate of memory is exact."""
 
 from __future__ import annotations
 

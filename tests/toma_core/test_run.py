@@ -1,4 +1,4 @@
-"""Plans of a run: made when due, shared, dropped at the end of the run, and made without host syncs."""
+"""Test plans of a run: made when due, shared, dropped at the end of the run, and made without host syncs."""
 
 from __future__ import annotations
 

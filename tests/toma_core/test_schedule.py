@@ -1,4 +1,4 @@
-"""The schedule: the step of a sigma, the ratio of a step, and when a plan is made again."""
+"""Test the schedule: the step of a sigma, the ratio of a step, and when a plan is made again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A setting's specification: its widget, its accepted values, and the value in an error."""
+"""Test a setting's specification: its widget, its accepted values, and the value in an error."""
 
 from __future__ import annotations
 

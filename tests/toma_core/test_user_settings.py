@@ -1,4 +1,4 @@
-"""A preset with overrides: the resulting config for a model, and refused values."""
+"""Test a preset with overrides: the resulting config for a model, and refused values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the torch.compile benchmark, with a backend that runs graphs unchanged."""
+"""Test the torch.compile benchmark, with a backend that runs graphs unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The overhead and the savings of ToMA, counted at full size on the meta device."""
+"""Test the overhead and the savings of ToMA, counted at full size on the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `benchmarks.hosttime`, which measures the time that a call takes on the host."""
+"""Test `benchmarks.hosttime`, which measures the time that a call takes on the host."""
 
 from __future__ import annotations
 

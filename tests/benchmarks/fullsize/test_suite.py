@@ -1,4 +1,4 @@
-"""Tests of the benchmarks on tiny models: variants, gates and result files."""
+"""Test the benchmarks on tiny models: variants, gates and result files."""
 
 from __future__ import annotations
 

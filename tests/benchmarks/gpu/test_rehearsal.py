@@ -1,5 +1,5 @@
-"""Tests of the script for a GPU machine, without a GPU: the script runs from a tree without .git, with an empty HOME
-and no network."""
+"""Test the script for a GPU machine, without a GPU: the script runs from a tree without .git, with an empty HOME and no
+network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibrations of the trained UNet, evaluated on scenes that calibration has not seen."""
+"""Test calibrations of the trained UNet, evaluated on scenes that calibration has not seen."""
 
 from __future__ import annotations
 

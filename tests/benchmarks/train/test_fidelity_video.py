@@ -1,4 +1,4 @@
-"""Metrics of clips computed by hand, and a run of benchmarks.fidelity's command for videos on random weights."""
+"""Test metrics of clips computed by hand, and a run of benchmarks.fidelity's command for videos on random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of benchmarks.real on a real server with a tiny model: a complete run, a repeated run, and all errors."""
+"""Test benchmarks.real on a real server with a tiny model: a complete run, a repeated run, and all errors."""
 
 from __future__ import annotations
 

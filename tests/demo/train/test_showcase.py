@@ -1,4 +1,4 @@
-"""Tests of `python -m demo`: its metrics, its table, its graphs, and one real run at a tiny size."""
+"""Test `python -m demo`: its metrics, its table, its graphs, and one real run at a tiny size."""
 
 from __future__ import annotations
 

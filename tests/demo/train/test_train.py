@@ -1,4 +1,4 @@
-"""Tests of training: it runs, an interrupted run resumes exactly, and a seed determines the weights."""
+"""Test training: it runs, an interrupted run resumes exactly, and a seed determines the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A simulated GPU: the CPU computes, and `recorded_copies` simulates copies between GPU memory and main memory."""
+"""Provide a simulated GPU: the CPU computes, and `recorded_copies` simulates copies between GPU memory and main
+memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers that compile a model with ComfyUI's torch.compile node and a backend that counts graphs."""
+"""Provide helpers that compile a model with ComfyUI's torch.compile node and a backend that counts graphs."""
 
 from __future__ import annotations
 

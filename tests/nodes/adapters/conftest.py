@@ -1,4 +1,4 @@
-"""Fixtures: the pack's warnings, and models that two devices run together."""
+"""Provide fixtures: the pack's warnings, and models that two devices run together."""
 
 from __future__ import annotations
 

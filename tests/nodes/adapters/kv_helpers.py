@@ -1,4 +1,4 @@
-"""Helpers for tests of the KV cache: settings, runs, and the inputs of attention."""
+"""Provide helpers for tests of the KV cache: settings, runs, and the inputs of attention."""
 
 from __future__ import annotations
 

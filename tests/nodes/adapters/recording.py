@@ -1,4 +1,4 @@
-"""A stand-in for ComfyUI's recording of a model's allocations, which NVIDIA cards have in releases after 0.33.
+"""Provide a stand-in for ComfyUI's recording of a model's allocations, which NVIDIA cards have in releases after 0.33.
 
 ComfyUI records the allocations of each block in an evaluation, and repeats their addresses in the next evaluation. So
 every recorded evaluation must make the same allocations, and the allocations of a block must be free when the next

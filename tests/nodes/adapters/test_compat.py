@@ -1,4 +1,4 @@
-"""Tests of the pack's requirements on ComfyUI: known signatures are accepted, and messages name unknown ones."""
+"""Test the pack's requirements on ComfyUI: known signatures are accepted, and messages name unknown ones."""
 
 from __future__ import annotations
 

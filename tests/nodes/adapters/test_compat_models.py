@@ -1,4 +1,4 @@
-"""Models that a later ComfyUI has changed: they run unmerged, and one warning names the change.
+"""Test models that a later ComfyUI has changed: they run unmerged, and one warning names the change.
 
 The tests change ComfyUI's own classes as a later release might, so the models still run without ToMA.
 """

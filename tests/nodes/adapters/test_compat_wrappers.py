@@ -1,4 +1,4 @@
-"""Wrappers, model patchers and packages that a later ComfyUI has changed: the model runs unmerged, and one warning
+"""Test wrappers, model patchers and packages that a later ComfyUI has changed: the model runs unmerged, and one warning
 names the change."""
 
 from __future__ import annotations

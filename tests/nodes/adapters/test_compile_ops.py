@@ -1,5 +1,5 @@
-"""The custom operators that merge inside of graphs: their results equal those of eager merging, and torch infers their
-shapes."""
+"""Test the custom operators that merge inside of graphs: their results equal those of eager merging, and torch infers
+their shapes."""
 
 from __future__ import annotations
 

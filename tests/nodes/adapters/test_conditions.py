@@ -1,4 +1,4 @@
-"""The conditions of a step: prompt and negative prompt joined or split, areas, masks, many prompts, windows of a
+"""Test the conditions of a step: prompt and negative prompt joined or split, areas, masks, many prompts, windows of a
 batch."""
 
 from __future__ import annotations

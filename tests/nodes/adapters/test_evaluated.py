@@ -1,4 +1,4 @@
-"""The size of the KV cache: the size that is predicted before a run equals the bytes that the run then holds."""
+"""Test the size of the KV cache: the size that is predicted before a run equals the bytes that the run then holds."""
 
 from __future__ import annotations
 

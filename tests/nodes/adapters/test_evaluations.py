@@ -1,4 +1,4 @@
-"""Unusual sequences of evaluations on trained models, compared with Euler's method.
+"""Test unusual sequences of evaluations on trained models, compared with Euler's method.
 
 Samplers of other packs evaluate other sizes in between, change prompts at every step, pass the model other sigmas than
 those of the schedule, repeat steps and skip steps. The error of merging is at most twice that with Euler's method.

@@ -1,4 +1,4 @@
-"""Tests of the code that all families share: the blocks that Auto judges together, and the work that a run saved."""
+"""Test the code that all families share: the blocks that Auto judges together, and the work that a run saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the Flux adapter: results of its blocks, text and references, and blocks that are not merged."""
+"""Test the Flux adapter: results of its blocks, text and references, and blocks that are not merged."""
 
 from __future__ import annotations
 

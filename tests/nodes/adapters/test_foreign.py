@@ -1,4 +1,4 @@
-"""Models with blocks, loops or PyTorch hooks of other packs: code of other packs never receives merged tokens."""
+"""Test models with blocks, loops or PyTorch hooks of other packs: code of other packs never receives merged tokens."""
 
 from __future__ import annotations
 

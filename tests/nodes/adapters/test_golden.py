@@ -1,4 +1,4 @@
-"""Latents that must not change: short runs of all presets and granularities on tiny models of several families.
+"""Test latents that must not change: short runs of all presets and granularities on tiny models of several families.
 
 After a change that alters pictures on purpose, write golden.json again and list the change in the changelog ("may
 change seeds"):

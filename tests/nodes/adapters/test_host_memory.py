@@ -1,4 +1,4 @@
-"""Keys and values in main memory: pictures stay bit-identical, and no copies or buffers are left after a run."""
+"""Test keys and values in main memory: pictures stay bit-identical, and no copies or buffers are left after a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The KV cache in every family. If nothing changes between steps, a merged step with a KV cache equals the model's own
-step."""
+"""Test the KV cache in every family. If nothing changes between steps, a merged step with a KV cache equals the model's
+own step."""
 
 from __future__ import annotations
 

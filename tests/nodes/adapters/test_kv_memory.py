@@ -1,4 +1,5 @@
-"""Memory of the KV cache: requested from ComfyUI, quantized to 4 bits if scarce, and released when memory runs out."""
+"""Test memory of the KV cache: requested from ComfyUI, quantized to 4 bits if scarce, and released when memory runs
+out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The place of keys and values: on the card as far as they fit beside the weights, the others in main memory within its
-limits."""
+"""Test the place of keys and values: on the card as far as they fit beside the weights, the others in main memory
+within its limits."""
 
 from __future__ import annotations
 

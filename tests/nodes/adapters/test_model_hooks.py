@@ -1,4 +1,4 @@
-"""Tests of `model_hooks`, which replaces the `forward` of modules and restores it, also after errors."""
+"""Test `model_hooks`, which replaces the `forward` of modules and restores it, also after errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Complete runs: without merging they are bit-identical to the model, they leave no state, and clones and copies are
-independent."""
+"""Test complete runs: without merging they are bit-identical to the model, they leave no state, and clones and copies
+are independent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Plans from the previous step's predicted picture: the first evaluation is full, and every call uses its own part of
-the picture."""
+"""Test plans from the previous step's predicted picture: the first evaluation is full, and every call uses its own part
+of the picture."""
 
 from __future__ import annotations
 

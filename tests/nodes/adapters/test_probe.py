@@ -1,4 +1,4 @@
-"""Tests of probes, which measure the error of merging one site (a group of blocks) during an unmerged run."""
+"""Test probes, which measure the error of merging one site (a group of blocks) during an unmerged run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling with a profile, which gives ratios by block and sigma."""
+"""Test sampling with a profile, which gives ratios by block and sigma."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public reports about token merging and step caches in ComfyUI, each reproduced by a small input.
+"""Test public reports about token merging and step caches in ComfyUI, each reproduced by a small input.
 
 The table in docs/reliability.md has a row for each report. `make test` runs a part of them;
 thorough/test_other_reports.py has the others.

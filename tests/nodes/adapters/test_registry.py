@@ -1,4 +1,4 @@
-"""Supported models, and messages about other models."""
+"""Test supported models, and messages about other models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a run, as one line for the log and as several lines, and the English text of messages."""
+"""Test the report of a run, as one line for the log and as several lines, and the English text of messages."""
 
 from __future__ import annotations
 

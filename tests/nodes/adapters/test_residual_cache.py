@@ -1,4 +1,4 @@
-"""The residual cache on real blocks: full steps equal the model's own steps, merged steps start from cached
+"""Test the residual cache on real blocks: full steps equal the model's own steps, merged steps start from cached
 residuals."""
 
 from __future__ import annotations

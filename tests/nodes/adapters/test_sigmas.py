@@ -1,4 +1,4 @@
-"""Sigmas without host syncs: ToMA takes sigmas from the schedule, and they equal those that the model receives."""
+"""Test sigmas without host syncs: ToMA takes sigmas from the schedule, and they equal those that the model receives."""
 
 from __future__ import annotations
 

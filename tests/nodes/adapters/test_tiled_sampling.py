@@ -1,4 +1,4 @@
-"""Tiled sampling: a tile of the latent is merged by its own content, independently of other tiles."""
+"""Test tiled sampling: a tile of the latent is merged by its own content, independently of other tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A UNet and a transformer under torch.compile. The folder `compile` has every family and both orders of the nodes."""
+"""Test a UNet and a transformer under torch.compile. The folder `compile` has every family and both orders of the
+nodes."""
 
 from __future__ import annotations
 

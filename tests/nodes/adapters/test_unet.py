@@ -1,4 +1,4 @@
-"""The UNet adapter: results of each granularity, merged blocks, and compatibility with other nodes."""
+"""Test the UNet adapter: results of each granularity, merged blocks, and compatibility with other nodes."""
 
 from __future__ import annotations
 

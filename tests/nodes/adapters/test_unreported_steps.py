@@ -1,4 +1,4 @@
-"""Samplers that report no steps, combined with a node that changes the noise levels that the model gets."""
+"""Test samplers that report no steps, combined with a node that changes the noise levels that the model gets."""
 
 from __future__ import annotations
 

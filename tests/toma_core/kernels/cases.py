@@ -1,4 +1,4 @@
-"""Grids of tokens for tests of kernels."""
+"""Provide grids of tokens for tests of kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures for kernels, which run on a CUDA device if there is one, otherwise in Triton's interpreter (see
+"""Provide fixtures for kernels, which run on a CUDA device if there is one, otherwise in Triton's interpreter (see
 tests/conftest.py)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every kernel once, on small windows. The folder `triton` has all cases."""
+"""Test every kernel once, on small windows. The folder `triton` has all cases."""
 
 from __future__ import annotations
 

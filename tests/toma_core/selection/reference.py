@@ -1,4 +1,4 @@
-"""The greedy search in plain loops over one window, as a reference for the fast versions."""
+"""Provide the greedy search in plain loops over one window, as a reference for the fast versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy facility location, against plain loops, brute force and apricot-select.
+"""Test greedy facility location, against plain loops, brute force and apricot-select.
 
 apricot-select breaks ties differently, so only the values of its sets are compared. Slots are compared with those of
 the loops.

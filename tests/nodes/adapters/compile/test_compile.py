@@ -1,4 +1,4 @@
-"""ComfyUI's torch.compile node and ToMA, in either order: unchanged images, and no recompilation in later steps.
+"""Test ComfyUI's torch.compile node and ToMA, in either order: unchanged images, and no recompilation in later steps.
 
 With Inductor, merging is part of the graph (`inside`); with other backends, merging breaks the graph. Most tests use a
 backend that runs graphs unchanged, so images must be bit-identical.

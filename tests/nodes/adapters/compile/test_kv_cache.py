@@ -1,4 +1,4 @@
-"""The KV cache in the graphs of a compiled model, in every family."""
+"""Test the KV cache in the graphs of a compiled model, in every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token layouts that ToMA passes to other nodes' attention, in the graphs of a compiled model."""
+"""Test the token layouts that ToMA passes to other nodes' attention, in the graphs of a compiled model."""
 
 from __future__ import annotations
 

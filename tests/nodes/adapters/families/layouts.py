@@ -1,5 +1,5 @@
-"""The layout of the blocks' arguments in every family, and a merged block computed by plain indexing, as references for
-tests."""
+"""Provide the layout of the blocks' arguments in every family, and a merged block computed by plain indexing, as
+references for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cosmos-Predict2 and Anima, whose tokens are (B, frames, height, width, C)."""
+"""Test Cosmos-Predict2 and Anima, whose tokens are (B, frames, height, width, C)."""
 
 from __future__ import annotations
 

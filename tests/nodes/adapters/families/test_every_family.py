@@ -1,4 +1,4 @@
-"""Tests of every family on a small model of its real class.
+"""Test every family on a small model of its real class.
 
 Add a new family to `testbed.models` and `LAYOUTS`. The last test names the entries that are missing.
 """

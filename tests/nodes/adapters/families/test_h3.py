@@ -1,4 +1,4 @@
-"""MiniMax H3: tokens without a batch axis, modulation by segments of tokens, and other tokens before the video."""
+"""Test MiniMax H3: tokens without a batch axis, modulation by segments of tokens, and other tokens before the video."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiniMax H3 with a mask, as in inpainting and in extending a video: each token of the video has its own row of
+"""Test MiniMax H3 with a mask, as in inpainting and in extending a video: each token of the video has its own row of
 modulation."""
 
 from __future__ import annotations

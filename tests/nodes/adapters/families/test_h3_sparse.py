@@ -1,4 +1,4 @@
-"""MiniMax H3 with sparse attention, as in Fast-H3: in part of the schedule, a node passes the blocks an attention
+"""Test MiniMax H3 with sparse attention, as in Fast-H3: in part of the schedule, a node passes the blocks an attention
 function. ComfyUI's node does this from 12,288 tokens on."""
 
 from __future__ import annotations

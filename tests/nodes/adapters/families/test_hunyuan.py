@@ -1,4 +1,4 @@
-"""HunyuanVideo: frames behind text and reference, a mask of the text, and modulation of single frames."""
+"""Test HunyuanVideo: frames behind text and reference, a mask of the text, and modulation of single frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LTX-Video and LTX-2: frames, modulation per frame and per token, guides, and the audio stream."""
+"""Test LTX-Video and LTX-2: frames, modulation per frame and per token, guides, and the audio stream."""
 
 from __future__ import annotations
 

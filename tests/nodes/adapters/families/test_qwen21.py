@@ -1,4 +1,4 @@
-"""Qwen-Image 2.1: the ways in which the model calls its blocks, references, and nodes that change blocks."""
+"""Test Qwen-Image 2.1: the ways in which the model calls its blocks, references, and nodes that change blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference images behind the generated image: unmerged, or merged by separate plans."""
+"""Test reference images behind the generated image: unmerged, or merged by separate plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Videos with sound, whose latents have two streams. Only the video is merged."""
+"""Test videos with sound, whose latents have two streams. Only the video is merged."""
 
 from __future__ import annotations
 

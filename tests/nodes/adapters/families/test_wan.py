@@ -1,4 +1,4 @@
-"""Videos: windows lie within a frame, and all frames have the same number of destinations."""
+"""Test videos: windows lie within a frame, and all frames have the same number of destinations."""
 
 from __future__ import annotations
 

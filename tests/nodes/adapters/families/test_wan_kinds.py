@@ -1,4 +1,4 @@
-"""The tokens beside the video in the kinds of Wan: references, context, poses and music. Some kinds are not
+"""Test the tokens beside the video in the kinds of Wan: references, context, poses and music. Some kinds are not
 supported."""
 
 from __future__ import annotations

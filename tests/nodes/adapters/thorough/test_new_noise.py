@@ -1,4 +1,4 @@
-"""Samplers that draw new noise, and prompts that alternate, on a trained model. Steps without a valid cache are
+"""Test samplers that draw new noise, and prompts that alternate, on a trained model. Steps without a valid cache are
 full."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decision whether a run uses kernels, and its reason. Results with kernels equal those without."""
+"""Test the decision whether a run uses kernels, and its reason. Results with kernels equal those without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels for merge, unmerge and the restored residual, against the plain PyTorch of `merge` in fp32."""
+"""Test kernels for merge, unmerge and the restored residual, against the plain PyTorch of `merge` in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that propagate cached tensors, against the plain PyTorch of `latent_regression` in fp32."""
+"""Test kernels that propagate cached tensors, against the plain PyTorch of `latent_regression` in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that quantise to four bits per number. Their error equals PyTorch's, and each dequantises the other's
+"""Test kernels that quantise to four bits per number. Their error equals PyTorch's, and each dequantises the other's
 result."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels for selection and weights in one launch, against the plain PyTorch of `selection` and `merge.weigh` in
+"""Test kernels for selection and weights in one launch, against the plain PyTorch of `selection` and `merge.weigh` in
 fp32."""
 
 from __future__ import annotations
