@@ -115,7 +115,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_garbage_collection() -> None:
-    """Exclude objects of earlier modules from garbage collection.
+    """Exclude objects of earlier test modules from garbage collection.
 
     ComfyUI calls `gc.collect()` often, and each call visits all objects of torch, ComfyUI and pytest.
     """

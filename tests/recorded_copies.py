@@ -1,14 +1,14 @@
 """Provide simulated CUDA streams: the CPU computes at once, copies run late, early or at random, and races are errors.
 
-A copy waits in the queue of its stream until something waits for it, or until chance or the order `early` runs it.
-Beside the data, the simulation tracks at each point of a stream how much of the other streams' work is known to be
-finished. A copy raises
+A copy waits in the queue of its stream until other work waits for the copy. With the order `early` a copy runs at once,
+with a random order at any time. The simulation tracks, at each point of a stream, how much work of the other streams is
+known to be finished. A copy raises an error
 
 - if it may overlap with the computation of its source, or with the earlier use of its target's memory;
-- if it may overlap with another copy of the same main memory, unless both read;
+- if it may overlap with another copy of the same main memory, unless both only read;
 - if a tensor of the device is freed before its copy is known to be finished.
 
-So a run without errors has one result in every order of completion.
+A run without errors therefore has the same result in every order of completion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Known = dict[str, int]  # by name of a stream, how much of its work is known to be finished
+Known = dict[str, int]  # by name of a stream, the amount of its work that is known to be finished
 
 
 class RaceError(AssertionError):
@@ -96,13 +96,13 @@ class Copies:
     order: str | int = "late"
     pins: bool = True
     deaf: tuple[str, str] | None = None
-    pinned: set[int] = field(default_factory=set)  # addresses
+    pinned: set[int] = field(default_factory=set)  # addresses of pinned memory
     made_streams: list[Recorded] = field(default_factory=list)
     count: int = 0  # copies so far
     made: int = 0  # buffers so far
     staged: int = 0  # bytes of the device that copies use now
     peak: int = 0
-    _accesses: list[_Access] = field(default_factory=list)  # to main memory
+    _accesses: list[_Access] = field(default_factory=list)  # accesses to main memory
     _errors: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Copies:
         stream.work += 1
         if stream.known.get("compute", 0) < self.compute.work:
             raise RaceError(f"{stream.name} runs beside the computation before it")
-        mine, theirs = (target, source) if up else (source, target)  # on the device, and in main memory
+        mine, theirs = (target, source) if up else (source, target)  # a tensor on the device, and one in main memory
         self._access(stream, theirs, writes=not up)
         self._hold(stream, mine, stream.work)
         if up:

@@ -1,5 +1,5 @@
-"""Test `scripts.api_check`, which lists the names of ComfyUI that the pack uses. All of them are in known.json and in
-the tested ComfyUI."""
+"""Test `scripts.api_check`, which lists the names of ComfyUI that the pack uses. All these names are in known.json and
+in the tested ComfyUI."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ wrappers = {WrappersMP.OUTER_SAMPLE: _sampled}
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_blocks_are_those_that_hooks_stand_in_for(kind: str, all_of_it: Pack) -> None:
-    """Compare classes and signatures that are read from source code with those of real models. `compat.check` must
-    judge them equally."""
+    """Compare the classes and signatures in ComfyUI's source code with those of real models. `compat.check` must judge
+    both equally."""
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     try:
         model = (models.unet if kind == "unet" else models.TRANSFORMERS[kind])().model.diffusion_model

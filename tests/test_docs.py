@@ -195,7 +195,7 @@ def test_what_a_card_has_room_for_is_said_in_words() -> None:
 
 
 def test_no_page_says_times_less_work() -> None:
-    """Pages say "29 % less work", because "1.4x less" suggests more."""
+    """Pages say "29 % less work", because "1.4x less" suggests a larger saving."""
     for page in PAGES:
         tables = re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE)
         of_work = [table for table in tables if "less work" in table.split("\n")[0]]

@@ -44,7 +44,7 @@ def test_one_architecture_stays_where_it_was() -> None:
 
 
 def test_what_travels(tmp_path: Path) -> None:
-    """The files to transfer are those of this checkout that git tracks, and files of ComfyUI."""
+    """A kit has the files of this checkout that git tracks, and files of ComfyUI."""
     gpu_kit.prune(Path(os.environ["COMFYUI_PATH"]), tmp_path)
     copied = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"nodes.py", "main.py", "folder_paths.py", "requirements.txt"} <= {path.name for path in copied}

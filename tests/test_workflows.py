@@ -22,7 +22,8 @@ from tests import newer
 EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
 NOTES = {"Note", "MarkdownNote"}  # only the page has these nodes
-# Height of a node with its output after a run. Nodes that grow around a picture have their height before the run.
+# Maximum heights of nodes with their output after a run. Nodes that grow around a picture have their height before the
+# run.
 MOST_HEIGHT = {"ToMA": 250, "ToMAAdvanced": 350, "ToMAReport": 290, "ToMABenchmark": 370, "ToMACalibrate": 370}
 # The type of a list whose choices add widgets; the choice "auto" adds none.
 CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
@@ -80,7 +81,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """Run a server with the demo nodes, those of a newer ComfyUI, and an empty file for every model that a workflow
+    """Run a server with the demo nodes, nodes of a newer ComfyUI, and an empty file for every model that a workflow
     names."""
     server = ComfyServer(packs=[ROOT / "demo", newer.newer_pack(tmp_path_factory.mktemp("packs"))])
     try:
@@ -189,8 +190,8 @@ def test_every_workflow_has_a_thumbnail_that_can_be_made_again(pack: Any) -> Non
 
 @every_example
 def test_thumbnail_is_of_this_workflow(path: Path) -> None:
-    """Draw the thumbnail again, and compare it with the saved one. The number of steps in the drawing is that of the
-    note."""
+    """Draw the thumbnail again, and compare the drawing with the saved thumbnail. The drawing shows as many steps as
+    the note says."""
     thumbnail, saved = THUMBNAILS[path.stem], Image.open(path.with_suffix(".jpg")).convert("RGB")
     assert ImageStat.Stat(ImageChops.difference(saved, drawn(path.stem))).mean < [4.0] * 3, "python -m demo.thumbnails"
     assert saved.size == (512, 512)

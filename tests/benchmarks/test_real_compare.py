@@ -22,7 +22,7 @@ from benchmarks.real.pictures import UNMERGED, Folder, Job
 
 
 def noisy(amount: float, size: int = 96) -> Array:
-    """Return a random picture plus fixed noise times `amount`, from 0 to 1."""
+    """Return a fixed picture plus fixed noise times `amount`."""
     y, x = np.mgrid[:size, :size] / size
     base = np.stack([x, y, 0.5 + 0.3 * np.sin(12 * x)], axis=-1) * 0.6 + 0.2
     noise = np.random.default_rng(0).standard_normal(base.shape)

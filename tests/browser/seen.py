@@ -18,8 +18,7 @@ OVERLAPS = """() => {
     return found
 }"""
 
-# JavaScript that shows the texts and the picture size of a finished run on every ToMA node, and returns the nodes that
-# then extend beyond their group.
+# JavaScript that shows the texts and the picture size of a finished run on every ToMA node.
 AFTER_A_RUN = """lines => {
     for (const node of app.graph.nodes.filter(node => node.type.startsWith("ToMA") && node.widgets?.length)) {
         const message = { node: String(node.id), lines, more: [] }
@@ -31,6 +30,7 @@ AFTER_A_RUN = """lines => {
 }"""
 # JavaScript that brings all nodes into view, because the Vue renderer measures only visible nodes.
 SEEN_WHOLE = "() => app.extensionManager.command.execute('Comfy.Canvas.FitView')"
+# JavaScript that returns the nodes that are not inside exactly one group.
 OUTSIDE = """() => app.graph.nodes.filter(node => {
     const [x, y, w, h] = node.getBounding()
     return app.graph._groups.filter(({ _bounding: [left, top, width, height] }) =>

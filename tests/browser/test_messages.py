@@ -60,7 +60,7 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
 
 
 def test_a_run_is_shown_in_its_own_workflow(page: Any) -> None:
-    """If another workflow with the same node ids is open at the end of a run, it shows no status."""
+    """If another workflow with the same node ids is open at the end of a run, the open workflow shows no status."""
     slow = workflow(0.5)
     slow["nodes"][4]["widgets_values"][2] = 12
     page.open(slow, "mine")

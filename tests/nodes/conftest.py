@@ -272,7 +272,7 @@ def no_state_left(pack: ModuleType) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def stranger(pack: ModuleType) -> Any:
-    """Return a small AuraFlow, which no family of the pack supports. Its latents are like Flux's."""
+    """Return a small AuraFlow, a model whose latents are like Flux's. No family of the pack supports AuraFlow."""
     import comfy.latent_formats
     import comfy.model_base
     import comfy.supported_models

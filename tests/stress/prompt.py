@@ -1,4 +1,4 @@
-"""The sampling that is repeated after every fault. As a script, this file samples in a process without faults.
+"""Sample after every fault. As a script, this file samples in a process without faults.
 
 `python tests/stress/prompt.py unet` prints {"unet": {case: hash}}. The tests load this file as a module too.
 """

@@ -1,7 +1,7 @@
-"""Prompts that fail on a real server. Afterwards the server samples the latent of a fresh process, and no object of the
+"""Prompts fail on a real server. Afterwards the server samples the latent of a fresh process, and no object of the
 failed run is alive.
 
-The nodes are those of fault_nodes.py. Before and after each fault, ComfyUI has the same patched MODEL in its cache.
+fault_nodes.py has the nodes that fail. Before and after each fault, ComfyUI has the same patched MODEL in its cache.
 """
 
 from __future__ import annotations

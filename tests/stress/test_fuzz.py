@@ -59,11 +59,12 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
 
 
 def mostly(name: str, *usual: Any) -> st.SearchStrategy[Any]:
-    """Draw one of the usual values, or in one case of ten any allowed value. Many of the others would merge nothing."""
+    """Draw one of the usual values, or in one case of ten any allowed value. Many allowed values would merge
+    nothing."""
     return st.sampled_from(range(10)).flatmap(lambda n: values_of(name) if n == 9 else st.sampled_from(usual))
 
 
-# All families except UNets and Flux, which get as many cases each as all these families together.
+# All families except UNets and Flux. UNets get as many cases as all families of this list together, and so does Flux.
 OTHERS = sorted(set(models.TRANSFORMERS) - {"flux"})
 NAMES = [item.name for item in fields(config.ToMAConfig)]
 MERGING = {

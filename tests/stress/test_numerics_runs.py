@@ -1,4 +1,5 @@
-"""Runs of real models in every dtype, with non-finite, empty, huge and tiny content: never worse than without ToMA."""
+"""Sample with real models in every dtype, with non-finite, empty, huge and tiny content: never worse than without
+ToMA."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ BOTH = ("unet", "flux")
 # these tests do not make.
 KINDS = [kind for kind in models.KINDS if kind != "h3"]
 WITH_HALF = ("unet", "flux", "chroma", "z_image", "krea2", "sd3", "wan")
-# Two families with every dtype. Each other family has one of the most common dtypes of its files.
+# Pairs of family and dtype. Each family of BOTH has every dtype; another family has one or two of the most common
+# dtypes of its files.
 WAYS = [(kind, stored) for kind in BOTH for stored in STORED if stored != "fp32"]
 WAYS += [(kind, ("bf16", "fp8 in bf16")[turn % 2]) for turn, kind in enumerate(KINDS) if kind not in BOTH]
 WAYS += [(kind, "fp16") for kind in WITH_HALF if kind not in BOTH]
@@ -58,13 +60,13 @@ def model_in(pack: Any) -> Callable[..., Any]:
 
     def make(kind: str, stored: str, as_fp32: bool = False) -> Any:
         weights, computed = STORED[stored]
-        fewest = {"z_image": {"layers": 2}, "krea2": {"layers": 2}}.get(kind, {})  # the slowest models
+        fewest = {"z_image": {"layers": 2}, "krea2": {"layers": 2}}.get(kind, {})  # these models are the slowest
         with pytest.MonkeyPatch.context() as patch:
             cast = not as_fp32 and weights is not computed
             patch.setattr(comfy.supported_models_base.BASE, "manual_cast_dtype", computed if cast else None)
             model = getattr(models, kind)(dtype=FULL if as_fp32 else weights, **fewest)
         for name, parameter in model.model.diffusion_model.named_parameters():
-            stays = kind == "wan" and name.startswith("patch_embedding")  # stays in fp32, as in ComfyUI
+            stays = kind == "wan" and name.startswith("patch_embedding")  # ComfyUI keeps this layer of Wan in fp32
             parameter.data = parameter.data.to(weights).to(FULL if as_fp32 or stays else weights)
         return model
 

@@ -1,5 +1,5 @@
-"""Many prompts on one server, from two clients at the same time: none is lost, every latent is right, and no objects
-are left.
+"""Send many prompts to one server, from two clients at the same time. No prompt is lost, every latent is right, and no
+objects are left.
 
 There are 12 prompts by default and 300 in `make soak`; TOMA_SOAK sets the number. Measurements are written to
 build/soak.json.
@@ -140,7 +140,7 @@ def tasks() -> list[Task]:
 
 
 class Client(threading.Thread):
-    """Sends its prompts one after the other, interrupts some of them, and sends these again."""
+    """Sends its prompts one after the other, interrupts some prompts, and sends the interrupted prompts again."""
 
     def __init__(self, server: ComfyServer, mine: list[Task], between: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
     """fresh_process(graph): return the hash of the latent that a fresh process samples."""
     here = Path(__file__).parent
     base = tmp_path_factory.mktemp("fresh")
-    ComfyServer(packs=[ROOT / "demo", here / "lab.py"], base=base)  # links the packs, and does not start
+    ComfyServer(packs=[ROOT / "demo", here / "lab.py"], base=base)  # links the packs, but starts no server
     place_dit(base / "models")
     command = [sys.executable, str(here / "fresh.py"), "--base-directory", str(base), "--cpu", "--disable-api-nodes"]
     command += ["--use-pytorch-cross-attention", "--database-url", f"sqlite:///{base / 'user' / 'comfyui.db'}"]

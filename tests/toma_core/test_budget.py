@@ -57,7 +57,7 @@ def test_budgets_are_in_proportion_to_the_spread_or_its_root() -> None:
     assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
     counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.16, 0.04, 0.01, 0.01]]), windows)
     assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
-    # The spread of the first window is a claim on all destinations, but the window has only 64 tokens.
+    # By its spread, the first window would get nearly all destinations, but it has only 64 tokens.
     counts = allocate(make_budget(windows.counts, 0.5), torch.tensor([[1.0, 0.01, 0.01, 0.02]]), windows, True)
     assert counts.valid.sum(-1).tolist() == [[64, 16, 16, 32]]
 

@@ -88,7 +88,7 @@ def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
 
 @loop("quantized", [False, True])
 def test_a_condition_that_takes_the_place_of_another_holds_its_own_memory_alone(quantized: bool) -> None:
-    """Two prompts alternate beside one negative prompt, so the cache holds tensors of three conditions."""
+    """Two prompts alternate beside one negative prompt, so the cache holds the tensors of three conditions."""
     cache, (one, two) = RunState(Schedule(ToMAConfig())).cache, torch.randn(2, 2, 8, 64)
     cache.put((("a", "negative"), ("a", "first")), one, quantized)
     each = cache.held // 2

@@ -1,4 +1,5 @@
-"""Test the choice of ratios from a table of errors, against all combinations and worked examples."""
+"""Test the choice of ratios from a table of errors, which is compared with all combinations and with worked
+examples."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def test_saves_enough_at_the_smallest_error_but_for_one_piece(table: Table, shar
 
 
 def test_the_cheap_site_is_merged_first_and_the_broken_one_not_at_all() -> None:
-    """To save 0.3, either the cheap site is merged at 0.75 (error 0.09) or both sites are (error 0.03 + 0.1), so the
-    first option is chosen."""
+    """To save 0.3, either the cheap site is merged at 0.75 (error 0.09), or both sites are merged (error 0.03 + 0.1).
+    The first option has the smaller error."""
     table = {("cheap", 0): CHEAP, ("dear", 0): DEAR, ("broken", 0): [Option(0.5, 30.0, 0.5)]}
     assert choose(table, 0.3) == {("cheap", 0): CHEAP[2]}
     assert ("broken", 0) not in choose(table, 0.5)

@@ -117,7 +117,7 @@ def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
     ("card", "peak"), [(B200, 2382), (H100, 1070), (A100, 312), (RTX_5090, 209.5), (RTX_4090, 165.2), (RTX_3060, 25.5)]
 )
 def test_rates_follow_the_peaks_in_data_sheets(card: Card, peak: float) -> None:
-    """TFLOP/s are those of half precision with fp32 sums, at the driver's clock."""
+    """The peaks are TFLOP/s in half precision with fp32 sums, at the driver's clock."""
     assert card.rate(torch.bfloat16) == card.rate(torch.float16)
     assert card.rate(torch.float16) / 1e12 == pytest.approx(cost_model.EFFICIENCY * peak, rel=0.01)
     assert card.rate(torch.float32) < card.rate(torch.float16)
@@ -190,7 +190,7 @@ def test_other_devices_are_no_cards(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_amd_cards_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch treats AMD cards as CUDA devices, but their numbers of units have another meaning."""
+    """PyTorch treats AMD cards as CUDA devices, but an AMD card's number of units has another meaning."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("it was asked"))
     assert card_of.__wrapped__(torch.device("cuda", 0)) is None

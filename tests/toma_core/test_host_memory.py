@@ -194,7 +194,7 @@ def test_another_order_than_that_of_the_refresh(order: Any) -> None:
     filled(cache)
     for n in (7, 0, 3, 3, 9, 1, 2):
         assert torch.equal(cache.read(keys_of(NAMES[n]), tensor(0)), tensor(n))
-    cache.put(keys_of(NAMES[3]), tensor(50), kv=True)  # while it is read ahead
+    cache.put(keys_of(NAMES[3]), tensor(50), kv=True)  # while this tensor is read ahead
     assert torch.equal(cache.read(keys_of(NAMES[3]), tensor(0)), tensor(50))
     both = cache.read(((NAMES[1], "b"), (NAMES[1], "a")), tensor(0))
     assert both is not None

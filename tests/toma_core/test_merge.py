@@ -44,7 +44,8 @@ def plan_of(
 
 
 def dense(x: torch.Tensor, plan: MergePlan, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (A, M) of one image, both (D, N), by loops over tokens and the destinations of their window, in fp64."""
+    """Return the matrices A and M of one image, each (D, N), by loops over tokens and the destinations of their window,
+    in fp64."""
     destinations = plan.destinations[0].tolist()
     window_of = {t: w for w, n in enumerate(plan.windows.counts) for t in plan.windows.source[w, :n].tolist()}
     x = x[0].double()

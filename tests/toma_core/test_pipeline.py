@@ -29,8 +29,8 @@ def obstacle(evaluation: Evaluation, x: torch.Tensor) -> Message | None:
 
 
 def toy() -> tuple[torch.Tensor, MergePlan]:
-    """Return a grid of 1 x 4 tokens in one window, at ratio 0.5, with sharp weights. Tokens (1, 0) and (3, 0) have one
-    direction, (0, 2) and (0, 6) the other. The means of the two clusters are (2, 0) and (0, 4)."""
+    """Return a grid of 1 x 4 tokens in one window, at ratio 0.5, with sharp weights. Tokens (1, 0) and (3, 0) form one
+    cluster, with mean (2, 0). Tokens (0, 2) and (0, 6) form another cluster, with mean (0, 4)."""
     x = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 6.0]]])
     plan = plan_for(x, (1, 4), "toy", evaluation_of(min_tokens=4, sharpness=10_000.0, window_size=4))
     assert plan is not None
@@ -102,8 +102,8 @@ def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool, settings: dict[s
 
 
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """576 tokens of 64 channels take an H100 too little time to be merged, but those of a large batch take enough. A
-    fixed `min_tokens` replaces this decision."""
+    """576 tokens of 64 channels take an H100 too little time to be merged, but a large batch of such images takes
+    enough. A fixed `min_tokens` replaces this decision."""
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
     few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None

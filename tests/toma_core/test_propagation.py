@@ -29,7 +29,7 @@ def still(fresh: Tensor, old: Tensor) -> Tensor:
 
 
 def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
-    """Return `later` after a merged step whose cached residuals are those of x."""
+    """Return `later` after a merged step, computed with plain PyTorch. The cached residuals are those of x."""
     kept, reduced = block(x) - x, gather_destinations(later, plan)
     fresh, old = block(reduced) - reduced, gather_destinations(kept, plan)
     left = still(fresh, old)

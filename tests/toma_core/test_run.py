@@ -217,7 +217,7 @@ def test_draw_shows_the_plan_made_last() -> None:
 
 
 def test_threads_of_one_run_get_good_plans() -> None:
-    """If several devices share a run, each thread gets a plan equal to that of a single thread."""
+    """If several devices share a run, each thread gets the plan that a single thread would get."""
     run, alone = run_of(), run_of()
     wanted = {scope: alone.plan(features(scope), GRID, scope, at(), (None,)) for scope in range(8)}
     start, failures = threading.Barrier(4), []

@@ -27,7 +27,7 @@ MOST_FILES, MOST_BYTES = 8, 1 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def isolation() -> None:
-    """Skip these tests where processes cannot be cut off from the network; fail in CI."""
+    """Skip these tests, or fail in CI, where a process cannot be cut off from the network."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("the kit is for x86-64 Linux")
     try:

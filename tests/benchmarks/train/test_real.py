@@ -61,7 +61,7 @@ def graph() -> dict[str, Any]:
     found = sampling_graph(UNET, 64, 3, 0, merged=True)
     found["toma"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.1, "preset": "quality"}}
     found["scene"]["inputs"]["seed"] = "%prompt%"
-    # Seeds of other nodes, such as that of the random weights, must stay unchanged.
+    # The seed of the random weights comes from another node. Such a seed must stay unchanged.
     found["fixed"] = {"class_type": "PrimitiveInt", "inputs": {"value": 0}}
     found["loader"]["inputs"]["seed"] = ["fixed", 0]
     return found

@@ -41,7 +41,7 @@ def cases() -> Iterator[Any]:
     for row in ROWS:
         name = re.sub(r"\W+", "-", row.feature.partition("(")[0]).strip("-")
         for family in row.expected:
-            # On older releases, tests/nodes/adapters/families tries the other families.
+            # tests/nodes/adapters/families tries the families that FAMILIES leaves out on older releases of ComfyUI.
             marks = [pytest.mark.compat] if row.quick and family in FAMILIES else []
             yield pytest.param(row, family, id=f"{name}-{family}", marks=marks)
 

@@ -74,8 +74,8 @@ def sampled(kind: str, model: Any, **options: Any) -> list[Tensor]:
 
 
 def compared(kind: str, merged: Any, quantized: bool, order: Any = "late", share: float = 0.0, **options: Any) -> Card:
-    """Check that a run with this share of keys and values on the simulated GPU gives the same latents as a run with all
-    of them there. Return the record of the first of these runs."""
+    """Check that a run with a `share` of the keys and values on the simulated GPU gives the same latents as a run with
+    all keys and values there. Return the record of the run with this share."""
     with a_card(1.0, quantized):
         wanted = sampled(kind, merged, **options)
     with a_card(share, quantized, order) as card:

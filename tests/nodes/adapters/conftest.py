@@ -23,7 +23,7 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def on_two_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], Any]:
     """on_two_devices(model, other): return a model whose conditions are evaluated by `model` and by `other` in two
-    threads, as in ComfyUI's MultiGPU CFG Split. Both devices are the CPU."""
+    threads, as in ComfyUI's MultiGPU CFG Split. The CPU stands in for both devices."""
     multigpu = pytest.importorskip("comfy.multigpu")
     if not hasattr(multigpu, "MultiGPUThreadPool"):
         pytest.skip("this ComfyUI shares no run")

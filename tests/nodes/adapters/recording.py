@@ -2,8 +2,8 @@
 
 ComfyUI records the allocations of each block in an evaluation, and repeats their addresses in the next evaluation. So
 every recorded evaluation must make the same allocations, and the allocations of a block must be free when the next
-block ends. A recording that an error leaves open must be ended before another one begins. The stand-in counts
-violations of these rules. It treats a block as ended when the model calls the next block.
+block ends. A recording that an error leaves open must be ended before another recording begins. The stand-in counts
+violations of these rules. A block ends for the stand-in when the model calls the next block.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Recording(TorchDispatchMode):
 
     @property
     def survivors(self) -> int:
-        """Count allocations that were not free when the block after theirs had ended."""
+        """Count allocations of all recorded evaluations that were not free when the next block had ended."""
         return sum(evaluation.survivors for evaluation in self.evaluations)
 
     @property

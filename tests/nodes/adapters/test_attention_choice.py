@@ -116,8 +116,8 @@ def test_the_attention_that_the_checkpoint_names(kind: str, names: tuple[str, ..
 
 
 class Override:
-    """An attention override of another node. It records (queries, keys), and whether it passed the call on to
-    ComfyUI."""
+    """An attention override of another node that records (queries, keys) of each call, and whether the call was passed
+    on to ComfyUI."""
 
     def __init__(self, leaves: Callable[[int, int], bool]) -> None:
         self.leaves, self.calls = leaves, list[tuple[int, int, bool]]()

@@ -70,7 +70,7 @@ def sampling_on_two_devices(sigmas: list[float], **settings: Any) -> tuple[Any, 
 
 
 def test_several_devices_that_share_no_picture_are_full_where_several_conditions_take_part(pack: Any) -> None:
-    """A step with only one condition is merged as on one device."""
+    """A step with only one condition is merged."""
     cond, uncond = {"uuid": "cond"}, {"uuid": "uncond", "timestep_end": 1.5}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0])
     assert step(3.0, cond) == "merged"
@@ -198,7 +198,7 @@ def test_negative_model_of_another_class_is_not_merged(
 
 
 def test_an_area_outside_of_a_latent_is_no_error() -> None:
-    """A node may evaluate a smaller latent with the areas of a larger one."""
+    """A node may evaluate a small latent with the areas of a large latent."""
     area_size = pack_module("nodes.adapters.conditions").area_size
     assert area_size(None, (8, 6)) == (8, 6)
     assert area_size((8, 8, 4, 0), (8, 6)) == (4, 6)

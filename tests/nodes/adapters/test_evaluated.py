@@ -48,7 +48,7 @@ def test_comfyuis_guider(flux: Any) -> None:
     [((1.5, 2.0), False, 3), ((1.5, 1.0), False, 2), ((1.0, 1.0), False, 1), ((1.0, 1.0), True, 3)],
 )
 def test_guidance_by_two_prompts(cfg: tuple[float, float], nested: bool, wanted: int, flux: Any) -> None:
-    """The guidance scales of `DualCFGGuider` decide which prompts it evaluates."""
+    """The guidance scales of `DualCFGGuider` decide which prompts the guider evaluates."""
     from comfy_extras.nodes_custom_sampler import Guider_DualCFG
 
     guider = Guider_DualCFG(flux)
@@ -67,8 +67,8 @@ def test_perpendicular_negative_guidance(flux: Any) -> None:
 
 
 def test_guidance_of_video_and_audio(flux: Any) -> None:
-    """Use `LTXVDualCFGGuider` of newer ComfyUI releases, or a stand-in. At equal scales it acts as ComfyUI's own
-    guider."""
+    """Use `LTXVDualCFGGuider` of newer ComfyUI releases, or a stand-in. With equal scales, this guider acts as
+    ComfyUI's own guider."""
     from comfy.samplers import CFGGuider
 
     theirs = getattr(import_module("comfy_extras.nodes_lt"), "Guider_LTXAVDualCFG", None)

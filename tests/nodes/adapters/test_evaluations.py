@@ -144,8 +144,8 @@ def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float
 
 
 def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> None:
-    """Guidance around the network evaluates a second prompt in each step, before or after the first one. Each call has
-    its own caches."""
+    """Guidance around the network evaluates a second prompt in each step, before or after the first prompt. Each prompt
+    has its own caches."""
     from comfy.patcher_extension import WrappersMP
 
     other, outs = trained.prompt(9)[0][0], []
@@ -254,8 +254,8 @@ def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: f
 
 
 class Watched:
-    """Counts evaluations of the model. An evaluation is merged if its last block receives fewer tokens than the model
-    has."""
+    """Counts evaluations of the model. An evaluation counts as merged if the last block receives fewer tokens than the
+    model has."""
 
     def __init__(self, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.merged = self.lacking = self.text = 0

@@ -134,7 +134,7 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
 
 
 def test_attention_override_still_runs_and_sees_merged_tokens(flux: Any, attach: Any) -> None:
-    """Packs with other attention kernels use such overrides."""
+    """Packs with other attention kernels use attention overrides."""
     lengths = []
 
     def override(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -46,8 +46,8 @@ def blocks_of(model: Any, family: str) -> Any:
 @every_list
 @loop("place", [0, 1, -1])
 def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, stats_of: Any) -> None:
-    """One chain ends before the replaced block, and another chain begins behind it. If ComfyUI's own block is restored,
-    it is merged again."""
+    """One chain ends before the replaced block, and another chain begins behind it. When ComfyUI's own block is
+    restored, the block is merged again."""
     model = models.TRANSFORMERS[family]()
     blocks = blocks_of(model, family)
     place %= len(blocks)
@@ -178,6 +178,6 @@ def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
 
 
 def test_tokens_that_a_patch_appends_are_not_the_image() -> None:
-    """Krea 2 has text tokens before the image, and a patch appends tokens behind it."""
+    """Krea 2 has text tokens before the image tokens. The patch appends tokens behind the image tokens."""
     given = {"freqs": torch.empty(1, 1, 7 + 140 + 5, 4, 2, 2), "transformer_options": {"img_slice": [7, 152]}}
     assert pack_module("nodes.adapters.families.krea").Signature().image_start(given, 140) == 7

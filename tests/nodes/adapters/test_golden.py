@@ -167,7 +167,8 @@ def stored(golden: dict[str, Any], case: str) -> dict[str, Any]:
 
 
 def store(golden: dict[str, Any], case: str, found: dict[str, Any]) -> None:
-    """Store the entry of a case. On a ComfyUI release other than the default one, store an entry only if it differs."""
+    """Store the entry of a case. On a ComfyUI release other than the default one, store only entries that differ from
+    those of the default release."""
     if RELEASE == DEFAULT_RELEASE:
         golden[case] = found
         return
@@ -228,9 +229,11 @@ def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
 
 @pytest.fixture
 def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
-    """sureness(): return how clear the closest selection of a destination was since the last call: its lead over the
-    next best slot, divided by the largest effect of rounding. Above 1, no other CPU selects differently. Only runs that
-    write golden.json measure this."""
+    """sureness(): return the smallest lead of a destination over the next best slot since the last call, divided by the
+    largest effect of rounding.
+
+    Above 1, no other CPU selects other destinations. Only runs that write golden.json measure the lead.
+    """
     module = pack_module("toma_core.selection")
     search, narrowest = module.greedy_facility_location, [math.inf]
 

@@ -78,8 +78,8 @@ def test_after_out_of_memory_all_steps_are_full(
 def test_where_packing_runs_out_of_memory_in_a_merged_step(
     at: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out at keys and at values, in the first block and in later ones. The evaluation is repeated as a full
-    one."""
+    """Memory runs out at keys and at values, in the first block and in later blocks. The evaluation is repeated as a
+    full evaluation."""
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
     monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     calls, quantize = list[int](), trial.quantize
@@ -124,7 +124,7 @@ def short_of_memory(layer: Any, *at: int) -> Iterator[None]:
 def test_after_out_of_memory_of_one_condition_the_other_is_full_too(
     call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conditions are in separate calls. Guidance would amplify an error in only one of them."""
+    """Conditions are in separate calls. If only one condition were full, guidance would amplify the difference."""
     model = model_of("wan")
     merged = attach(model, **KEYS)
     monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
@@ -192,7 +192,7 @@ def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, st
 def test_where_the_model_runs_out_of_memory_it_runs_again_without(
     step: int, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
-    """Without caches the memory suffices, so the evaluation runs again without them."""
+    """Without caches the memory suffices, so the evaluation is repeated without caches."""
     model = model_of("flux")
     merged = attach(model, **KEYS)
     with short_of_memory(model.model.diffusion_model.single_blocks[-1].linear2, step + 1):

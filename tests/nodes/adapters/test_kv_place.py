@@ -265,7 +265,7 @@ def test_pinning_that_fails_raises_nothing() -> None:
 
 @loop("integrated", [False, True])
 def test_a_card_that_shares_main_memory_gains_nothing_there(integrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DGX Spark, Jetson and Strix Halo have such cards."""
+    """DGX Spark, Jetson and Strix Halo have integrated GPUs that share main memory."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = SimpleNamespace(is_integrated=int(integrated))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)

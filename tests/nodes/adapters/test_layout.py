@@ -29,8 +29,7 @@ class Told:
 
 @pytest.fixture
 def listening() -> Any:
-    """listening(model): return a clone with an attention override that records its calls, and the list of these
-    calls."""
+    """listening(model): return a clone with an attention override, and a list of the override's calls."""
 
     def listen(model: Any) -> tuple[Any, list[Told]]:
         calls: list[Told] = []

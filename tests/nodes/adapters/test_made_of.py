@@ -56,8 +56,8 @@ def test_prompts_that_take_turns(trained: Trained, plain: float) -> None:
 
 
 def test_two_pictures_of_one_size_that_take_turns(trained: Trained, plain: float, stats_of: Any) -> None:
-    """FlowEdit evaluates two pictures in each step: one with new noise, and the edited one with the same noise and
-    another prompt. Neither picture can use the other's cache, so steps are full."""
+    """In each step, FlowEdit evaluates the original picture and the edited picture, with the same new noise and
+    different prompts. Neither picture can use the other picture's cache, so steps are full."""
     picture = trained.drawn(trained.model, positive=trained.prompt(4))
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:

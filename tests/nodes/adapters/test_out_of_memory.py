@@ -71,8 +71,8 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
 def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
     kind: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full evaluation needs more memory than a merged one, so it is useless to repeat the evaluation of a picture.
-    For a video it is repeated once."""
+    """A full evaluation needs more memory than a merged evaluation, so the evaluation of a picture is not repeated. The
+    evaluation of a video is repeated once."""
     model, calls = model_of(kind), list[int]()
 
     def short(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
 def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
     call: int, stats_of: Any, on_two_devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device waits for the other device before it repeats its call."""
+    """The device waits for the other device before the call is repeated."""
     one, other, calls = models.wan(), models.wan(), list[int]()
     network = one.model.diffusion_model
     forward = type(network).forward
@@ -114,7 +114,7 @@ def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again
 def test_without_memory_for_a_plan_a_picture_ends_its_run(
     model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A picture is not sampled again without merging, because free memory must not change it."""
+    """A picture is not sampled again without merging, because free memory must not change pictures."""
     without_memory(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError):
         models.sample(attach(model_of("wan")), HEIGHT, WIDTH, steps=2)

@@ -67,8 +67,9 @@ def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
 
 
 def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
-    """Merge one site in a run. The change of its first evaluation equals the error that the probe measured, up to the
-    difference between plans: a probe selects by the first condition's tokens, a run by the negative's."""
+    """Sample with only one site merged. The change of the first evaluation nearly equals the error that the probe
+    measured. The two differ, because a probe selects by the first condition's tokens, and a run by the negative
+    condition's."""
     pictures: list[torch.Tensor] = []
 
     def record(args: dict[str, Any]) -> torch.Tensor:

@@ -225,7 +225,7 @@ def the_image_of_before_in_the_next_one(lab: Lab) -> None:
 
 @report("ClownsharkBatwing/RES4LYF#237", "xmarre/ComfyUI-Spectrum-MiniMax-H3#103")
 def samplers_that_evaluate_several_times_a_step(lab: Lab) -> None:
-    """All evaluations of a step have its mode, unless new noise makes them full."""
+    """All evaluations of a step have the mode of the step, unless new noise makes them full."""
     for sampler in ("res_multistep", "dpmpp_2s_ancestral", "seeds_3", "heunpp2"):
         lab.drawn(sampler=sampler, steps=8)
         stats = lab.stats_of(lab.merged)

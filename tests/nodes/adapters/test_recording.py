@@ -82,7 +82,7 @@ def test_after_memory_ran_out_the_next_recording_begins_anew(
     kind: str, at: int, evaluations: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory runs out in a refresh, in a merged step, and in the last step, which is full and has begun a recording.
-    The evaluation is repeated as a full one, and all later ones are full."""
+    The failed evaluation is repeated as a full evaluation, and later evaluations are full."""
     model = model_of(kind)
     recording, out = ran_out(kind, model, at, monkeypatch)
     assert (recording.left_open, recording.survivors, len(recording.evaluations)) == (0, 0, evaluations)

@@ -54,7 +54,7 @@ def test_class_of_a_later_comfyui_is_refused_by_name(
 
 @loop("folder", ["/home/me/my.app/custom_nodes/", "C:\\app\\custom_nodes\\"])
 def test_a_model_that_another_pack_runs_is_refused_with_what_to_do(folder: str, attach: Any) -> None:
-    """Nunchaku has such a model: its wrapper replaces ComfyUI's network."""
+    """Nunchaku's wrapper replaces ComfyUI's network."""
     model = models.flux()
     wrapper = type("ComfyFluxWrapper", (torch.nn.Module,), {"__module__": f"{folder}ComfyUI-nunchaku.wrappers.flux"})()
     wrapper.model = model.model.diffusion_model

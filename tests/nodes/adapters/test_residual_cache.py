@@ -176,7 +176,7 @@ def test_similar_calls_have_separate_caches() -> None:
 
 
 def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
-    """If two guidances perturb the model and the first one ends, the other one still finds its cache."""
+    """If two guidances perturb the model and the first guidance ends, the second guidance still finds its cache."""
     sampling, options = sampling_of(), {"uuids": ["cond"]}
 
     def call(layer: int | None) -> Any:
@@ -219,7 +219,8 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
 
 
 def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach: Any, stats_of: Any) -> None:
-    """Without the ControlNet the chain of blocks is longer. Its residual is not cached, so the step is full."""
+    """Without the ControlNet, two short chains of blocks become one long chain. The long chain has no cached residual,
+    so the step is full."""
     import comfy.controlnet
 
     class Once(comfy.controlnet.ControlBase):
@@ -250,8 +251,8 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach
 def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     flux: Any, attach: Any, monkeypatch: Any, patched: bool
 ) -> None:
-    """The first call of the guidance refreshes only its own cache; the other calls use their caches in the same
-    step."""
+    """The first call of the guidance refreshes only the guidance's own cache. The other calls of the step use their
+    caches."""
     import comfy.samplers
     from comfy.model_patcher import set_model_options_patch_replace
 

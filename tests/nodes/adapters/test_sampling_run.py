@@ -113,7 +113,7 @@ def test_range_counts_noise_and_every_step_is_reported(
 def test_part_of_a_schedule_keeps_its_clock(
     request: pytest.FixtureRequest, attach: Any, decisions: Any, kind: str
 ) -> None:
-    """KSamplerAdvanced runs steps 2 and 3 of 6. ToMA counts them as steps 0 and 1."""
+    """KSamplerAdvanced runs steps 2 and 3 of 6, which ToMA counts as steps 0 and 1."""
     model = attach(request.getfixturevalue(kind), full_step_interval=2)
     models.sample(model, 16, 16, steps=6, start_step=2, last_step=4)
     assert [(d.step, d.merged_ratio) for d in decisions] == [(0, 0.0), (1, 0.5)]

@@ -376,7 +376,7 @@ def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
 
 
 def test_a_sampler_that_reports_more_steps_than_its_schedule_stays_in_the_last(pack: Any) -> None:
-    """All evaluations are at one noise level, so each could also repeat the reported step."""
+    """All evaluations have the same sigma, so the sigma does not tell which step an evaluation belongs to."""
     tracker = levels.SigmaTracker([3.0, 2.0, 0.0])
     steps = []
     for step in range(7):

@@ -14,8 +14,8 @@ from tests.loop import loop
 
 report_text = pack_module("nodes.adapters.report_text")
 
-# Kind of model, gradient checkpointing, and preset. ComfyUI's Flux overwrites tensors that its backward pass needs, so
-# it can be trained only with gradient checkpointing.
+# Kind of model, gradient checkpointing, and preset. ComfyUI's Flux overwrites tensors that the backward pass needs, so
+# Flux can be trained only with gradient checkpointing.
 CASES = [("unet", False, "paper"), ("unet", True, "balanced"), ("flux", True, "paper"), ("z_image", False, "balanced")]
 
 

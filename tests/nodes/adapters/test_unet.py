@@ -115,8 +115,7 @@ def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, cha
 
 
 def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, attach: Any, stats_of: Any) -> None:
-    """IPAdapter replaces cross-attention in this way. It adds attention to an image, with a mask in the shape of the
-    activations."""
+    """IPAdapter's replacement adds attention to an image, with a mask in the shape of the activations."""
     from comfy.ldm.modules.attention import optimized_attention
 
     seen = []

@@ -35,8 +35,8 @@ WEIGHTS = {
     "cosmos": 2.09,
     "wan": 14.29,
     "ltx": 1.92,
-    "ltx_av": 21.0,  # its name says 22
-    "h3": 20.2,  # the pruned checkpoint
+    "ltx_av": 21.0,  # the model's name says 22
+    "h3": 20.2,  # this is the pruned checkpoint
 }
 every_model = pytest.mark.parametrize("name", SPECS)
 

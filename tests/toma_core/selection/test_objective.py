@@ -1,4 +1,4 @@
-"""Test the facility location objective, against loops and apricot-select, and the two properties on which the bound of
+"""Test the facility location objective against loops and apricot-select, and the two properties on which the bound of
 greedy search rests."""
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_compiled_run_is_the_uncompiled_one(
     assert stats.merged_blocks == expected.merged_blocks
 
     warm = backend.graphs
-    # One graph is that of merged steps, the other that of full steps.
+    # Merged steps use one graph, and full steps use another one.
     assert warm == 2 if inside else warm > 2
     assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=4), plain)
     longer = models.sample(compiled_model, SIDE, SIDE, steps=7, seed=6)
@@ -181,13 +181,13 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
     assert stats_of(toma).unmerged == {}
     assert len(stats_of(toma).merged_steps) > 1
     own = of_the_model_itself(model, run)
-    # LTX-2 and Qwen-Image 2.1 break their graph before the blocks, which need one more graph to be merged. MiniMax H3
-    # reads its sigma and is recompiled in every step, merged or not.
+    # In LTX-2 and Qwen-Image 2.1 the graph breaks before the blocks, whose merging needs one more graph. MiniMax H3
+    # reads its sigma, so every step is recompiled, merged or not.
     assert backend.graphs == own + {"ltx_av": 1, "qwen_image21": 1, "h3": 0}.get(family, own)
 
 
 def of_the_model_itself(model: Any, run: dict[str, Any]) -> int:
-    """Count the graphs of the model without ToMA. Some models break their graphs."""
+    """Count the graphs of the model without ToMA. There are several if the model's own code breaks the graph."""
     torch._dynamo.reset()
     backend = Counting()
     models.sample(compiled(model, backend), SIDE, SIDE, **run)

@@ -30,7 +30,7 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     fresh_compiler: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Merged steps use one graph and full steps another, with a KV cache in full precision or in 4 bits."""
+    """Most families need at most three graphs, with a KV cache in full precision or in 4 bits."""
     model_of(kind)  # skips models that this ComfyUI lacks
     if packed:
         monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)

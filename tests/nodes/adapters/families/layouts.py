@@ -135,9 +135,10 @@ def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
 def merged_call(
     layout: Layout, given: dict[str, Any], plans: list[Any], M: Tensor
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return the arguments of a block on merged tokens, the image, and the merged image.
+    """Return the block's arguments with merged tokens, the image tokens, and the merged image tokens.
 
-    plans: the plan of the image, and those of merged references behind the image. M: one merge matrix for all plans.
+    plans: the plan of the image, and the plans of merged references behind the image. M: one merge matrix for all
+    plans.
     """
     x, tokens = layout.taken(given[layout.tokens]), sum(plan.tokens for plan in plans)
     image = x[:, layout.before : layout.before + tokens]

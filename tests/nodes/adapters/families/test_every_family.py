@@ -325,4 +325,4 @@ def test_every_supported_transformer_is_tried_here(pack: Any) -> None:
     registry = pack_module("nodes.adapters.registry")
     assert set(LAYOUTS) == set(models.TRANSFORMERS)
     families = {type(registry.find(make().model.diffusion_model)).__module__ for make in models.TRANSFORMERS.values()}
-    assert len(families) + 1 == len(registry._FAMILIES) == len(models.FAMILIES)  # 1 for UNets
+    assert len(families) + 1 == len(registry._FAMILIES) == len(models.FAMILIES)  # UNets are one more family

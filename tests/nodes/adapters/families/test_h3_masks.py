@@ -73,7 +73,7 @@ def by_token_of_both(segments: list[Any]) -> list[Any]:
 
 
 def by_frame(segments: list[Any]) -> list[Any]:
-    """Cut the video into two segments; tokens of the second one have separate rows of modulation."""
+    """Cut the video into two segments. Tokens of the second segment have separate rows of modulation."""
     *others, (start, stop, row) = segments
     middle, rows = start + 2 * FRAME, levels(segments)[: stop - start - 2 * FRAME]
     return [*others, (start, middle, row), (middle, stop, rows)]

@@ -21,8 +21,8 @@ STEPS, BLOCKS = 8, 4
 
 @pytest.fixture
 def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int], list[int]]]:
-    """sparse(start_percent, dense): return a model with sparse attention, the token counts of its calls, and those of
-    all blocks.
+    """sparse(start_percent, dense): return a model with sparse attention, a list of the token counts of sparse
+    attentions, and one of the token counts of blocks.
 
     The attention stands in for ComfyUI's `BlockSparseAttention`, which is newer than 0.33. dense: indices of blocks
     that are never sparse.
@@ -85,7 +85,7 @@ def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 def test_blocks_merge_before_the_sparse_part_and_around_it(
     start_percent: float, dense: set[int], merged_calls: int, sparse: Any, model_of: Any, stats_of: Any
 ) -> None:
-    """A sparse block runs on all tokens, and the report names it."""
+    """A sparse block runs on all tokens. The report names sparse blocks."""
     model, calls, lengths = sparse(start_percent, dense)
     own, merges = sampled(model, steps=STEPS), pack_module("nodes.adapters.patch_model").apply_toma
     all_dense = merges(model_of("h3"), preset("balanced"))

@@ -141,7 +141,7 @@ def test_hunyuan_video_1_5(attach: Any, stats_of: Any) -> None:
 
 
 def test_hunyuan_image(attach: Any, stats_of: Any) -> None:
-    """Latents of HunyuanImage have four dimensions, and its positions have two axes."""
+    """Latents of HunyuanImage have four dimensions, and positions have two axes."""
     model = models.hunyuan(
         base="HunyuanImage21", kind="HunyuanImage21", patch_size=[1, 1], axes_dim=[12, 12], vec_in_dim=None,
         in_channels=64, out_channels=64, guidance_embed=False,

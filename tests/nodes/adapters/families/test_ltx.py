@@ -168,7 +168,8 @@ def guided(model: Any, strength: float) -> dict[str, Any]:
 
 @loop("family", BOTH)
 def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """A guide with a strength other than 1 scales the attention to its tokens; such runs are not merged."""
+    """A guide with a strength other than 1 scales the attention to the guide's tokens. A run with such a guide is not
+    merged."""
     model = model_of(family)
     merged, strong, weak = attach(model), guided(model, 1.0), guided(model, 0.5)
     (found,), (own,) = sampled(merged, **strong), sampled(model, **strong)
@@ -183,7 +184,7 @@ def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: 
 
 @loop("family", BOTH)
 def test_guides_that_are_smaller_than_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """Guides of an IC-LoRA have fewer tokens per frame than the video; such runs are not merged."""
+    """Guides of an IC-LoRA have fewer tokens per frame than the video. A run with such a guide is not merged."""
     from comfy_extras.nodes_lt import LTXVAddGuide
 
     model = model_of(family)
@@ -259,8 +260,8 @@ STAGES = {
 
 @loop("stage", list(STAGES))
 def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
-    """LTX-2.5 is the model of LTX-2.3 with other settings. Its guider has separate scales for picture and sound, and
-    its sampler draws so little new noise that steps are merged."""
+    """LTX-2.5 is the model of LTX-2.3 with other settings. The guider has separate scales for picture and sound. The
+    sampler draws so little new noise that steps are merged."""
     import comfy.sample
     import comfy.samplers
     from comfy.ldm.lightricks.av_model import LTXAVModel

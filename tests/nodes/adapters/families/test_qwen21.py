@@ -100,7 +100,7 @@ def test_without_changes_a_merged_step_equals_the_models_own(
 def test_comfyuis_cache_in_fewer_bits(
     in_place: bool, dtype: str, most: float, made: Any, attach: Any, stats_of: Any
 ) -> None:
-    """A prefix cache with fewer bits changes merged pictures about as much as unmerged ones."""
+    """A prefix cache with fewer bits changes merged pictures about as much as it changes unmerged pictures."""
     model, given = made(in_place), conds(made(in_place), REFERENCES[:2])
     merged = attach(model, **KEYS)
     alone = errors([sampled(at(model, "auto", dtype), **given)], [sampled(at(model, "auto"), **given)])[0]
@@ -162,8 +162,8 @@ def patched(model: Any, seen: list[int]) -> Any:
 
 
 def controlled(model: Any, seen: list[int]) -> Any:
-    """Run a separate branch of blocks on all tokens and add its output after every second block, as Fun ControlNet
-    does."""
+    """Run a separate branch of blocks on all tokens and add the branch's output after every second block, as Fun
+    ControlNet does."""
     blocks = copy.deepcopy(model.model.diffusion_model.transformer_blocks[:2])
     state: dict[str, Tensor] = {}
 

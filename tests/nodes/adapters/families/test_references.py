@@ -57,7 +57,7 @@ def test_references(
     given = arguments(block, layout, call)
     num_tokens = given["transformer_options"].get("reference_image_num_tokens")
     assert num_tokens or not current()
-    too = too and bool(num_tokens)  # not merged on ComfyUI 0.16.3, which does not pass the number
+    too = too and bool(num_tokens)  # ComfyUI 0.16.3 does not pass the number
     plans = [c.plan for c in plan_calls[call.first_plan :][: 3 if too else 1]]
     sizes = [(side // layout.patch) * (12 // layout.patch) for side in (8, 6)]
     assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)
@@ -136,8 +136,8 @@ def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: 
 def test_reference_as_large_as_the_image(
     family: str, model_of: Any, attach: Any, plan_calls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Edit a picture. The reference keeps one plan for the run; the image gets a new plan in every step, which both
-    conditions share even if free memory splits their calls."""
+    """Edit a picture. The reference keeps one plan for the run. The image gets a new plan in every step; both
+    conditions share this plan even if free memory splits their calls."""
     model = model_of(family)
     channels, five = model.model.latent_format.latent_channels, family == "qwen_image"
     size = (1, channels, *((1,) if five else ()), HEIGHT, WIDTH)

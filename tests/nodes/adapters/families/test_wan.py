@@ -187,7 +187,7 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
 
 @loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
-    """Plans belong to the frames of a call, and both conditions share them."""
+    """Plans belong to the frames of a call. Both conditions share the plans."""
     nodes = importlib.import_module("comfy_extras.nodes_context_windows")
     # There are 7 latent frames in windows of 5 that overlap by 3. ComfyUI may add a frame before later windows.
     window_options = ("standard_static", 1, False, "pyramid", False)
@@ -220,7 +220,7 @@ def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: An
 
 @loop("place", ["attn1_patch", "attn2_patch"])
 def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any, stats_of: Any) -> None:
-    """MultiTalk has such patches."""
+    """MultiTalk has patches inside blocks."""
     seen: list[tuple[int, Any]] = []
 
     def patch(args: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""One of two processes that sample pictures together, with torch.distributed's gloo on the loopback device.
+"""Run one of two processes that sample pictures together, with torch.distributed's gloo on the loopback device.
 
 `python rank.py RANK FOLDER` writes {case: result} into FOLDER/RANK.json. Both processes meet in FOLDER/store.
 """
@@ -23,8 +23,8 @@ from testbed import models
 
 SIZE = 2
 EVERYTHING = {"min_tokens": 4}
-# A picture has 144 tokens, its text 6. With two references of the same size, each process has 219 of 438 tokens, more
-# than image and text together.
+# A picture has 144 tokens, a text has 6. With two references of the picture's size, each process has 219 of 438 tokens,
+# more than image and text together.
 SIDE, TEXT = 24, 6
 
 

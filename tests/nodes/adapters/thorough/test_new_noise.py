@@ -60,11 +60,11 @@ def errors(trained: Trained, sampler: str) -> Tensor:
 @torch.no_grad()
 @loop("name", NOISY)
 def test_samplers_that_draw_new_noise(trained: Trained, usual: dict[int, float], stats_of: Any, name: str) -> None:
-    """Regression on the latent predicts how new noise changes tokens; without it the error of these samplers is 0.2 to
-    0.5. Steps without a valid cache are full and give the reason."""
+    """Regression on the latent predicts how new noise changes tokens. Without regression, the error of these samplers
+    is 0.2 to 0.5. Steps without a valid cache are full and give the reason."""
     error, stats = errors(trained, name), stats_of(trained.merged)
     assert "new_noise" in why_full(stats)
-    if name == "er_sde":  # its noise decreases from step to step
+    if name == "er_sde":  # the new noise of er_sde decreases from step to step
         assert set(stats.merged_steps) < set(usual)
         assert stats.merged_steps
         assert error.mean() < 0.1
@@ -75,8 +75,8 @@ def test_samplers_that_draw_new_noise(trained: Trained, usual: dict[int, float],
 
 
 def test_prompts_that_take_turns_in_a_larger_picture(pack: Any) -> None:
-    """Plans are made from the picture that was predicted for the same prompt. With the other prompt's picture, the
-    error was 0.10."""
+    """Plans are made from the picture that was predicted for the same prompt. Plans from the other prompt's picture
+    gave an error of 0.10."""
     larger = Trained("few")
     larger.size = 64
     assert larger.error(positive=by_turns(larger)) < 0.09

@@ -11,7 +11,7 @@ test_without_changes_a_merged_step_equals_the_models_own = loop(
 )(quick.test_without_changes_a_merged_step_equals_the_models_own.looped)
 
 test_keys_are_propagated_as_their_destinations_change = loop(
-    # Qwen-Image 2.1 is left out, because its text and image attend separately. families/test_qwen21.py tests it.
+    # families/test_qwen21.py tests Qwen-Image 2.1, whose text and image attend separately.
     "kind",
     [kind for kind in quick.SHOWN if kind not in (*quick.FEW, "qwen_image21")],
 )(quick.test_keys_are_propagated_as_their_destinations_change.looped)

@@ -72,7 +72,7 @@ def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
 @loop("model", ["flux", "unet"])
 @loop("granularity", ["stack", "module"])
 def test_shared_conditions_are_not_merged(found: Any, model: str, granularity: str) -> None:
-    """Each process evaluates one of two conditions and does not know which."""
+    """Each process evaluates one of two conditions, and cannot tell which of them."""
     for process in found:
         case = process[f"conditions-{model}-{granularity}"]
         assert case["as without ToMA"]

@@ -1,4 +1,5 @@
-"""Test the decision whether a run uses kernels, and its reason. Results with kernels equal those without."""
+"""Test the decision whether a run uses kernels, and the reason that is given. Results with kernels equal results
+without kernels."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_any_strides(case: Case, pairs: int, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 24, FULL), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True))
 def test_one_image_several_times(case: Case, kernels: Any) -> None:
-    """Cond and uncond share a plan, whose destinations are used for each of them."""
+    """Cond and uncond share a plan, so its destinations serve both."""
     one = regression_of(case, 33, kernels)
     plan = stacked([replace(one.plan, kernels=kernels)] * 3)
     both = Regression(plan, one.fit.expand(3, -1, -1), one.spread.expand(3, -1, -1))

@@ -1,5 +1,5 @@
-"""Test kernels that quantise to four bits per number. Their error equals PyTorch's, and each dequantises the other's
-result."""
+"""Test kernels that quantise to four bits per number. The kernels have the same error as PyTorch. Kernels dequantise
+PyTorch's results, and PyTorch dequantises theirs."""
 
 from __future__ import annotations
 
