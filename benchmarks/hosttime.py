@@ -4,9 +4,9 @@ time is the cost of merging.
     python -m benchmarks.hosttime [--repeats 40] [--out FOLDER]
 
 No GPU is needed: Triton compiles for a GPU offline and its driver is stubbed: a launch ends before the launcher in C.
-The time of that launcher and of CUDA's driver is excluded, for torch.add too. Plain PyTorch runs on CPU tensors of 20
-tokens, whose sums take little time compared with the calls. A turn times some hundred calls of torch.add, of an
-operation, and of torch.add again, by this thread's CPU time, and divides the times. A row is the median of its turns.
+The time of that launcher and of CUDA's driver is excluded, for torch.add too. Plain PyTorch runs on CPU tensors of only
+20 tokens, so that nearly all time is that of the calls. A turn times some hundred calls of torch.add, of an operation,
+and of torch.add again, by this thread's CPU time, and divides the times. A row is the median of its turns.
 """
 
 from __future__ import annotations

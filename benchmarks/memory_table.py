@@ -3,9 +3,9 @@ cache pays.
 
     python -m benchmarks.memory_table
 
-The pack itself decides and ComfyUI itself estimates the memory, for models at their real sizes without weights, as on
-an NVIDIA card with PyTorch's attention. The time of a step is computed, not measured: from its operations, and from the
-bytes that cross the bus at the same time.
+The pack plans the cache and ComfyUI estimates the memory, as on an NVIDIA card with PyTorch's attention, for models of
+real size without weights. The time of a step is computed, not measured: from its operations, and from the bytes that
+cross the bus at the same time.
 """
 
 from __future__ import annotations

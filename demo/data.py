@@ -21,7 +21,7 @@ FIRST_TRAINING_SEED = 1_000_000
 MOST_PER_STEP = 4096
 # Side of a token of both shipped models, in pixels. A scene has 32 x 32 tokens, whatever the size of a token.
 PIXELS_PER_TOKEN = 4
-# Side of a frame in pixels: 16 x 16 tokens of 2 x 2.
+# Side of a frame in pixels: 16 x 16 tokens of 2 x 2 pixels.
 CLIP_SIZE = 32
 # Loss weight of shape and small objects relative to the background, for models with a weighted loss. Shape and objects
 # cover a fifth of a picture and would be learnt last at equal weight. The optimum does not depend on the weight.

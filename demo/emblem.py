@@ -18,7 +18,8 @@ ICON = (400, 400)  # the registry accepts a square of at most this size
 BANNER = (1260, 540)  # the registry asks for 21:9
 _FINE = 4  # pictures are drawn larger by this factor and then reduced, for smooth edges
 _GAP = 0.06  # gap between tokens, as a share of a token's side
-_SIMILAR = 0.9  # largest range of a colour in a token of full height; smaller tokens have a proportional limit
+# Largest range of a colour in a token as high as the picture; for smaller tokens in proportion to their height.
+_SIMILAR = 0.9
 _NIGHT, _INK, _DIM = (24, 28, 42), (245, 245, 245), (176, 186, 204)
 
 Rectangle = tuple[float, float, float, float]

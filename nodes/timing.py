@@ -95,7 +95,7 @@ def measure(
 
 def worthwhile(timings: Sequence[Timing]) -> Timing | None:
     """Return the timing with the smallest error among those whose time differs from the fastest by at most a twentieth
-    of the time without ToMA. None if no setting gains more time than its own runs differ."""
+    of the time without ToMA. None if each setting's runs differ by more than the time that the setting gains."""
     faster = _faster(timings)
     enough = min((timing.median for timing in faster), default=0.0) + timings[0].median / 20
     return _least_error(timing for timing in faster if timing.median <= enough)

@@ -27,8 +27,7 @@ def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None, own_
         path: folder of ComfyUI, `COMFYUI_PATH` if None.
         cpu: run its models on the CPU. None: only if torch finds no CUDA device.
         own_attention: let ComfyUI choose its attention. If False, PyTorch's attention is used, because ComfyUI's
-        default on the
-        CPU (sub-quadratic) breaks graphs in torch.compile.
+            default on the CPU (sub-quadratic) breaks graphs in torch.compile.
 
     Raises RuntimeError if there is no ComfyUI, or if it was already set up on another device.
     """

@@ -47,8 +47,8 @@ class Block:
     launches: int  # operations per block, the mean over all blocks of an evaluation
     # Operations per block that merging adds: around a stack (divided by the blocks of the family's shortest stack,
     # rounded up), around each block, around each module. With Triton, merging and restoring are one launch each; with
-    # the residual cache, restoring takes some 15 launches by PyTorch. If a block has no modules to merge, the third
-    # number is the second one without the residual cache.
+    # the residual cache, restoring takes some 15 launches by PyTorch. For a block without modules to merge, the third
+    # number counts merging around the block without the residual cache.
     added: tuple[int, int, int]
     beside: int = 0  # text tokens that the block computes too: the smallest number that ComfyUI pads to
 

@@ -178,6 +178,6 @@ def _without_cache(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
 
 
 def merges_plainly(run: RunState) -> bool:
-    """Return whether the settings are made for merging without caches: by skipping blocks or caching nothing."""
+    """Return whether the settings are made for merging without caches: they skip blocks or cache nothing."""
     config = run.config
     return config.skip_first_blocks > 0 or config.skip_last_blocks > 0 or not config.uses_cache

@@ -135,7 +135,8 @@ class LatentChange:
     _regressions: dict[int, tuple[MergePlan, Regression | None]] = field(default_factory=dict)  # by the plan's id
 
     def regression(self, plan: MergePlan) -> Regression | None:
-        """Return the regression for a plan; None if its destinations are too few or its tokens are not the latent's."""
+        """Return the regression for a plan; None if the plan has too few destinations or its tokens are not the
+        latent's."""
         if id(plan) not in self._regressions:
             self._regressions[id(plan)] = plan, self._regression(plan)
         return self._regressions[id(plan)][1]

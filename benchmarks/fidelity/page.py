@@ -1,7 +1,7 @@
 """Write the measured results into docs/fidelity.md and results/fidelity/*.md: `python -m benchmarks.fidelity.page`.
 
-A page chooses the settings of its tables; numbers and order come from the result files, and plots are drawn from them.
-Sheets of pictures are made if this machine has the pictures.
+A page names the settings in its tables; their numbers, their order and all plots come from the result files. Sheets of
+pictures are made if this machine has the pictures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find conditions of equal content, such as prompts of a schedule, so that they share caches.
 
 ComfyUI gives each condition an id, even if several hold the same text. Contents are compared by digests of their
-tensors. The conditions of a run are compared before sampling; conditions that another node adds later, only where
-reading a tensor does not wait for a device.
+tensors. The conditions of a run are compared before sampling. Conditions that another node adds later are compared only
+where reading a tensor does not wait for a device.
 """
 
 from __future__ import annotations

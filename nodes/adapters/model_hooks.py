@@ -1,8 +1,9 @@
 """Replace a module's `forward` for the duration of one model evaluation, in the same way for every model.
 
-ComfyUI's patch lists are not sufficient: the UNet has none around the feed-forward or a block, Flux has single slots
-that other packs use, and in both models patches would get merged tokens. A replaced `forward` lies inside all patches,
-so patches get all tokens. The model is unchanged between evaluations, however a run ends.
+ComfyUI's patch lists are not sufficient: the UNet has none around the feed-forward or a block, in Flux a place for a
+patch holds one patch only, often another pack's, and in both models patches would get merged tokens. A replaced
+`forward` lies inside all patches, so patches get all tokens. The model is unchanged between evaluations, however a run
+ends.
 """
 
 from __future__ import annotations

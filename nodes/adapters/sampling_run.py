@@ -328,7 +328,7 @@ class SamplingRun:
             keys.append((key, counts[each, key]))
         return tuple(keys)
 
-    # Other nodes copy or pickle the options while sampling; a copy counts in the same run.
+    # Other nodes copy or pickle the options while sampling; a copy still belongs to the same run.
     def __copy__(self) -> SamplingRun:
         return self
 

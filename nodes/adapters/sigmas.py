@@ -155,8 +155,8 @@ class SigmaTracker:
         if self._reported is None and self._reports:
             if self._wraps:
                 return min(self._evaluation, len(self._sigmas) - 1)
-            # A sampler evaluates every step, so a noise level below the schedule's does not mean a later step. Samplers
-            # that skip steps still use the noise levels of the schedule.
+            # A sampler evaluates every step, so a noise level below the scheduled one does not mean a later step.
+            # Samplers that skip steps still use the noise levels of the schedule.
             self._kept &= any(abs(sigma - given) <= 1e-3 * sigma for sigma in self._sigmas)
             if not self._kept:
                 by_sigma = min(by_sigma, self._evaluation - self._repeated)

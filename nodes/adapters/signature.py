@@ -124,8 +124,8 @@ class BlockSignature:
         """Return how many tokens come before the image in `tokens_arg`; None if unknown. image: its N tokens.
 
         The method is called for every block of a chain. `image` stays N, although all blocks except the first get fewer
-        tokens. If neither positions nor options reveal this count, it is noted at the first block, or by `observe` in
-        an earlier group, until `release`.
+        tokens. If neither positions nor options reveal the count, the first block, or `observe` in an earlier group,
+        notes it until `release`.
         """
         if not self.image_last:
             return 0

@@ -17,7 +17,7 @@ UNSEEN = "not in this folder"  # the folder has only some files of a ComfyUI
 PYTORCH = {"modules", "named_modules", "children", "named_children", "parameters", "named_parameters", "buffers"}
 _WRAPPED = ("comfy.samplers", "comfy.model_base", "comfy.sampler_helpers")
 _COMPILE = "comfy_api.torch_helpers.torch_compile"
-# Files whose keys and attributes count in addition to those of the models.
+# Files that are searched for keys and attributes in addition to the files of models.
 _FILES = (*_WRAPPED, "comfy.model_patcher", "comfy.context_windows", "comfy.controlnet", "comfy.hooks", _COMPILE)
 
 Facts = dict[str, str]  # by item, see `Use`

@@ -120,9 +120,9 @@ def _imports(tree: ast.AST, uses: Uses) -> Iterator[tuple[str, str]]:
 
 
 class _Reader(ast.NodeVisitor):
-    """Follow names through a module. Knowledge of an expression is one of these: a dotted name; ":" and the class of an
-    instance; "." and the dotted name of an instance's attribute; or "%" and the family, with the attributes that lead
-    from its model to the object."""
+    """Follow names through a module. What an expression refers to is noted as a dotted name; as ":" and the class of an
+    instance; as "." and the dotted name of an instance's attribute; or as "%" and the family, with the attributes that
+    lead from its model to the object."""
 
     def __init__(self, uses: Uses, known: dict[str, str], models: str, words: bool) -> None:
         self.uses, self.known, self.models, self.words = uses, known, models, words
@@ -210,7 +210,7 @@ class _Reader(ast.NodeVisitor):
             add(self.uses, kind, text, optional=True)
 
     def attribute(self, owner: ast.AST, name: str, optional: bool = False) -> str | None:
-        """Note an attribute of an expression, and return the knowledge of the attribute."""
+        """Note an attribute of an expression, and return what it refers to."""
         path = self.path(owner)
         if name.startswith("__") or (path or "")[:1] == ".":
             return None
@@ -228,7 +228,7 @@ class _Reader(ast.NodeVisitor):
         return ATTRIBUTES.get(full, f".{full}" if path[0] == ":" else full)
 
     def path(self, node: ast.AST) -> str | None:
-        """Return the knowledge of an expression."""
+        """Return what an expression refers to."""
         if isinstance(node, ast.Name):
             return self.known.get(node.id)
         if isinstance(node, ast.Attribute):

@@ -42,7 +42,7 @@ def _merge_kernel(
     for step in range(0, STEPS):
         s = step * BLOCK_S + tl.arange(0, BLOCK_S)
         token = tl.load(source + window * slots + s, mask=s < slots, other=0).to(tl.int64)
-        # Rows are padded in memory; with the padding they are read 16 bytes at a time.
+        # Rows are padded in memory and read with their padding, 16 bytes at a time.
         mask = (k < K)[:, None] & (s < stride_wk)[None, :]
         M = tl.load(weights + k[:, None] * stride_wk + s[None, :], mask=mask, other=0.0).to(x.dtype.element_ty)
         M = tl.where((s < slots)[None, :], M, 0.0)
