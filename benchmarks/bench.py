@@ -62,7 +62,6 @@ def conditions(**more: Any) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the processor's name from Linux's /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -137,7 +137,6 @@ def count(
     patched = variant.patch(on_meta(shape.model, blocks))
     model, meter = patched.model.diffusion_model, Meter()
     given = shape.inputs(META)
-    # Pass the model the same arguments as `apply_model`.
     x, t, context = (given.pop(name) for name in ("x", "t", "c_crossattn"))
     x, context = x.to(torch.bfloat16), context.to(torch.bfloat16)
     latents = x

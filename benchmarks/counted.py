@@ -103,7 +103,7 @@ _SOUND = {
 
 def sizes_of(model: str) -> list[tuple[str, Shape]]:
     """Return a model's native size and larger ones."""
-    if model == "wan":  # 81 frames are 21 of the latent
+    if model == "wan":  # 81 frames are 21 frames of the latent
         sizes = ((832, 480), (1280, 720))
         return [(f"{w} x {h} x 81", Shape(model, height=h, width=w, frames=21)) for w, h in sizes]
     if model in _SOUND:
@@ -229,6 +229,3 @@ def merged_steps(model: str, preset: str, steps: int) -> list[int]:
     sigmas = tuple(float(steps - step) for step in range(steps))
     schedule = pack_module("toma_core").Schedule(settings_of(model, preset), sigmas, finishes=True)
     return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]
-
-
-# Settings of runs: name, preset, ratio.

@@ -25,7 +25,7 @@ class Variant:
 
     name: str
     patch: Patch
-    note: str = ""  # text for readers of its row
+    note: str = ""  # remark for readers of the row
     unchanged: bool = False  # whether the output must equal that of the unpatched model
     # Whether the KV cache has four bits; for single evaluations, in which no run decides the form of the cache.
     packs: bool = False

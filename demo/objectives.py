@@ -75,7 +75,6 @@ class WanCall(FluxCall):
         return sampling
 
     def __call__(self, network: Callable[..., torch.Tensor], given: NetworkInput) -> torch.Tensor:
-        """See `FluxCall`."""
         tokens = given.tokens
         if given.steps is not None:
             tokens = torch.cat([tokens, torch.stack([step_token(int(n)) for n in given.steps]).to(tokens)], 1)

@@ -167,7 +167,6 @@ def _shape_distance(kind: int, y: np.ndarray, x: np.ndarray, radius: float) -> n
 
 
 def _shape_anchor(scene: Scene) -> tuple[float, float]:
-    """Return the centre (y, x) of the shape's cell."""
     row, column = divmod(scene.shape_cell, 3)
     return 30.0 + 34 * row, 30.0 + 34 * column
 

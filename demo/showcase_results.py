@@ -126,7 +126,6 @@ class StepClock:
         self._steps = 0
 
     def __call__(self, kind: str, data: object) -> None:
-        """Process one websocket message."""
         if not isinstance(data, dict):
             return
         if kind == "progress" and data.get("node") == SAMPLER:
@@ -230,7 +229,6 @@ def side_by_side(cases: list[Case]) -> Image.Image:
 
 
 def _prompt(seed: int) -> str:
-    """Return the most visible attributes of a scene in words."""
     scene = scene_from_seed(seed)
     said = {name: ATTRIBUTES[name][value] for name, value in zip(ATTRIBUTES, scene.values(), strict=True)}
     objects = "" if said["objects"] == "none" else "{object_count} {object_colour} {objects}, "

@@ -180,7 +180,6 @@ def _steps(pen: Any, name: str) -> None:
 
 
 def _pair(image: Image.Image, pen: Any) -> None:
-    """Show a drawing of the tiny SDXL without ToMA and with it."""
     with Image.open(IMAGES / "pair.jpg") as rows:
         for index, top in enumerate((0, 134)):
             part = rows.crop((256, top, 384, top + 128)).resize((192, 192), Image.Resampling.LANCZOS)
@@ -188,7 +187,6 @@ def _pair(image: Image.Image, pen: Any) -> None:
 
 
 def _map(image: Image.Image, pen: Any) -> None:
-    """Show a part of the report's picture."""
     with Image.open(IMAGES / "report.png") as report:
         image.paste(
             report.convert("RGB").crop((210, 240, 210 + 576, 240 + 250)).resize((440, 191)), (_MARGIN, _TOP + 4)

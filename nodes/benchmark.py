@@ -132,7 +132,6 @@ class Measured(MessageId):
 
 
 def _verdict(timings: Sequence[Timing], fastest: Timing | None, closest: Timing | None) -> list[Message]:
-    """Return advice on what to do, one sentence per line."""
     noise = timing.noise(timings)
     if noise > timing.TOO_NOISY:
         return [Measured.TOO_NOISY(percent=100 * noise)]
@@ -155,7 +154,6 @@ def _gain(base: Timing, timed: Timing) -> Message:
 
 
 def _notes(task: Task, preset: str, runs: int, model: ModelPatcher, last: Timing) -> list[Message]:
-    """Return messages on the task, the machine, and the last run's merging."""
     batch, *_, height, width = task.latent.shape
     what: dict[str, Any] = {"latent": f"{width} x {height}", "batch": batch, "conditions": task.conditions}
     how: dict[str, Any] = {"runs": runs, "steps": task.steps, "sampler": task.sampler_name, "scheduler": task.scheduler}

@@ -42,7 +42,6 @@ def complaint(**values: Any) -> bool | str:
 
 
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
-    """Return the patched model, whose runs the node shows."""
     with status_of(hidden) as status:
         settings = UserSettings(preset, overrides)
         model = validate_inputs.model(model)
@@ -77,7 +76,6 @@ def _left_to_preset(model: Any, settings: UserSettings) -> dict[str, Any]:
 
 
 def _schema(node_id: str, display_name: str, description: str, *settings: Any) -> io.Schema:
-    """Return the schema of a node that patches a model."""
     return io.Schema(
         node_id=node_id,
         display_name=display_name,

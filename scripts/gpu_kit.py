@@ -97,7 +97,6 @@ def prune(comfy: Path, target: Path) -> None:
 
 
 def _download(comfy: Path, folder: Path, python: str) -> list[Path]:
-    """Download the packages' wheels for x86-64 Linux."""
     asked = (comfy / "requirements.txt").read_text(encoding="utf-8")
     folder.mkdir()
     names = []

@@ -106,7 +106,6 @@ class Cache:
     def _replace(
         self, keys: Keys, before: list[_Entry | None], update: Tensor | Int4Tensor, host: HostMemory | None
     ) -> None:
-        """Store a tensor under `keys`, in place of the entries `before`."""
         stored: Stored = update
         if host is not None:
             old = _complete([entry for entry in before if entry], len(keys))

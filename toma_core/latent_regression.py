@@ -72,7 +72,6 @@ class Rotation:
 
     @cached_property
     def _in_dtype(self) -> tuple[Tensor, Tensor]:
-        """The rotations of all tokens and of destinations in the dtype of keys."""
         return self.tokens.to(self.dtype), self.destinations.to(self.dtype)
 
     def undo(self, x: Tensor) -> Tensor:

@@ -264,7 +264,6 @@ class RunState:
         return weigh(windows.split(features), plan.dest_slots, windows, budget, sharpness, x.dtype)
 
     def _laid_out(self, features: Tensor, grid: Grid, step: StepPlan, even: bool) -> tuple[Windows, Budget]:
-        """Return the windows and a budget for them, equal or adaptive."""
         windows, budget = self._layout(grid, step, features.device)
         if even:
             return windows, budget

@@ -19,7 +19,6 @@ class Unmerged(NamedTuple):
     part: str = ""  # part of the block, "" for all of it
 
     def __str__(self) -> str:
-        """Return the name as the report shows it."""
         return " ".join(filter(None, self))
 
 
@@ -31,7 +30,7 @@ class RunStats:
     merged_evaluations: int = 0
     steps: set[int] = field(default_factory=set)
     merged_steps: dict[int, float] = field(default_factory=dict)  # ratio of each step that is merged
-    total_steps: int = 0  # steps that the run was to make
+    total_steps: int = 0  # number of steps in the run's schedule
     grids: dict[Grid, int] = field(default_factory=dict)  # destinations of each token grid
     merged_at: dict[str, set[int]] = field(default_factory=dict)  # by block, the steps in which it was merged
     blocks: set[str] = field(default_factory=set)

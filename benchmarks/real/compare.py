@@ -83,7 +83,6 @@ def load_lpips() -> Score:
     return score
 
 
-# The function that loads each metric.
 METRICS: dict[str, Callable[[], Score]] = {"LPIPS": load_lpips, "PSNR": lambda: psnr, "SSIM": load_ssim}
 
 

@@ -103,7 +103,6 @@ class Template:
             raise BenchmarkError(f"the graph has no seed: no number named {' or '.join(SEEDS)}")
 
     def _seeded(self) -> set[str]:
-        """Return the ids of the nodes into which the seed is written."""
         return {name for name, each in self.graph.items() if any(type(each["inputs"].get(key)) is int for key in SEEDS)}
 
     def own(self, name: str) -> Any:

@@ -35,7 +35,7 @@ class Attachment:
     settings: UserSettings | ToMAConfig  # as given by the caller; each run resolves the settings once, see `config_for`
     report_id: str  # id under which the stats of the model's runs are stored
     watcher: Watcher | None = None
-    ratio_schedule: RatioSchedule = ()  # of the profile; empty without one
+    ratio_schedule: RatioSchedule = ()  # ratios of the profile; empty without a profile
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:

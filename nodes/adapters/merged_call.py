@@ -69,7 +69,6 @@ def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> tuple[H
 def _note(
     sites: Sequence[ChainSite], sampling: SamplingRun, evaluation: Evaluation, x: Tensor, layout: Hashable
 ) -> None:
-    """Record which chains of a call have written their caches."""
     missed = [site for site in sites if not site.reached or site.pair]
     if len(missed) < len(sites) or not sites:  # otherwise another node has skipped the model
         sampling.ended(evaluation, x, layout, [site.chain.name for site in missed if site.chain is not None])

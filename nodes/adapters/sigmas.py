@@ -226,7 +226,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _is_comfyuis(function: Any) -> bool:
-    """Whether a function of k_diffusion is ComfyUI's own and has not been replaced."""
     files = {k_diffusion.__file__, _contextlib.__file__}  # `torch.no_grad` wraps the function
     while isinstance(function, FunctionType) and function.__code__.co_filename in files:
         if not hasattr(function, "__wrapped__"):

@@ -193,7 +193,6 @@ class _Reader:
         return self._files_with(lambda module: use.subject in module.attributes or use.subject in module.texts)
 
     def _files_with(self, has: Callable[[Module], bool]) -> str:
-        """Return the files for which a condition holds."""
         modules = [module for name in self.files if (module := self.source.module(name)) is not None]
         return ", ".join(module.name for module in modules if has(module)) or (UNSEEN if self.partial else GONE)
 
