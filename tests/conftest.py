@@ -58,7 +58,7 @@ if os.environ.get("COMFYUI_PATH"):
 else:
     sys.meta_path.insert(0, NoComfyUI())  # type: ignore[arg-type]
 
-# Triton reads this variable at its first import, and ComfyUI imports Triton. Kernels are then interpreted, on CPU
+# Triton reads TRITON_INTERPRET at its first import, and ComfyUI imports Triton. Kernels are then interpreted, on CPU
 # tensors.
 if find_spec("torch"):
     import torch

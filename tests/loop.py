@@ -1,4 +1,4 @@
-"""Provide `loop`, a decorator for tests that another folder runs with other values."""
+"""Provide `loop`, a decorator for tests that another folder repeats with other values."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_no_page_is_missing_or_left_over() -> None:
 
 
 def test_pages_speak_of_every_input_and_output_and_are_served(server: ComfyServer) -> None:
-    """Advanced inputs have tooltips instead."""
+    """Advanced inputs are described by tooltips, not by help pages."""
     front = ("preset", "ratio", *pack_module("nodes.widgets")._FRONT)
     for language, nodes in NODES.items():
         for node_id, node in nodes.items():

@@ -121,7 +121,8 @@ def test_every_text_is_translated(language: str) -> None:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_page_can_read_every_text(language: str) -> None:
-    """vue-i18n would interpret some characters. Messages name inputs by the labels of their widgets."""
+    """Texts must not contain characters that vue-i18n interprets. Messages name inputs by the labels of their
+    widgets."""
     assert [path for path, text in leaves(texts(language)) if set(text) & set("{}@|")] == []
     shown: dict[str, str] = {}
     for node in texts(language).values():

@@ -61,7 +61,8 @@ def test_publishing_installs_the_pins_of_the_tests() -> None:
 
 
 def test_files_of_github_have_what_it_asks_for() -> None:
-    """GitHub's workflows run modules and files that exist. Its form for bugs asks for the text of the report."""
+    """GitHub's workflows run modules and files that exist. GitHub's form for bug reports asks for the text of ToMA's
+    report."""
     for path in sorted((ROOT / ".github").rglob("*.yml")):
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text)

@@ -54,7 +54,8 @@ def make(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 class TestFind:
     def test_first_match_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path) -> None:
-        """The variable comes first, then the ComfyUI around the checkout, then the workspace of comfy-cli."""
+        """The variable COMFYUI_PATH comes first, then the ComfyUI around the checkout, then the workspace of
+        comfy-cli."""
         workspace = fake_comfyui(empty_home / "comfy" / "ComfyUI")
         monkeypatch.setattr(comfyui, "ROOT", tmp_path / "custom_nodes" / "ComfyUI-ToMA")
         assert comfyui.find().path == workspace, "a folder custom_nodes without ComfyUI does not count"

@@ -68,8 +68,8 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def made(folder: Folder) -> list[Job]:
-    """Save pictures of two prompts and two seeds. Merged pictures are noisier than unmerged ones, except one that is
-    equal."""
+    """Save pictures of two prompts and two seeds. Merged pictures are noisier than unmerged pictures, except one merged
+    picture that equals the unmerged one."""
     jobs = []
     for p, prompt in enumerate(("a <script>alert(1)</script> cat", "@@HEAD@@")):
         for seed in (1, 2):
@@ -89,7 +89,7 @@ def test_summary_by_hand(folder: Folder) -> None:
     plain, merged, other = summarise(pairs)
     assert [plain.setting, merged.setting, other.setting] == [UNMERGED, "balanced 0.5", OTHER_SEED]
     assert (plain.pictures, merged.pictures, other.pictures) == (4, 4, 2)
-    # Only runs of seed 2 count: 4 and 4 s without ToMA, 2 and 3 s with it.
+    # Only runs of seed 2 count: 4 and 4 s without ToMA, 2 and 3 s with ToMA.
     assert (plain.seconds, merged.seconds, other.seconds) == (4.0, 2.5, None)
     assert merged.speedup == pytest.approx(1.6)
     assert plain.speedup is None

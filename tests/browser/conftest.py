@@ -36,8 +36,8 @@ FLAGS = [
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
 TIMEOUT = 300_000  # a page that takes seconds on an idle machine takes minutes on a busy one
-# ComfyUI sends the messages of a prompt in order, and `execution_success` or an error last. `statusOf` returns the
-# element with a node's status text.
+# `window.finished` counts prompts by the message that ComfyUI sends last. `statusOf` returns the element with a node's
+# status text.
 IN_PAGE = """() => {
     window.finished = 0
     for (const kind of ["execution_success", "execution_error", "execution_interrupted"])

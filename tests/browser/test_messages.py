@@ -1,4 +1,4 @@
-"""Tests that need only one renderer: which node, tab and workflow show a run, and the help panel."""
+"""Test the page in one renderer: which node, tab and workflow show a run, and the help panel."""
 
 from __future__ import annotations
 

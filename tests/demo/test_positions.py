@@ -1,4 +1,4 @@
-"""Test the UNet's position codes: every cell of a picture has its own, and a crop has those of its offset."""
+"""Test the UNet's position codes: every cell of a picture has its own code, and a crop has the codes of its place."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ report_text = pack_module("nodes.adapters.report_text")
 
 @pytest.fixture
 def stats() -> Any:
-    """Return stats of ten steps in three stages. Steps 3 to 8 merge half of the tokens or more; one block is never
-    merged, and another one only in some steps."""
+    """Return stats of ten steps in three stages. Steps 3 to 8 merge half of the tokens or more. One block is never
+    merged, and another block is merged only in some steps."""
     made = Stats(total_steps=10)
     for step in range(10):
         made.count_evaluation(step, {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.75}.get(step, 0.0))

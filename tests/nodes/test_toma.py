@@ -151,8 +151,8 @@ def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
     assert nodes.ToMA.validate_inputs() is True, "a ratio that comes over a link is not known yet"
 
 
-# Numbers of ToMA Advanced that must be above 0 or -1, the preset's value. The widget's range, which begins at -1, does
-# not express this.
+# Numbers of ToMA Advanced that must be above 0, or -1 for the preset's value. The widget's range, which begins at -1,
+# does not express this.
 WITH_A_LEAST_VALUE = ("full_step_interval", "selection_interval", "window_size", "sharpness")
 
 

@@ -146,7 +146,7 @@ def test_bad_settings_over_a_link_fail_their_prompt_only(tiny_server: ComfyServe
 
 def test_client_receives_the_runs_of_each_node_cached_or_not(tiny_server: ComfyServer) -> None:
     settings = advanced(tiny_server)
-    for seed in (31, 32):  # in the second run, ComfyUI has cached the node
+    for seed in (31, 32):  # in the second run, ComfyUI has cached the node's output
         run = tiny_server.run(graph(settings, seed=seed))
         assert run.status == "success", run.error
         (begin, end) = said(run)

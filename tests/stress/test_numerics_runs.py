@@ -39,12 +39,12 @@ STORED = {
 }
 BOTH = ("unet", "flux")
 # ComfyUI runs some models in bf16 or fp32 only. Flux.2 is left out of the longest tests, because its 512 text tokens
-# take as long as all other models, and its fp16 code is that of Flux. MiniMax H3's latents have two streams, which
-# these tests do not make.
+# take as long as all other models together, and its fp16 code is that of Flux. MiniMax H3's latents have two streams,
+# which these tests do not make.
 KINDS = [kind for kind in models.KINDS if kind != "h3"]
 WITH_HALF = ("unet", "flux", "chroma", "z_image", "krea2", "sd3", "wan")
-# Pairs of family and dtype. Each family of BOTH has every dtype; another family has one or two of the most common
-# dtypes of its files.
+# Pairs of family and dtype. Each family of BOTH has every dtype except fp32. Each other family has one or two of the
+# most common dtypes of its files.
 WAYS = [(kind, stored) for kind in BOTH for stored in STORED if stored != "fp32"]
 WAYS += [(kind, ("bf16", "fp8 in bf16")[turn % 2]) for turn, kind in enumerate(KINDS) if kind not in BOTH]
 WAYS += [(kind, "fp16") for kind in WITH_HALF if kind not in BOTH]
@@ -240,8 +240,8 @@ def test_flux_in_fp16_with_tokens_at_the_limit(
     kind: str, settings: str, model_in: Any, watched: Any, attach: Any
 ) -> None:
     """ComfyUI's Flux clamps the tokens of its single blocks to the range of fp16, so a channel may be at the limit.
-    Weights that sum to 1.0003 would give an infinity, which becomes NaN in the next attention; clamping makes the NaN 0
-    in the whole image."""
+    Weights that sum to 1.0003 would give an infinity, which becomes NaN in the next attention. Clamping replaces NaN by
+    0, so the image would be all zeros."""
     model = model_in(kind, "fp16")
     noise = noise_of(model)
     limit = float(LARGEST)

@@ -24,8 +24,8 @@ ALLOWED = {
     *("textwrap", "threading", "time", "types", "typing", "uuid", "weakref"),
     *("comfy", "comfy_api", "comfy_execution", "comfyui_version", "numpy", "PIL", "psutil", "torch", "triton"),
 }
-# Builtins by name, and attributes of any object. Triton's `load` and `store` are allowed, because they access the
-# card's memory.
+# Builtins by name, and attributes of any object. Triton's `load` and `store`, which read and write GPU memory, are
+# allowed.
 REFUSED_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
 REFUSED_ATTRIBUTES = {
     *("load", "save", "open", "fromfile", "tofile", "loadtxt", "savetxt", "genfromtxt", "memmap", "savez", "dump"),
@@ -35,7 +35,7 @@ REFUSED_ATTRIBUTES = {
     *("add_routes", "add_route", "add_static", "router", "middlewares", "environ", "getenv", "urlopen", "connect"),
     *("basicConfig", "FileHandler", "addHandler"),
 }
-# The page's scripts and their imports: ComfyUI's page, or other scripts of the pack.
+# By script of the pack's web page: the scripts that it imports, from ComfyUI's page or from the pack.
 SCRIPTS = {
     "web/toma.js": {
         *("../../scripts/api.js", "../../scripts/app.js"),

@@ -23,7 +23,7 @@ def run_of(**settings: object) -> RunState:
 
 def at(run: RunState, step: int, *cond_keys: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
     """Return an evaluation of a call with the conditions `cond_keys`. takes_part: all conditions of the evaluation, if
-    other calls have further ones."""
+    other calls have further conditions."""
     signatures = dict.fromkeys(takes_part or cond_keys)
     return Evaluation(run, decide(run, Facts(10.0 - step, conditions=signatures)), (None,) * len(cond_keys), cond_keys)
 

@@ -19,7 +19,7 @@ from toma_core.parked import Parked
 
 @loop("failing", ["unpin", "synchronize"])
 def test_every_buffer_is_released_where_one_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of CUDA is repeated by later calls. Here only the first call raises it."""
+    """An error of CUDA is repeated by later calls. Here only the first call fails."""
     copies, cache = Copies(), Cache()
     host = cache.host = host_of(copies)
     filled(cache)

@@ -141,7 +141,7 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
 
     def results(plan: MergePlan) -> tuple[torch.Tensor, ...]:
         reduced = merge(x, plan)
-        # The tokens lie between others, as in Flux.
+        # The tokens lie between other tokens, as in Flux.
         between = torch.cat([x, x, x], 1)[:, len(x[0]) : 2 * len(x[0])]
         return reduced, merge(between, plan), unmerge(out, plan), unmerge_residual(out, reduced, between, plan)
 

@@ -23,7 +23,7 @@ def merged(x: Tensor, plan: MergePlan) -> Tensor:
 
 
 def still(fresh: Tensor, old: Tensor) -> Tensor:
-    """Return the least-squares factor from `old` to `fresh`, for each image."""
+    """Return the factor c, from 0 to 1, that minimises |fresh - c * old| for each image."""
     found = [torch.linalg.lstsq(o.reshape(-1, 1), f.reshape(-1, 1)).solution for f, o in zip(fresh, old, strict=True)]
     return torch.stack(found).clamp(0, 1)
 

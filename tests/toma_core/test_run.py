@@ -116,7 +116,7 @@ def test_cond_and_uncond_share_one_plan(images: int) -> None:
     assert second is first
     assert same(both, stacked([first] * 2))
     assert together.stats.selections == apart.stats.selections == 1
-    # The plan of the first chunk is also used in a later call of one chunk, and in one of three chunks.
+    # A later call of one chunk, or of three chunks, uses the same plan.
     assert same(together.plan(uncond, GRID, "a", at(), (None,)), first)
     assert same(together.plan(torch.cat([uncond] * 3), GRID, "a", at(), (None,) * 3), stacked([first] * 3))
     assert together.stats.selections == 1

@@ -160,7 +160,7 @@ def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[
 
 
 def test_full_steps_refresh_the_residual_cache() -> None:
-    """Steps that are full without a residual cache are refreshes with one."""
+    """Steps that are full without a residual cache are refreshes with a residual cache."""
     settings: dict[str, Any] = {"ratio": 0.75, "full_step_interval": 3}
     plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
     reused = ten_steps(ToMAConfig(**settings), sigma_end=2.0)

@@ -81,7 +81,7 @@ def test_launches_that_a_preset_adds(shape: Shape, step: int, kernels: bool, mos
 @pytest.mark.parametrize(("kernels", "most"), [(True, 3), (False, 9)])
 def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> None:
     """With kernels, the regression adds a launch to each propagated tensor: keys and values of each block, and the
-    residual of each chain. Per call it adds 43 more."""
+    residual of each chain. The fit adds 43 launches per call."""
     settings = variants.preset("balanced", ratio=0.5, min_tokens=4)
     plain, regressed = (
         cost.count(FLUX, settings, kernels=kernels, step=1, regression=regression) for regression in (False, True)
@@ -112,7 +112,7 @@ def cost_of(name: str) -> Any:
     return getattr(pack_module(f"nodes.adapters.families.{family}"), block)
 
 
-# Numbers of blocks that leave out the refiners, which have the same class but are not merged.
+# Numbers of blocks without refiner blocks, which have the same class but are not merged.
 UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0), "omnigen2": (32, 0)}
 
 
@@ -157,7 +157,7 @@ def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, l
 
 @pytest.mark.parametrize(("kernels", "share"), [(False, 0.02), (True, 0.003)])
 def test_selection_is_next_to_nothing_of_a_videos_step(kernels: bool, share: float) -> None:
-    """Count Wan 14B at 1280 x 720 x 81, which has 75,600 tokens."""
+    """Count one step of Wan 14B at 1280 x 720 x 81, which has 75,600 tokens."""
     step = cost.count(Shape("wan", 720, 1280, frames=21), toma(), plan=True, kernels=kernels)
     plan = step.parts["plan"]
     assert plan.flops < 1e-4 * step.flops
@@ -306,7 +306,8 @@ def test_rivals_save_in_self_attention_only(rival: variants.Variant) -> None:
 
 @pytest.mark.parametrize(("model", "within"), [("sdxl", 0.02), ("flux", 0.08), ("z_image", 0.03), ("sd3", 0.05)])
 def test_what_a_run_counts_is_what_is_counted_here(model: str, within: float) -> None:
-    """Compare the FLOPs that a run derives from shapes with counted ones. The counted model has a longer text."""
+    """Compare the FLOPs that a run derives from shapes with counted FLOPs. The counted model has a longer text than the
+    family's minimum."""
     shape = Shape(model)
     hooks = pack_module("nodes.adapters.registry").find(cost.on_meta(model, None).model.diffusion_model)
     latent = torch.empty(1, *shape.latent, device="meta")

@@ -202,7 +202,7 @@ def test_impossible_plans_are_refused(
 
 
 def _even() -> Plan:
-    """Return a plan whose batches are half crops and half full pictures."""
+    """Return a plan with an even batch size, so that two halves of a batch can learn two numbers of steps."""
     return dataclasses.replace(_plan("dit"), crop_batch=4, full_batch=4)
 
 

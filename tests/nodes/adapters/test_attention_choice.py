@@ -166,7 +166,7 @@ def test_the_attention_of_another_node(
 
 @loop("kind", KINDS)
 def test_an_override_comes_before_the_checkpoint(kind: str, naming: Any) -> None:
-    """ComfyUI uses this order, too."""
+    """ComfyUI calls an override before the checkpoint's attention, too."""
     model, override = getattr(models, kind)(), Override(lambda *_: False)
     calls = naming(kind, model, KINDS[kind][1])
     sampled(kind, with_preset(override.on(model)))

@@ -95,7 +95,7 @@ def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -
 
 
 def test_tiles_on_several_devices_are_full(pack: Any) -> None:
-    """Latents of the evaluations are smaller than the predicted picture."""
+    """Each evaluation has only a tile of the predicted latent."""
     conds = {"uuid": "cond"}, {"uuid": "uncond"}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0], similarity_from="prediction")
     assert [step(3.0, *conds), step(2.0, *conds)] == ["full", "merged"]

@@ -128,7 +128,7 @@ def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: 
 
 
 def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float], stats_of: Any) -> None:
-    """Two latents are evaluated in each step, as a sampler of tiles does. The first latent uses the caches."""
+    """The sampler evaluates two latents in each step, as for two tiles. Only the first latent uses the caches."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         latents = [x, torch.randn(x.shape, generator=torch.Generator().manual_seed(7)) * sigmas[0]]
@@ -340,7 +340,7 @@ def test_any_sequence_of_evaluations(
         for step in range(trained.steps):
             wanted = actions[step]
             level = sigmas[step] * (0.8 if "sigma" in wanted and step else 1.0)
-            # The last step must run, because no later step can correct an omission.
+            # Never skip the last step, because no later step can correct the error.
             if "skip" not in wanted or not 0 < step < trained.steps - 1:
                 denoised = at(x, level, tuple(wanted))
             if callback is not None and reports:

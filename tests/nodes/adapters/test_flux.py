@@ -40,7 +40,7 @@ def test_skipped_blocks(settings: Any, unmerged: Any, merged: Any, flux: Any, at
 
 
 def test_blocks_with_dropped_tokens_are_not_merged(flux: Any, attach: Any, stats_of: Any) -> None:
-    """A post_input patch removes image tokens, so the tokens are no grid."""
+    """A post_input patch removes image tokens, so the remaining tokens form no grid."""
 
     def drop(args: dict[str, Any]) -> dict[str, Any]:
         args["img"], args["img_ids"] = args["img"][:, :100], args["img_ids"][:, :100]

@@ -22,7 +22,7 @@ every_list = loop("family", list(LISTS))
 
 
 class Own(nn.Module):
-    """A block of another pack that replaces one of ComfyUI's and uses its weights. seen: the number of tokens in each
+    """A block of another pack that replaces a block of ComfyUI and uses its weights. seen: the number of tokens in each
     call."""
 
     def __init__(self, block: nn.Module, seen: list[int]) -> None:

@@ -123,8 +123,8 @@ def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_late_prompt_makes_one_step_full(flux: Any, preset: Any, settled: Any, stats_of: Any) -> None:
-    """The late prompt begins between two scheduled full steps. In its first step, all conditions refresh their
-    caches."""
+    """The late prompt begins between two scheduled full steps. In the first step of this prompt, all conditions refresh
+    their caches."""
     models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9)
     assert modes(settled) == "rmmmrmmmf"
     settled.clear()

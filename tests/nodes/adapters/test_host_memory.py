@@ -115,7 +115,7 @@ def test_a_run_that_ends_early_leaves_nothing(at: int, error: str, model_of: Any
         with pytest.raises(type(raised)):
             sampled("z_image", merged)
         assert card.copies.count
-        # The error itself references tensors, so delete its traceback.
+        # The traceback references tensors of the run, so delete it.
         raised.__traceback__ = None
     card.ended()
 

@@ -294,7 +294,7 @@ def test_room_is_asked_for_every_chain(broken: str, cfg: float, attach: Any, sta
 
 
 def test_other_patches_of_the_same_function_remain(model_of: Any) -> None:
-    """Two overlapping runs patch the same function."""
+    """Two overlapping runs patch the same function of the model."""
     reserved, model = pack_module("nodes.adapters.kv_memory").reserved, model_of("flux").model
     shape = [1, 16, HEIGHT, WIDTH]
     usual = model.memory_required(shape)

@@ -227,7 +227,7 @@ def with_preset(model: Any, preset: str, attach: Any) -> Any:
 def test_options_may_be_copied_before_sampling(
     model: Any, copied: Any, preset: str, attach: Any, stats_of: Any
 ) -> None:
-    """Packs whose nodes come after ToMA copy the options. A copy belongs to the same attachment and shares its
+    """Packs whose nodes come after ToMA copy the options. The copy belongs to the same ToMA node and shares its
     stats."""
     patched = with_preset(model, preset, attach)
     expected, clone = models.sample(patched, SIDE, SIDE), patched.clone()

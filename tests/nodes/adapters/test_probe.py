@@ -68,8 +68,7 @@ def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
 
 def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
     """Sample with only one site merged. The change of the first evaluation nearly equals the error that the probe
-    measured. The two differ, because a probe selects by the first condition's tokens, and a run by the negative
-    condition's."""
+    measured. A probe selects by the first condition's tokens, and a run by the negative condition's tokens."""
     pictures: list[torch.Tensor] = []
 
     def record(args: dict[str, Any]) -> torch.Tensor:

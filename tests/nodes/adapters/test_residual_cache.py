@@ -20,7 +20,7 @@ REUSE = {"full_step_interval": 2}
 # Batches of another size round differently, and sharp weights amplify the difference for tokens with two nearly equal
 # destinations.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
-# The first steps of three, because these settings never merge the last step of a complete schedule.
+# The first one or two steps of three. These settings never merge the last step of a complete schedule.
 FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 

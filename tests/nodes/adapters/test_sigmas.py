@@ -55,7 +55,7 @@ class Reads(TorchDispatchMode):
 
 
 def reads_inside(model: Any, **options: Any) -> int:
-    """Return the reads between the first evaluation of a run and its last."""
+    """Return the number of tensor reads between the first evaluation of a run and the last."""
     model, trace, calls = model.clone(), Reads(), []
 
     def evaluation(executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Test greedy facility location, against plain loops, brute force and apricot-select.
 
 apricot-select breaks ties differently, so only the values of its sets are compared. Slots are compared with those of
-the loops.
+the plain loops.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_value_is_that_of_the_loops(seed: int, slots: int, data: st.DataObject) 
 
 @loop("most", [1, 100, 10**9])
 def test_windows_may_come_in_parts(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """7 windows of 2 images are processed in parts of at most `most` elements, or of one window."""
+    """7 windows of 2 images are processed in parts of at most `most` elements, but of at least one window."""
     x, dest_slots = torch.randn(2, 7, 9, 5), torch.randint(9, (2, 7, 4))
     seen = []
 

@@ -213,7 +213,7 @@ def test_inductor(model: Any, attach: Any) -> None:
 
 
 def test_later_runs_without_toma(model: Any, attach: Any) -> None:
-    """Code that was compiled in a run with ToMA is reused in the run without."""
+    """Code that was compiled in a run with ToMA is reused in a run without ToMA."""
     plain = models.sample(model, SIDE, SIDE, steps=3)
     settings = {"full_step_interval": 2}
     toma = models.sample(attach(model, **settings), SIDE, SIDE, steps=3)

@@ -21,8 +21,8 @@ STEPS, BLOCKS = 8, 4
 
 @pytest.fixture
 def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int], list[int]]]:
-    """sparse(start_percent, dense): return a model with sparse attention, a list of the token counts of sparse
-    attentions, and one of the token counts of blocks.
+    """sparse(start_percent, dense): return a model with sparse attention, and lists of the token counts of sparse
+    attentions and of blocks.
 
     The attention stands in for ComfyUI's `BlockSparseAttention`, which is newer than 0.33. dense: indices of blocks
     that are never sparse.

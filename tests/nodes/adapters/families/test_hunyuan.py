@@ -110,7 +110,7 @@ def test_videos_and_guidance(
 
 
 def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, attach: Any, stats_of: Any) -> None:
-    """In image to video that replaces the first frame, ComfyUI passes single blocks a token index that lies inside of a
+    """If image to video replaces the first frame, ComfyUI passes single blocks a token index that lies inside of a
     frame."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}

@@ -16,10 +16,11 @@ from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, TEXT, WIDTH, errors, noise
 from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated
 
-REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # fewer tokens than the image, more, and as many
+REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # fewer tokens than the image, more tokens, and equally many
 CACHES = ("off", "auto", "cpu")
 PLACES = (*CACHES, "gpu")
-# In-place blocks add into their input and are called twice while the prefix cache is filled, as in later releases.
+# Whether blocks add into their input in place. Such blocks are called twice while the prefix cache is filled, as in
+# later releases.
 FORMS = (False, True)
 IMAGE = HEIGHT * WIDTH
 

@@ -57,7 +57,7 @@ def test_references(
     given = arguments(block, layout, call)
     num_tokens = given["transformer_options"].get("reference_image_num_tokens")
     assert num_tokens or not current()
-    too = too and bool(num_tokens)  # ComfyUI 0.16.3 does not pass the number
+    too = too and bool(num_tokens)  # ComfyUI 0.16.3 does not pass the number of tokens
     plans = [c.plan for c in plan_calls[call.first_plan :][: 3 if too else 1]]
     sizes = [(side // layout.patch) * (12 // layout.patch) for side in (8, 6)]
     assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)

@@ -217,7 +217,7 @@ def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
     """The number of prepared launches must not grow with the number of plans, each of which has its own budget."""
     first, second = random_plan(case), random_plan(case)
     x = case.tokens()
-    # The windows have the numbers of destinations in reverse order.
+    # The second plan has the two images' numbers of destinations in reverse order.
     budget = second.budget
     assert budget.adaptive
     other = Budget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))

@@ -1,5 +1,5 @@
 """Test kernels that quantise to four bits per number. The kernels have the same error as PyTorch. Kernels dequantise
-PyTorch's results, and PyTorch dequantises theirs."""
+PyTorch's results, and PyTorch dequantises the kernels' results."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, window
 
 
 def check_objective(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Check that destinations represent each window as well as PyTorch's. They may differ where gains are nearly
-    equal."""
+    """Check that the destinations represent each window as well as the destinations that PyTorch selects. The two
+    selections may differ where gains are nearly equal."""
     similarity = cosine_similarity(windows.split(x.float()))
     expected = select(similarity, windows, budget)
     valid = None if windows.valid is None else windows.valid.repeat(x.shape[0], 1)
