@@ -34,7 +34,7 @@ class TinyQwenImage21:
 
     def load(self):
         model = models.qwen_image21()
-        del model.model_options["transformer_options"]["qwen_image21_cache"]  # without this option, ComfyUI chooses where to cache
+        del model.model_options["transformer_options"]["qwen_image21_cache"]  # ComfyUI chooses where to cache
         return model, Text(), Pictures()
 
 

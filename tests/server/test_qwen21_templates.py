@@ -31,7 +31,8 @@ def image_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterato
     ("name", "merged"), [("09 Qwen-Image 2.1 edit", "18 of 25"), ("08 Qwen-Image 2.1 turbo", "5 of 8")]
 )
 def test_template_runs_to_its_picture(name: str, merged: str, image_server: ComfyServer) -> None:
-    """merged: the merged steps as the template's note says. References are larger and smaller than the picture."""
+    """merged: the merged steps as the template's note says. Some references are larger than the picture, and some are
+    smaller."""
     prompt = to_prompt(load(ROOT / "workflows" / f"{name}.json"), image_server)
     loaded = {number: LOADERS.get(node["class_type"]) for number, node in prompt.items()}
     made: dict[str, Any] = {"tiny": {"class_type": "TinyQwenImage21", "inputs": {}}}

@@ -37,7 +37,7 @@ def run_of(fast: Any = None, **settings: Any) -> Any:
 
 
 def plan_of(x: Tensor, **settings: Any) -> Any:
-    """Make a plan at ratio 0.5 on windows of 2 to 4 x 3 tokens, some of them ragged."""
+    """Make a plan at ratio 0.5 on windows of 2 x 3 to 4 x 3 tokens, some of them ragged."""
     return run_of(**settings).plan(x, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,))
 
 
