@@ -1,5 +1,5 @@
 """Full-size models: widths, depths and inputs of the checkpoints, from comfy/model_detection.py, or as published if
-that file reads them from the weights."""
+that file reads the sizes from the weights."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ SD3 = ModelSpec(
     },
     ("num_blocks",),
     few=(3,),
-    # 77 tokens of each of two encoders, then those of T5.
+    # 77 tokens of two CLIP encoders, then 128 tokens of T5.
     text=(77 + 128, 4096),
     pooled=2048,
 )
@@ -304,9 +304,9 @@ SPECS: dict[str, ModelSpec] = {
     "ltx_av": LTX_AV,
     "h3": H3,
 }
-# Models with reference images behind the image; others have none, or have them elsewhere.
+# Models with reference images behind the image; other models have no reference images, or have them elsewhere.
 EDITORS = ("flux", "flux2", "klein", "krea2", "qwen_image")
-# Models in the counted tables; for others, only tests/benchmarks/fullsize/test_cost.py counts blocks.
+# Models in the counted tables; for other models, only tests/benchmarks/fullsize/test_cost.py counts blocks.
 TITLES = {
     "sdxl": "SDXL",
     "flux": "Flux.1",

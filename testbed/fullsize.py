@@ -15,7 +15,7 @@ from testbed.model_spec import ModelSpec
 # One long row of noise from which every weight is cut, because drawing 2.6 billion numbers would take minutes.
 _NOISE = 1 << 24
 
-# Models without a small model in testbed.models, and the one that stands in.
+# Models without a small model in testbed.models, and the small model that stands in.
 _LIKE = {"klein": "flux2"}
 # Number of text tokens, their width, and the width of the pooled vector in testbed.models; SDXL's vector is as wide as
 # that of the full model.
@@ -32,7 +32,7 @@ class Shape:
     batch: int = 1
     tiny: bool = False  # use the small model of `testbed.models`, to try a benchmark out
     references: int = 0  # number of reference images, of the picture's size
-    frames: int = 1  # of a video's latent
+    frames: int = 1  # frames of a video's latent
 
     @property
     def size(self) -> str:
@@ -67,7 +67,7 @@ class Shape:
             return *self.spec.text, self.spec.pooled
         text, width, pooled = _TINY
         if self.model == "ltx_av":
-            width += 32  # of the audio
+            width += 32  # width of the audio's text
         return (77, width, 2816) if self.model == "sdxl" else (text, width, pooled if self.spec.pooled else 0)
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def patcher(
 
 
 def _fill(model: Any, device: torch.device, seed: int) -> None:
-    """Fill in random weights. They are drawn on the CPU, so they are the same on every device; a model on the meta
-    device gets none."""
+    """Fill in random weights, drawn on the CPU so that all devices get the same; a model on the meta device gets
+    none."""
     if device.type == "meta":
         model.diffusion_model.requires_grad_(False)
         return

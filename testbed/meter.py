@@ -38,7 +38,7 @@ class Cost:
 
 
 class Meter(TorchDispatchMode):
-    """Counts everything that runs inside it."""
+    """Counts all operations inside the context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,13 +13,13 @@ class ModelSpec:
 
     base: str  # the model's class in `comfy.model_base`
     kind: str  # the model's class in `comfy.supported_models`
-    config: Mapping[str, Any]  # of `kind`
+    config: Mapping[str, Any]  # config of `kind`
     depths: tuple[str, ...] = ()  # keys of `config` with the number of blocks of each kind
     few: tuple[int, ...] = ()  # numbers of blocks that fit in 10 GB at full width
     # Tokens and width of the text: the length that ComfyUI pads to, otherwise about a hundred tokens.
     text: tuple[int, int] = (512, 4096)
     pooled: int = 0  # width of the pooled vector, 0 if there is none
-    channels: int = 16  # of the latent
+    channels: int = 16  # channels of the latent
     pixel: int = 8  # side of a latent pixel in the picture
     video: bool = False  # whether latents have five dimensions
     guidance: bool = False  # whether guidance is an input

@@ -10,7 +10,7 @@ TARGET = ("cuda", 90, 32)
 
 
 class Launcher:
-    """Replaces the launcher that Triton compiles: it calls the hooks and launches nothing."""
+    """Replaces the launcher that Triton compiles: calls the launch hooks, and launches nothing."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.arguments = len(source.signature)
@@ -55,7 +55,7 @@ class Stub:
 
 @contextmanager
 def stubbed(stub: Stub | None = None) -> Iterator[None]:
-    """Make Triton compile and launch without a GPU inside the context. Triton's interpreter must be off when it is
+    """Make Triton compile and launch without a GPU inside the context. Triton's interpreter must be off when Triton is
     first imported."""
     from triton.runtime import driver
 

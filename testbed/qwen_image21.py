@@ -1,14 +1,14 @@
-"""A stand-in for ComfyUI's Qwen-Image 2.1, for older ComfyUIs. It makes the same calls of the same blocks.
+"""A stand-in for ComfyUI's Qwen-Image 2.1, for older ComfyUIs. The stand-in makes the same calls of the same blocks.
 
 There is one stream of [text with references in it | image]. The tokens before the image, the prefix, never attend to it
 and are modulated as at time 0, so their keys and values never change. A block is called
 
-    with all tokens                  without a cache, and where the first release of the model fills it
-    with the prefix, then the image  where later releases fill it, which also add into the tokens that they are given
+    with all tokens                  without a cache, and where the first release of the model fills the cache
+    with the prefix, then the image  where later releases fill the cache, which also add into their input tokens
     with the image alone             where the cache is filled
 
-`stand_ins.use_newer_models` makes it importable as `comfy.ldm.qwen_image21.model`, which puts its classes where ComfyUI
-would have them.
+`stand_ins.use_newer_models` makes this file importable as `comfy.ldm.qwen_image21.model`, where newer ComfyUIs have the
+classes.
 """
 
 from __future__ import annotations

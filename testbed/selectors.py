@@ -151,7 +151,7 @@ def selected_by(patch: Patch, name: str) -> Patch:
             with selecting(name):
                 return executor(*args, **kwargs)
 
-        # This wrapper is added first, so that it is the outermost one; the pack's own run begins inside it.
+        # Add this wrapper first, so that the pack's own run begins inside it.
         model = model.clone()
         model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "selector", run)
         return patch(model)

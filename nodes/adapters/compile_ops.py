@@ -31,8 +31,7 @@ def compiled(model_options: dict[str, Any]) -> bool:
 
 
 def in_one_piece(model_options: dict[str, Any]) -> bool:
-    """Whether torch.compile raises an error where it would have to break the graph, as merging does for unknown
-    arguments."""
+    """Whether torch.compile raises an error where the graph has to be broken, as by merging with unknown arguments."""
     return bool((model_options.get("torch_compile_kwargs") or {}).get("fullgraph"))
 
 

@@ -11,7 +11,7 @@ AUDIO = {"LTXAV": lambda frames: (8, 4 * frames + 1, 16), "MiniMaxH3": lambda fr
 
 
 def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> list[Any]:
-    """Return CONDITIONING for one of the models above, with `tokens` random text tokens and options such as `area`."""
+    """Return CONDITIONING for a small model, with `tokens` random text tokens and options such as `area`."""
     import comfy.model_base
 
     generator = torch.Generator().manual_seed(seed)
