@@ -28,7 +28,6 @@ FOR_USERS = {
 
 @pytest.fixture(scope="module")
 def installed(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Unpack the archive as Manager does."""
     folder = tmp_path_factory.mktemp("custom_nodes") / NAME
     with zipfile.ZipFile(packed) as zipped:
         zipped.extractall(folder)

@@ -59,7 +59,6 @@ def messages(language: str) -> dict[str, Any]:
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, text) of every text."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from leaves(value, f"{path}.{key}" if path else key)
@@ -72,7 +71,6 @@ def numbers(text: str) -> list[str]:
 
 
 def gaps(text: str) -> list[str]:
-    """Return the parameters of a message."""
     return sorted(gap for gap in re.findall(r"\{([\w.:]+)\}", text) if not gap.startswith("label."))
 
 

@@ -16,7 +16,6 @@ NOTES = ("- **ratio** is", "- **合并比例**是", "- **合併比例**是")  # 
 
 
 def ratios(text: str) -> set[float]:
-    """Return the numbers below 1 in a text."""
     return {float(number) for number in re.findall(r"(?<![\w.])0?\.\d+", text)}
 
 

@@ -92,7 +92,6 @@ class Page:
         self.tab.evaluate(IN_PAGE)
 
     def open(self, workflow: dict[str, Any], name: str) -> None:
-        """Open a workflow in a new workflow tab."""
         self.tab.evaluate("([w, n]) => app.loadGraphData(w, true, true, n)", [workflow, name])
         self.tab.wait_for_timeout(300)
 
@@ -112,7 +111,6 @@ class Page:
         return str(self.evaluate("id => window.statusOf(id).title", node_id))
 
     def wait_for_text(self, node_id: int | str, part: str) -> None:
-        """Wait until a node's status text contains `part`."""
         self.tab.wait_for_function(
             "([id, part]) => window.statusOf(id).textContent.includes(part)", arg=[node_id, part]
         )
@@ -122,7 +120,6 @@ class Page:
         return {noise for noise in self.noise if "/extensions/" in noise[1] + noise[2] or "toma" in str(noise).lower()}
 
     def set(self, node_id: int, widget: str, value: Any) -> None:
-        """Change a widget's value as its editor does."""
         code = "([id, name, value]) => { const node = app.graph.getNodeById(id);"
         code += (
             "const widget = node.widgets.find(w => w.name === name); widget.value = value; widget.callback?.(value) }"
@@ -130,24 +127,20 @@ class Page:
         self.evaluate(code, [node_id, widget, value])
 
     def queue(self) -> None:
-        """Press Run and wait until the queue is empty."""
         self.press_run()
         self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
-        """Wait until the page has received the end of every prompt."""
         self.tab.wait_for_function("n => window.finished >= n", arg=self.pressed)
         self.tab.wait_for_timeout(200)
 
     def press_run(self) -> None:
-        """Press Run and wait for the server's response."""
         with self.tab.expect_response(lambda r: r.url.endswith("/prompt") and r.request.method == "POST") as answer:
             self.tab.get_by_test_id("queue-button").first.click()
         self.pressed += answer.value.ok
 
     @contextmanager
     def second(self) -> Iterator[Page]:
-        """Open the page in another browser tab."""
         page = Page(self._browser, self.server)
         page.start(vue=self.renderer == "vue")
         yield page
@@ -252,7 +245,6 @@ def only_page(browser: Any, workshop: ComfyServer) -> Iterator[Page]:
 
 @pytest.fixture(scope="module", params=["litegraph", "vue"])
 def page(request: pytest.FixtureRequest, only_page: Page) -> Page:
-    """Open the page in each renderer."""
     only_page.noise.clear()
     only_page.start(vue=request.param == "vue")
     return only_page

@@ -49,7 +49,6 @@ LINES = [
 
 
 def field(page: Any, name: str) -> str:
-    """Return the displayed value of a field of ToMA Advanced."""
     in_canvas = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name)._displayValue"
     on_page = """name => {
         const element = document.querySelector('[data-node-id="4"]')
@@ -66,7 +65,6 @@ def field(page: Any, name: str) -> str:
 
 
 def unfold(page: Any) -> None:
-    """Show the advanced fields of ToMA Advanced."""
     page.evaluate("() => { app.graph.getNodeById(4).showAdvanced = true; app.canvas.setDirty(true, true) }")
     page.evaluate("() => { app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.getNodeById(4)) }")
     page.tab.wait_for_timeout(700)

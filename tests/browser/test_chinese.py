@@ -1,5 +1,3 @@
-"""Test the page in Chinese, in both renderers."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Test the benchmark node: its outputs and texts."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -95,7 +95,6 @@ def test_small_grids_have_nothing_to_merge(unet: Any, calibrated: Any) -> None:
 
 
 def test_a_prompt_that_begins_later(unet: Any, calibrated: Any) -> None:
-    """The prompt is measured only in the steps in which it is active."""
     late = models.conditioning(unet, seed=1, start_percent=0.3, end_percent=1.0)
     _, text, _, _ = calibrated(unet, steps=8, positive=late)
     assert profiles.parsed(text).ratios

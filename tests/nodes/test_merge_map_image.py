@@ -1,5 +1,3 @@
-"""Test the merge map, checked pixel by pixel."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""The status messages of a run go only to the node of this run."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""The report node describes the run, not the settings."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -18,7 +18,6 @@ ENGLISH = json.loads((ROOT / "web" / "i18n" / "en.json").read_text(encoding="utf
 
 @pytest.fixture
 def nameless(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace every text by its id."""
     messages = {name: f"<{name}>" for name in ENGLISH}
     monkeypatch.setattr(report_text, "english", lambda: {"labels": {}, "messages": messages})
 

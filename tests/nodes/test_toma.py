@@ -29,7 +29,6 @@ def defaults(node: Any) -> dict[str, Any]:
 
 
 def made_by(node: Any, model: Any, **values: Any) -> Any:
-    """Return the config in a node's output model."""
     return config_of(node.execute(model, **{**defaults(node), **values}).args[0])
 
 

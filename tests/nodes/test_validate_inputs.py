@@ -1,5 +1,3 @@
-"""A node refuses inputs of a wrong type, with an error that names what to connect."""
-
 from __future__ import annotations
 
 from typing import Any

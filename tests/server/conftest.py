@@ -35,7 +35,6 @@ NODE_CLASS_MAPPINGS = {{"TinyModel": TinyModel}}
 
 @pytest.fixture(scope="module")
 def tiny_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
-    """Run a server that can also load small models."""
     folder = tmp_path_factory.mktemp("packs") / "tiny"
     folder.mkdir()
     (folder / "__init__.py").write_text(TINY_PACK.format(root=str(ROOT)))

@@ -1,5 +1,3 @@
-"""Provide graphs with small models."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -49,7 +47,6 @@ def advanced(server: ComfyServer, **settings: Any) -> dict[str, Any]:
 
 
 def latent(server: ComfyServer, run: Run, node_id: str = "7") -> bytes:
-    """Return the numbers of the saved latent, without the prompt in its file."""
     assert run.status == "success", run.error
     file = safetensors.torch.load(server.view(run.outputs[node_id]["latents"][0]))
     assert file["latent_tensor"].isfinite().all()

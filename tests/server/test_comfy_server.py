@@ -104,7 +104,6 @@ def test_server_does_not_outlive_a_killed_parent() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

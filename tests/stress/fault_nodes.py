@@ -38,7 +38,6 @@ KINDS = {
 
 
 def attention(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """An attention override that raises the armed fault."""
     import comfy.model_management
 
     fault = _armed["fault"]
@@ -114,8 +113,6 @@ class FaultLatent:
 
 
 class FaultCensus:
-    """Counts the live objects of the server."""
-
     RETURN_TYPES = ()
     FUNCTION = "count"
     CATEGORY = "tests"

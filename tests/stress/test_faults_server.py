@@ -75,8 +75,6 @@ def graph(server: ComfyServer, prompt: Any) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def sampled(server: ComfyServer, prompt: Any) -> Callable[[Run], str]:
-    """sampled(run): return the hash of the saved latent."""
-
     def digest(run: Run) -> str:
         assert run.status == "success", run.error
         file = safetensors.torch.load(server.view(run.outputs["7"]["latents"][0]))

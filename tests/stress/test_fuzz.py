@@ -104,7 +104,6 @@ def conditions(draw: st.DrawFn, height: int, width: int) -> list[dict[str, Any]]
 
 @st.composite
 def tasks(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw the arguments of a sampling."""
     side = st.integers(6, 20) | st.integers(2, 20)
     height, width = draw(side), draw(side)
     return {
@@ -251,7 +250,6 @@ JSON = st.one_of(
 
 
 def complete_graph(seed: int) -> dict[str, Any]:
-    """Return a graph with every node of the pack and minimal work."""
     graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_step_interval=0, similarity_from="tokens")
     graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "quality"}}
     graph["benchmark"] = {

@@ -30,7 +30,6 @@ def smooth(dtype: torch.dtype, batch: int = 2, channels: int = 40, seed: int = 0
 
 
 def run_of(fast: Any = None, **settings: Any) -> Any:
-    """Return the state of a run with the given kernels, or without kernels."""
     settings = {"min_tokens": 4, "window_size": 4, **settings}
     dispatch = trial.Dispatch(None if fast is None else trial.Choice(fast))
     return core.RunState(core.Schedule(core.ToMAConfig(**settings)), dispatch=dispatch)

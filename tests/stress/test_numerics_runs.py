@@ -81,7 +81,6 @@ def noise_of(model: Any, batch: int = 1) -> Tensor:
 
 
 def sampled(model: Any, noise: Tensor, steps: int = 3) -> Tensor:
-    """Sample this noise with ComfyUI's sampler."""
     import comfy.sample
 
     conds = [models.conditioning(model, seed=seed) for seed in (1, 2)]

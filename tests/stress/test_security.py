@@ -50,7 +50,6 @@ TRITON = re.compile(r"^(tl|triton\.language)\b")
 
 
 def complaints(file: str, source: str) -> Iterator[str]:
-    """Return the forbidden names in a shipped Python file."""
     for node in ast.walk(ast.parse(source)):
         where = f"{file}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import):
@@ -75,7 +74,6 @@ def complaints(file: str, source: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shipped(packed: Path) -> dict[str, str]:
-    """Return the text files of the archive by path."""
     with zipfile.ZipFile(packed) as zipped:
         return {
             name: zipped.read(name).decode()

@@ -60,7 +60,6 @@ BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 
 
 def random_settings(chance: random.Random) -> dict[str, Any]:
-    """Draw settings of ToMA Advanced."""
     values: dict[str, Any] = {"ratio": round(chance.uniform(0.05, 0.9), 2), "min_tokens": 16}
     values["full_step_interval"] = chance.choice(
         [0, 0, 2, 3]

@@ -1,5 +1,3 @@
-"""Test stand-ins for missing packages."""
-
 from __future__ import annotations
 
 import importlib

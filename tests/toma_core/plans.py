@@ -1,5 +1,3 @@
-"""Provide a helper that makes a plan as a block of a UNet does."""
-
 from __future__ import annotations
 
 from collections.abc import Hashable

@@ -28,7 +28,6 @@ def made(
 
 
 def image(plan: MergePlan, n: int) -> MergePlan:
-    """Return the plan of one image of a batch."""
     return plan.changed(lambda _, t: t[n : n + 1])
 
 

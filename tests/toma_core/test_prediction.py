@@ -1,5 +1,3 @@
-"""Test the predicted picture as features of tokens."""
-
 from __future__ import annotations
 
 import pytest

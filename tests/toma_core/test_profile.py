@@ -27,7 +27,6 @@ def profile(**fields: Any) -> Profile:
 
 
 def changed(**fields: Any) -> str:
-    """Return the text of a profile with some keys changed. None removes a key."""
     content = {**json.loads(profile().text()), **fields}
     return json.dumps({key: value for key, value in content.items() if value is not None})
 

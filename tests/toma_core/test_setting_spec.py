@@ -1,5 +1,3 @@
-"""Test a setting's specification: its widget, its accepted values, and the value in an error."""
-
 from __future__ import annotations
 
 import dataclasses

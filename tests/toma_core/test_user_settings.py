@@ -1,5 +1,3 @@
-"""Test a preset with overrides: the resulting config for a model, and refused values."""
-
 from __future__ import annotations
 
 import copy

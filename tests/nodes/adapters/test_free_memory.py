@@ -110,7 +110,6 @@ def modes(decisions: list[Any]) -> str:
 
 @pytest.fixture
 def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Record the mode of every evaluation."""
     sampling = pack_module("nodes.adapters.sampling_run")
     original, made = sampling.decide, []
 

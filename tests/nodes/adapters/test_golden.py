@@ -117,13 +117,11 @@ def settings_of(family: str, setting: str) -> Any:
 
 
 def config_of(family: str, setting: str) -> Any:
-    """Return the complete config of a case."""
     settings = settings_of(family, setting)
     return settings.resolved(kind_of(family)) if setting in core.PRESETS else settings
 
 
 def kind_of(family: str) -> Any:
-    """Return the kind of model that decides on the settings of a preset."""
     return core.ModelKind.UNET if family.startswith("sd") else core.ModelKind.TRANSFORMER
 
 
@@ -159,7 +157,6 @@ def number_of(release: str) -> tuple[int, ...]:
 
 
 def stored(golden: dict[str, Any], case: str) -> dict[str, Any]:
-    """Return the entry of a case for this ComfyUI release."""
     later = [key.rpartition(" ")[2] for key in golden if key.startswith(f"{case} from ")]
     known = [release for release in later if number_of(release) <= number_of(RELEASE)]
     entry: dict[str, Any] = golden[f"{case} from {max(known, key=number_of)}" if known else case]

@@ -40,7 +40,6 @@ def give_total(monkeypatch: pytest.MonkeyPatch, total: float) -> None:
 
 @pytest.fixture
 def cache_plans(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Record the plan of each run's KV cache."""
     run, decided = pack_module("nodes.adapters.patch_model"), list[Any]()
     decide = run.plan_kv_cache
 

@@ -23,12 +23,10 @@ def step_euler(x: Tensor, denoised: Tensor, sigmas: Tensor, step: int) -> Tensor
 
 
 def why_full(stats: Any) -> set[str]:
-    """Return the ids of the reasons for full steps."""
     return {reason.id.value for reason in stats.full_reasons}
 
 
 def named(name: str) -> Any:
-    """Return one of ComfyUI's samplers as a function."""
     from comfy.samplers import sampler_object
 
     return sampler_object(name).sampler_function

@@ -14,8 +14,6 @@ hooks = pack_module("nodes.adapters.model_hooks")
 
 
 class Doubling(hooks.Hook):  # type: ignore[misc, name-defined]
-    """Calls the replaced forward and doubles its result."""
-
     released = 0
 
     def __call__(self, x: Any) -> Any:

@@ -1,5 +1,3 @@
-"""Test supported models, and messages about other models."""
-
 from __future__ import annotations
 
 import gc

@@ -132,7 +132,6 @@ def test_flux_blocks(
 @pytest.mark.compat
 @loop("areas", [False, True])
 def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any, areas: bool) -> None:
-    """Each condition uses its own residual in joined and split calls."""
     half = (SIDE, SIDE // 2)
     positive = [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3)]
     if areas:

@@ -222,7 +222,6 @@ def test_options_that_are_not_known_are_read(pack: Any, options: dict[str, Any],
 
 
 def flipped(name: str) -> list[dict[str, Any]]:
-    """Return each boolean option of a sampler, inverted."""
     from comfy.k_diffusion import sampling
 
     parameters = signature(getattr(sampling, f"sample_{name}")).parameters if name in known_samplers() else {}

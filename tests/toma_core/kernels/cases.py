@@ -1,5 +1,3 @@
-"""Provide grids of tokens for tests of kernels."""
-
 from __future__ import annotations
 
 import os
@@ -59,12 +57,10 @@ class Case:
 
 
 def destinations_of(budget: Budget, images: int) -> list[list[int]]:
-    """Return the number of destinations of each window of each image."""
     return budget.valid.sum(-1).tolist() if budget.adaptive else [list(budget.counts)] * images
 
 
 def each(*cases: Case) -> Any:
-    """Parametrize a test by cases, named by their values."""
     return pytest.mark.parametrize("case", cases, ids=str)
 
 

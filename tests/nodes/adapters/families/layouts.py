@@ -127,7 +127,6 @@ def grid_of(layout: Layout) -> tuple[int, int]:
 
 
 def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
-    """Return the arguments of a recorded call by name."""
     names = layout.names or tuple(inspect.signature(type(block).forward).parameters)[1:]
     return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
@@ -173,7 +172,6 @@ def restored(layout: Layout, out: Any, image: Tensor, merged: Tensor, U: Tensor)
 
 
 def run(block: nn.Module, layout: Layout, given: dict[str, Any]) -> Any:
-    """Run a block on copies of the arguments."""
     copies = {name: _copied(value) for name, value in given.items()}
     first = [copies.pop(name) for name in layout.names]
     return block(*first, **copies)
@@ -206,5 +204,4 @@ def noise(*shape: int) -> Tensor:
 
 
 def errors(streams: list[Tensor], others: list[Tensor]) -> list[float]:
-    """Return the relative error of each stream."""
     return [float((x - y).norm() / y.norm()) for x, y in zip(streams, others, strict=True)]
