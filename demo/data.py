@@ -92,7 +92,7 @@ class View:
         """Return the positions of the tokens for ComfyUI's Flux class.
 
         Positions are tensors, because torch.compile would recompile for every Python number. Tokens of half-size scenes
-        have the centre of the tokens that they replace, one step along the time axis.
+        have the centre of the 2 x 2 tokens that they replace, at time 1 in place of 0.
         """
         values = {
             "shift_y": self.offset[0] + (self.scale - 1) / 2,

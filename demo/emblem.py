@@ -1,7 +1,4 @@
-"""Draw the icon and the banner of the pack for the registry: `python -m demo.emblem`.
-
-Icon and banner show a landscape in tokens, in which similar tokens have been merged.
-"""
+"""Draw the icon and the banner of the pack for the registry: `python -m demo.emblem`."""
 
 from __future__ import annotations
 

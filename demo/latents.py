@@ -4,9 +4,9 @@ A picture is pixel-unshuffled by 2 into 12 channels and padded to the 16 channel
 128 x 128 picture is a 64 x 64 latent: 32 x 32 tokens for the Flux DiT (patch 2) and at the UNet's first resolution with
 attention.
 
-There are two spaces for values. "Model space" is the input of the networks: the pixels themselves, in -1..1, with
-padding 0. "Latents" are the values of ComfyUI's LATENT type; ComfyUI converts them to model space by
-`latent_format.process_in`, and this module applies the inverse beforehand.
+"Model space" is the input of the networks: the pixels themselves, in -1..1, with padding 0. "Latents" are the values of
+ComfyUI's LATENT type; ComfyUI converts them to model space by `latent_format.process_in`, and this module applies the
+inverse beforehand.
 """
 
 from __future__ import annotations

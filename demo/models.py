@@ -81,7 +81,6 @@ DEEP_UNET_CONFIG: dict[str, Any] = {
 }
 
 
-# The shift of the sigmas of clips.
 CLIP_SHIFT = 3.0
 # Wan's layers on tokens of one latent cell. The head dimension must be even in each of the three axes.
 WAN_CONFIG: dict[str, Any] = {

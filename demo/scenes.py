@@ -65,7 +65,6 @@ PHRASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "objects": (("objects", "object_count", "object_colour"), ("shape_cell", "word_place")),
     "word": (("word", "word_place", "plate"), ()),
 }
-# The shape's radius by its size.
 SHAPE_RADII = (13.0, 19.0, 26.0)
 # Rows and columns of small objects by their count.
 OBJECT_GRIDS = ((1, 3), (2, 3), (3, 4))

@@ -114,8 +114,7 @@ class StepClock:
     """Times the sampler by the server's websocket messages; pass it to `ComfyClient.run` as `on_message`.
 
     The clock runs from the end of the first step to the end of sampling; the time is divided by the number of steps in
-    between. The time excludes loading and the one-time work of the first step, and includes the selections and merge
-    weights of later steps.
+    between. The time includes the selections and merge weights of later steps.
     """
 
     def __init__(self, now: Callable[[], float], on_step: Callable[[int, int], None] | None = None) -> None:

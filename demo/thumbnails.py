@@ -2,7 +2,7 @@
 
 ComfyUI's page prints the name of a template below its thumbnail. The thumbnail shows the purpose of the template, the
 steps and the counted saving of work (or the output of the template's tool), and the chain of nodes that the model
-passes. Nothing is sampled.
+passes.
 """
 
 from __future__ import annotations

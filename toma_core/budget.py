@@ -1,9 +1,5 @@
 """Adaptive budgets: windows in which tokens vary little give destinations to windows in which they vary much. The paper
-has no adaptive budgets.
-
-The number of destinations of each window is decided before selection, so that selection stays one pass and the total is
-exact.
-"""
+has no adaptive budgets."""
 
 from __future__ import annotations
 

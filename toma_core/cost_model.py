@@ -22,7 +22,7 @@ from .reasons import Message, Reason
 FEWEST = 256
 LAUNCH = 6e-6  # seconds for launching one operation: PyTorch's few microseconds, and ComfyUI's Python code
 # Share of its peak that a card reaches in a block: 0.5 to 0.7 in large products, next to nothing in norms, activations
-# and residuals. With a value that is too high, only grids that would gain a little stay unmerged.
+# and residuals.
 EFFICIENCY = 0.4
 # Hz, for cards whose clock PyTorch does not report: cards since 2017 boost to 1.4 (A100) up to 2.5 GHz (RTX 4090).
 CLOCK = 2.0e9

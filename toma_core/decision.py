@@ -1,5 +1,5 @@
 """Decide what an evaluation, a model call and a chain of blocks do: adjust the schedule's `StepMode` by the state of
-the run. (`SamplingRun` sets FULL where nothing can be decided.)
+the run.
 
 decide           once an evaluation: the schedule's plan, adjusted by the state of the run
 decide_call      once a call of the model, when its chains are known and the model has not run

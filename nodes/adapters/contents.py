@@ -61,7 +61,7 @@ class Contents:
         if isinstance(value, (Mapping, list, tuple)):
             value = value.items() if isinstance(value, Mapping) else value
             return tuple(self._key(each, wait) for each in value)
-        # A reference to the object is stored, so that its id stays unique during the run.
+        # Store the object too, so that its id stays unique during the run.
         if id(value) not in self._digests:
             self._digests[id(value)] = value, _digest(value, wait) if isinstance(value, Tensor) else id(value)
         return self._digests[id(value)][1]
