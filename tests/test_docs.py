@@ -20,7 +20,6 @@ DOCS, HELP = ROOT / "docs", ROOT / "web" / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 COUNTS = RESULTS / "counts.md"
 BESIDE = [COUNTS, *(RESULTS / "fidelity" / f"{name}.md" for name in ("tables", "trials", "calibrated"))]
-# Pages that are written by hand, in English.
 CHINESE = ROOT / "README.zh.md"
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS.glob("*.md"), *HELP.glob("*.md")} - {CHINESE})
 TEXTS = sorted({*PAGES, CHINESE, *BESIDE, *HELP.rglob("*.md")})

@@ -12,7 +12,7 @@ from toma_core.config import TRANSFORMER_RATIOS, UNET_RATIOS, ToMAConfig
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir())
 ALL = {0.25, 0.5, 0.6, 0.75}
 PLACE = "ToMA goes after the LoRAs, before step caches, torch.compile and the sampler."
-NOTES = ("- **ratio** is", "- **合并比例**是", "- **合併比例**是")  # a line of a template's note
+NOTES = ("- **ratio** is", "- **合并比例**是", "- **合併比例**是")  # beginnings of a line in a note
 
 
 def ratios(text: str) -> set[float]:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # after ComfyUI's own modules
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind ComfyUI's own folders
 from testbed import models
 
 

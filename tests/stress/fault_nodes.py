@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # after ComfyUI's own modules
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind ComfyUI's own folders
 from testbed import models
 
 FAULTS = ("none", "error", "out of memory", "slow")

@@ -13,7 +13,7 @@ from server import PromptServer
 
 PACK = "ComfyUI-ToMA"
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # after ComfyUI's own modules
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind ComfyUI's own folders
 from testbed import models  # noqa: E402
 
 

@@ -99,8 +99,8 @@ def test_images_of_a_batch_do_not_meet(kind: str) -> None:
 
 
 def test_farthest_point_by_hand() -> None:
-    """Tokens lie at 0, 10, 20 and 170 degrees. The most central one is that at 20 (cosines 1 + 0.98 + 0.94 - 0.87). The
-    token at 170 is farthest from it, then the token at 0."""
+    """Tokens lie at 0, 10, 20 and 170 degrees. The most central token is the one at 20 degrees (sum of cosines 1 + 0.98
+    + 0.94 - 0.87). The token at 170 degrees is farthest from it, and then the token at 0."""
     angles = torch.deg2rad(torch.tensor([0.0, 10.0, 20.0, 170.0]))
     S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
     assert S.sum(1).argmax(1).item() == 2

@@ -10,8 +10,8 @@ Latents are those of ComfyUI's default release. If another release computes othe
 
 Tolerances are fractions of a latent's rms, and larger than the effects of rounding. On an AVX-512 CPU, the largest
 effects on a latent were: oneDNN switched off 5.8e-5, no instructions newer than AVX2 2.4e-5 or SSE 2.1e-5, conditions
-in separate calls 1.8e-5, two threads 1.4e-5. The effect on mean and rms was 1.6e-7. If the selection replaces a single
-destination, the last of one window, the median effect is 2.5e-3.
+in separate calls 1.8e-5, two threads 1.4e-5. The effect on mean and rms was 1.6e-7. If the selection replaces the
+last destination of one window, the median effect is 2.5e-3.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_on_a_flat_image_any_set_is_best_and_all_picks_differ(x: torch.Tensor) -
 def test_ties_go_to_the_lowest_slot() -> None:
     S = torch.eye(6).expand(2, -1, -1)
     assert greedy_facility_location(S, None, 6).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-    # There are two pairs of equal tokens. One token of each pair comes first, the lower one of the pair.
+    # There are two pairs of equal tokens. The lower token of each pair is selected first.
     twins = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]]))
     assert greedy_facility_location(twins, None, 4).tolist() == [[0, 1, 2, 3]]
 

@@ -187,7 +187,7 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
 
 
 def of_the_model_itself(model: Any, run: dict[str, Any]) -> int:
-    """Count the graphs of the model without ToMA. There are several if the model's own code breaks the graph."""
+    """Count the graphs of the model without ToMA. There are several graphs if the model's own code breaks the graph."""
     torch._dynamo.reset()
     backend = Counting()
     models.sample(compiled(model, backend), SIDE, SIDE, **run)

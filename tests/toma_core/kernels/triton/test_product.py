@@ -154,7 +154,7 @@ def test_one_adaptive_plan_for_a_batch(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_refused(case: Case, kernels: Any) -> None:
-    """Sizes are refused with which a kernel would read past the end of a tensor."""
+    """Kernels refuse sizes with which they would read past the end of a tensor."""
     plan, x = random_plan(case), case.tokens()
     out = normal(case, plan.num_destinations, 1)
     with pytest.raises(ValueError, match="does not fit a batch of 3"):

@@ -169,7 +169,7 @@ def test_gradients_go_through_plain_pytorch(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_refused(case: Case, kernels: Any) -> None:
-    """Sizes are refused with which a kernel would read past the end of a tensor."""
+    """Kernels refuse sizes with which they would read past the end of a tensor."""
     regression = regression_of(case, 33, kernels)
     plan = regression.plan
     cached, fresh = case.tokens(), normal(case, plan.num_destinations, 1)
