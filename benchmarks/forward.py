@@ -3,8 +3,9 @@ together.
 
 Every variant runs through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
 median of the turns' ratios. Turns reuse the plans of a warm-up turn. If merged blocks attend to all tokens, an untimed
-full step comes first. Weights are random, so the error only shows that the merged model computes nearly the same
-function. A speed-up is not reported if the output is broken, nothing was merged, or the unpatched model changed.
+full step precedes the timed turns. Weights are random, so the error only shows that the merged model computes nearly
+the same function. A speed-up is not reported if the output is broken, nothing was merged, or the unpatched model
+changed.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def new_dit(
 ) -> nn.Module:
     """Build a fresh DiT (comfy.ldm.flux.model.Flux, float32, CPU) with weights drawn from `seed`.
 
-    to_train: initialise every block as the identity; the model's output is then zero. Otherwise no weight is zero, and
+    to_train: initialise every block as the identity; the model's output is then zero. If False, no weight is zero, and
     the output depends on every block.
     """
     network = comfy.ldm.flux.model.Flux(dtype=torch.float32, operations=operations, **(config or DIT_CONFIG))

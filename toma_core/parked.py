@@ -268,7 +268,7 @@ class Lane:
             return len(self.ahead) < MAX_STAGED
 
     def forget(self, reads: Iterable[Parked]) -> None:
-        """Drop the copies that were read ahead."""
+        """Drop these copies that were read ahead."""
         with self.lock:
             now = self.copier.current(self.device)
             for parked in list(reads):
