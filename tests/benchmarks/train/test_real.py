@@ -57,7 +57,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
 
 @pytest.fixture
 def graph() -> dict[str, Any]:
-    """Return a graph of the demo's tiny UNet, 16 x 16 tokens, with the ToMA node. Each prompt is the number of a scene."""
+    """Return a graph of the demo's tiny UNet, 16 x 16 tokens, with the ToMA node. A prompt is the number of a scene."""
     found = sampling_graph(UNET, 64, 3, 0, merged=True)
     found["toma"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.1, "preset": "quality"}}
     found["scene"]["inputs"]["seed"] = "%prompt%"
