@@ -17,7 +17,8 @@ COST = Block(13, 37, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """[image | text]. ComfyUI passes no `attention_mask`. A block that gets a mask of all tokens runs unmerged."""
+    """Blocks on one stream of [image | text]. ComfyUI passes no `attention_mask`; a block that gets a mask of all
+    tokens runs unmerged."""
 
     positional_args = ("x", "rotary_pos_emb", "temb")
     required_kwargs = ()

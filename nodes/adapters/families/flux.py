@@ -1,6 +1,6 @@
 """Flux.1 (dev, schnell, Fill, Kontext), Flux.2, Klein and every other model that ComfyUI runs on its `Flux` class.
 
-Image tokens are merged, and tokens of reference images if the settings say so; text tokens are not.
+Image tokens are merged, and tokens of reference images if the settings say so; text tokens are never merged.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FLUX_1 = 19, 38
 
 
 class SingleSignature(BlockSignature):
-    """[text | image | references]."""
+    """Blocks on one stream of [text | image | references]."""
 
     positional_args = ("x", "vec", "pe", "attn_mask")
     rope_arg = "pe"
     index_args = ("modulation_dims",)
     passthrough_args = ("vec",)
     mutates_input = clamps_fp16 = True
-    # Text tokens of the double blocks. They are noted because step caches that run the blocks themselves pass no
+    # Number of text tokens, noted in the double blocks, because step caches that run the blocks themselves pass no
     # options.
     text: int | None = None
 
@@ -45,7 +45,7 @@ class SingleSignature(BlockSignature):
 
 
 class DoubleSignature(BlockSignature):
-    """[image | references]; positions have the text before the image."""
+    """Blocks on [image | references] beside a stream of text; positions have the text before the image."""
 
     positional_args = ("img", "txt", "vec", "pe", "attn_mask")
     tokens_arg, text_arg, output_index = "img", "txt", 0

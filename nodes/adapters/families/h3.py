@@ -30,7 +30,7 @@ _SEGMENTS = "mod_segments"
 
 
 class Signature(BlockSignature):
-    """[text | references | audio | video] of (T, C)."""
+    """Blocks on one stream of [text | references | audio | video], (T, C)."""
 
     positional_args = ("x", "t_emb", "mod_segments", "rope_freqs")
     rope_arg, rope_token_dim = "rope_freqs", 1
@@ -80,7 +80,6 @@ def _goes_by_token(segments: Sequence[Any]) -> bool:
 
 
 def _row_by_token(segments: Sequence[Any]) -> Tensor:
-    """Return the row of each token of the stream, (1, T, 1)."""
     device = next(row.device for _, _, row in segments if isinstance(row, Tensor))
     parts = [
         row.expand(stop - start) if isinstance(row, Tensor) else torch.full((stop - start,), row, device=device)

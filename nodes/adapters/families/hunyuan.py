@@ -1,7 +1,7 @@
 """HunyuanVideo and HunyuanVideo 1.5, HunyuanImage 2.1: a class of its own with the blocks of Flux.
 
 Tokens are [text | reference | frames]; only frames are merged, each to the same number of tokens. If the first frame
-has another noise level, blocks get that frame's position as an index within a frame, and run unmerged.
+has another noise level, blocks run unmerged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def fits(model: HunyuanVideo) -> bool:
 
 
 class SingleSignature(BlockSignature):
-    """[text | reference | frames]."""
+    """Blocks on one stream of [text | reference | frames]."""
 
     positional_args: tuple[str, ...] = ("x", "vec", "pe", "attn_mask")
     rope_arg = "pe"
@@ -38,7 +38,7 @@ class SingleSignature(BlockSignature):
 
 
 class DoubleSignature(SingleSignature):
-    """[reference | frames]; positions have the text before the reference."""
+    """Blocks on [reference | frames] beside a stream of text; positions have the text before the reference."""
 
     positional_args = ("img", "txt", "vec", "pe", "attn_mask")
     tokens_arg, text_arg, output_index = "img", "txt", 0
@@ -51,4 +51,4 @@ class Hooks(Transformer):
         self.patch_size, self.width = model.patch_size[-1], model.hidden_size
         double = BlockGroup("double", model.double_blocks, DoubleSignature(), DOUBLE, "input")
         single = BlockGroup("single", model.single_blocks, SingleSignature(), SINGLE, "output")
-        return (double, single) if len(model.single_blocks) else (double,)  # 1.5 has no single blocks
+        return (double, single) if len(model.single_blocks) else (double,)  # HunyuanVideo 1.5 has no single blocks

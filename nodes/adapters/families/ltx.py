@@ -21,13 +21,13 @@ from ..signature import BlockGroup, BlockSignature, CallArguments, TokenReductio
 NAME = "LTX-Video and LTX-2"
 MODEL = LTXVModel
 DERIVED = ("LTXVModel", "LTXAVModel")
-# Costs of the video's stream. With sound, it also attends to the audio, in half the width.
+# Costs of the video's stream. With sound, the video also attends to the audio, in half the width.
 COST = Block(14, 70, (1, 19, 4))
 AV_COST = Block(16, 282, (1, 19, 4))
 
 
 class Signature(BlockSignature):
-    """The video. Positions come as (matrices, layout); modulation is global, or has a row for each token."""
+    """Blocks on the video. Positions come as (matrices, layout); modulation is global, or has a row for each token."""
 
     required_kwargs: tuple[str, ...] = ("context", "timestep", "pe", "transformer_options")
     rope_arg, rope_token_dim = "pe", 1
@@ -72,7 +72,7 @@ class Signature(BlockSignature):
 
 
 def _is_compressed(value: Any) -> bool:
-    """Whether this is LTX-2's `CompressedTimestep`: a row of modulation for each frame, or for each token."""
+    """Whether a value is LTX-2's `CompressedTimestep`: a row of modulation for each frame, or for each token."""
     return hasattr(value, "patches_per_frame")
 
 

@@ -19,13 +19,13 @@ from ..signature import BlockGroup, BlockSignature
 NAME = "Z-Image, Lumina 2"
 MODEL = NextDiT
 DERIVED = ("NextDiTPixelSpace",)
-# The feed-forward of Lumina 2 is wider, and its keys and values are narrower.
+# The feed-forward of Lumina 2 is wider than Z-Image's, and its keys and values are narrower.
 Z_IMAGE = Block(12, 54, (1, 20, 5), beside=32)
 LUMINA = Block(44 / 3, 56, (1, 20, 5))
 
 
 class LayerSignature(BlockSignature):
-    """[text | references | image | padding]."""
+    """Blocks on one stream of [text | references | image | padding]."""
 
     positional_args = ("x", "x_mask", "freqs_cis", "adaln_input")
     rope_arg, rope_token_dim = "freqs_cis", 1

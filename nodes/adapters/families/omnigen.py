@@ -13,13 +13,11 @@ from ..signature import BlockGroup, BlockSignature
 
 NAME = "OmniGen2"
 MODEL = OmniGen2Transformer2DModel
-# Keys and values are narrower.
+# Keys and values are narrower than the tokens.
 COST = Block(44 / 3, 72, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """[text | references | image]."""
-
     positional_args = ("hidden_states", "attention_mask", "image_rotary_emb", "temb")
     tokens_arg = "hidden_states"
     rope_arg, rope_token_dim = "image_rotary_emb", 1

@@ -1,8 +1,8 @@
 """Qwen-Image 2.1: one stream of [text and references | image]; blocks get the function that computes attention as an
 argument.
 
-Tokens before the image never attend to it. If ComfyUI caches their keys, it calls the block with these tokens alone,
-then with the image alone.
+Tokens before the image never attend to the image. If ComfyUI caches the keys of these tokens, blocks are called with
+these tokens alone, then with the image alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Signature(BlockSignature):
         return bool(call_args["pe"].shape[1] > call_args["prefix_len"])
 
 
-# Bytes per element, relative to the run's dtype.
+# Bytes per element of ComfyUI's cache, relative to those of the run's dtype.
 _STORED = {"int8": 0.5, "int4": 0.25}
 
 

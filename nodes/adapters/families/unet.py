@@ -85,7 +85,7 @@ class Hooks(ModelHooks):
     def select(
         self, x: Tensor, evaluation: Evaluation, options: Options, control: Any, references: Sequence[Tensor]
     ) -> Iterator[HookPair]:
-        # ControlNets add outside of the stacks.
+        # `control` is not used, because ControlNets add residuals outside of the stacks.
         config, stats = evaluation.run.config, evaluation.run.stats
         by_module = config.granularity is Granularity.MODULE or patched(options, _TOKEN_PATCHES)
         for place, stack in enumerate(self.stacks):

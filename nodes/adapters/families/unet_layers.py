@@ -18,7 +18,7 @@ from ..signature import Options
 
 
 class ByModule(Hook):
-    """A transformer block whose modules are merged one by one. It stores transformer_options for the modules, because a
+    """A transformer block whose modules are merged one by one. The hook stores transformer_options, because a
     feed-forward gets none."""
 
     def __init__(self, block_hook: BlockHook) -> None:

@@ -48,7 +48,7 @@ def fits(model: WanModel) -> bool:
 
 
 class Signature(BlockSignature):
-    """[references | video | further frames, context or pose]. Positions cover the entire stream."""
+    """Blocks on one stream, see the head of this file. Positions cover the entire stream."""
 
     required_kwargs = ("e", "freqs", "context", "transformer_options")
     rope_arg, rope_token_dim = "freqs", 1
