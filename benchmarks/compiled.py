@@ -22,7 +22,7 @@ DEPTHS, MIDDLE, DOUBLE, SINGLE = (0, 2, 10), 10, 19, 38
 
 
 def main() -> None:
-    """Measure the models named on the command line, print the results and write them."""
+    """Measure the chosen models, print and write."""
     parser = bench.command_line(__doc__, "compiled", repeats=15)
     parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
     parser.add_argument("--backend", default="inductor", help="of torch.compile; eager: to see that it runs")

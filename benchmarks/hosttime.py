@@ -108,7 +108,7 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure as the command line says, print the results and write them."""
+    """Measure, print and write."""
     parser = bench.command_line(__doc__, RESULTS, repeats=40)
     args = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)

@@ -38,7 +38,7 @@ class Stream(Protocol):
 
 
 class Copier(Protocol):
-    """The copying operations of a device; tests record these operations in place of CUDA."""
+    """The copying operations of a device."""
 
     def current(self, device: torch.device) -> Stream:
         """Return the stream on which the model computes."""

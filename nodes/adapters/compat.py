@@ -78,8 +78,7 @@ def own_code() -> Iterator[None]:
 
 @contextmanager
 def warned() -> Iterator[None]:
-    """Log a warning in place of an `UnmergedError`, and continue. Use this context manager for lines on which no later
-    line depends."""
+    """Log a warning in place of an `UnmergedError`, and continue."""
     try:
         yield
     except UnmergedError as error:
