@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .cache import Keys
 from .coverage import Origin
@@ -20,8 +20,10 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan
 
-# Caches are used while at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md).
+# While at most this share of a latent's noise is new, caches are used at any ratio; above it, with some samplers, at
+# most at `NOISY_RATIO` (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
+NOISY_RATIO = 0.25
 # In runs whose first steps hardly lower sigma (`Schedule.begins_flat`), caches are also used while at most this share
 # of the latent comes from predictions.
 _SMALL_SHARE = 0.03
@@ -29,7 +31,7 @@ _SMALL_SHARE = 0.03
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts on an evaluation that are known before the model runs."""
+    """The facts on an evaluation that are known before the model runs. The first four are those of a `SigmaStep`."""
 
     sigma: float  # the sampler's
     step: int | None = None  # None if unknown
@@ -41,6 +43,7 @@ class Facts:
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
     gradients: bool = False  # whether gradients are computed: nothing may then be merged or cached
     new_noise: float = 0.0  # share of the latent's noise that is new; inf if unknown
+    merged_in_noise: bool = False  # whether the sampler draws that noise, and steps with much of it may be merged
     enlarges: bool = False  # whether the sampler enlarges errors of the model's predictions
     another: bool = False  # the latent differs from an earlier one at this step and sigma with these conditions
     unknown: Message | None = None  # names a part of the model that may change from step to step
@@ -71,13 +74,13 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
     elif run.tiles and plan.mode.merges:
         plan = _without_cache(run, plan, Reason.TILES())
     elif plan.mode.caches:
-        plan = plan.with_mode(_cached_mode(run, plan, facts))
+        plan = _with_caches(run, plan, facts)
     # A refresh does not wait for a prediction, because it needs no merge plan.
     return plan.with_mode(StepMode.FULL) if facts.awaits_prediction and plan.mode.merges else plan
 
 
-def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
-    """Return the mode of an evaluation that the schedule refreshes or merges with caches.
+def _with_caches(run: RunState, plan: StepPlan, facts: Facts) -> StepPlan:
+    """Return the plan of an evaluation that the schedule refreshes or merges with caches.
 
     Guidance takes the difference of conditions, so all of them use caches or none does: if the entries of one condition
     cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, there is at most one
@@ -86,29 +89,32 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     plainly = merges_plainly(run)
     if run.cache.disabled:
         if plainly and plan.mode.merges:
-            return StepMode.MERGED
-        if plan.mode.merges:
-            run.stats.full_because(plan.step, Reason.CACHE_DISABLED())
-        return StepMode.FULL
+            return plan.with_mode(StepMode.MERGED)
+        return _full(run, plan, Reason.CACHE_DISABLED())
     held = _begin(run, plan, facts)
-    reason = Reason.NOT_CACHED()
-    schedule = run.schedule
-    small = schedule.begins_flat and schedule.predicted_share(plan.step) <= _SMALL_SHARE
-    limit = math.inf if small else MAX_NEW_NOISE
-    # If the share of new noise is unknown, it is infinite or NaN.
-    if run.kv_cache and not (facts.new_noise <= limit and math.isfinite(facts.new_noise)):
-        held, reason = False, Reason.NEW_NOISE() if held else reason
+    ratio = _ratio_in_noise(run, plan, facts)
     if plan.mode is StepMode.REFRESH:
         run.unscheduled = None
-    elif held:
-        return StepMode.MERGED_CACHED
+    elif held and ratio:
+        return replace(plan, ratio=ratio)
     elif plainly and run.unscheduled not in (None, plan.step):  # the one unscheduled refresh has already been used
-        return StepMode.MERGED
+        return plan.with_mode(StepMode.MERGED)
     else:
         run.unscheduled = plan.step
-        run.stats.full_because(plan.step, reason)
+        run.stats.full_because(plan.step, Reason.NEW_NOISE() if held else Reason.NOT_CACHED())
     run.coverage.refresh()
-    return StepMode.REFRESH
+    return plan.with_mode(StepMode.REFRESH)
+
+
+def _ratio_in_noise(run: RunState, plan: StepPlan, facts: Facts) -> float:
+    """Return the ratio at which caches may be used in spite of the latent's new noise, 0 if they may not be used."""
+    if not run.kv_cache or facts.new_noise <= MAX_NEW_NOISE:
+        return plan.ratio
+    if not math.isfinite(facts.new_noise):  # infinite or NaN: unknown
+        return 0.0
+    if run.schedule.begins_flat:
+        return plan.ratio if run.schedule.predicted_share(plan.step) <= _SMALL_SHARE else 0.0
+    return min(plan.ratio, NOISY_RATIO) if facts.merged_in_noise and plan.ratios is None else 0.0
 
 
 def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:

@@ -136,6 +136,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
                 foreign = wrapped_by_others(options_before["transformer_options"], between)
                 cached = bool(config.kv_cache)
                 sampling.trajectory.reads = sampling.tracker.measures_noise(cached) or (cached and foreign)
+                sampling.tracker.merged_in_noise &= not foreign
                 args, kwargs = sampling.tracker.listening(args, kwargs)
             if inside and not sampling.obstacle:
                 allow_more_graphs()

@@ -209,15 +209,13 @@ class SamplingRun:
             self.run.coverage.enforce_limit()
         without_picture = self.run.tiles or self.prediction(options) is None
         facts = Facts(
-            at.sigma,
-            at.step,
-            at.model_sigma,
-            at.unreported,
+            *at,
             conditions,
             awaits_prediction=self.awaits_prediction(options),
             unshared=self.several_devices and without_picture,
             gradients=records_gradients(),
             new_noise=self.trajectory.new_noise,
+            merged_in_noise=self.tracker.merged_in_noise,
             enlarges=self.tracker.enlarges,
             another=self.trajectory.another,
             unknown=Reason.FOREIGN_POSITIONS(module=module) if module else None,

@@ -9,7 +9,7 @@ import torch
 from tests.loop import loop
 from tests.toma_core.cached_runs import at, block, features, modes, passed, run_of
 from toma_core import Evaluation, StepMode, coverage, decide
-from toma_core.decision import Facts
+from toma_core.decision import NOISY_RATIO, Facts
 from toma_core.reasons import Reason
 
 
@@ -50,6 +50,29 @@ def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> 
     run.coverage.store((("block", "c"),), features(0))
     near = decide(run, Facts(6.0, 4, 6.0, conditions={"c": None})).mode is StepMode.MERGED_CACHED
     assert near is (refreshed == 7.0)
+
+
+@pytest.mark.parametrize(
+    ("new_noise", "known", "ratio", "found"),
+    [
+        (0.4, False, 0.5, 0.5),
+        (0.9, True, 0.5, NOISY_RATIO),
+        (0.9, True, 0.1, 0.1),
+        (0.9, False, 0.5, None),
+        (float("inf"), True, 0.5, None),
+        (float("nan"), True, 0.5, None),
+    ],
+)
+def test_much_new_noise_lowers_the_ratio_or_makes_the_step_full(
+    new_noise: float, known: bool, ratio: float, found: float | None
+) -> None:
+    """known: whether the sampler is one that merges well with much new noise."""
+    run = run_of(kv_cache=True, ratio=ratio)
+    modes(run, (0, "c"))
+    plan = decide(run, Facts(9.0, conditions={"c": None}, new_noise=new_noise, merged_in_noise=known))
+    assert plan.mode is (StepMode.REFRESH if found is None else StepMode.MERGED_CACHED)
+    assert plan.ratio == (ratio if found is None else found)
+    assert [reason.id for reason in run.stats.full_reasons] == ([] if found else [Reason.NEW_NOISE])
 
 
 def test_another_state_is_not_covered() -> None:
