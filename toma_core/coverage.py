@@ -30,7 +30,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Line:
+class _Record:
     """The record of one condition's entries."""
 
     origin: Origin  # origin of the last refresh
@@ -40,13 +40,13 @@ class _Line:
 
 @dataclass(eq=False)
 class Coverage:
-    """The lines of a run, by signature. A signature names the condition, shape and area that were evaluated.
+    """The records of a run, by signature. A signature names the condition, shape and area that were evaluated.
 
-    Lines of several sizes and conditions coexist. Several devices may share the object.
+    Records of several sizes and conditions coexist. Several devices may share the object.
     """
 
     cache: Cache
-    _lines: dict[Hashable, _Line] = field(default_factory=dict)
+    _records: dict[Hashable, _Record] = field(default_factory=dict)
     # Origins of the evaluation in progress, by signature. The key None has the origin of all other conditions.
     _now: dict[Hashable, Origin] = field(default_factory=dict)
     # Equal to `_now` from the start of a refresh until the next evaluation begins, else empty.
@@ -63,8 +63,8 @@ class Coverage:
         with self.cache.lock:
             self._interval = interval
             # Mark conditions that the last refresh missed, because some nodes skip conditions.
-            if any(signature in self._lines for signature in self._refreshing):
-                self._absent.update(s for s in self._refreshing if s is not None and s not in self._lines)
+            if any(signature in self._records for signature in self._refreshing):
+                self._absent.update(s for s in self._refreshing if s is not None and s not in self._records)
             self._refreshing = {}
             self._now = {None: other, **origins}
             return all(s in self._absent or self._holds(s, origin) for s, origin in origins.items())
@@ -78,20 +78,24 @@ class Coverage:
         """Note that the evaluation in progress ends without having refreshed all conditions that it named."""
         with self.cache.lock:
             self._refreshing = {}
-            self.forget({signature for signature, line in self._lines.items() if line.layout is None})
+            self.forget({signature for signature, record in self._records.items() if record.layout is None})
 
     def _holds(self, signature: Hashable, now: Origin) -> bool:
-        line = self._lines.get(signature)
-        if line is None or line.origin.state != now.state or not 0 <= now.step - line.origin.step < self._interval:
+        record = self._records.get(signature)
+        if (
+            record is None
+            or record.origin.state != now.state
+            or not 0 <= now.step - record.origin.step < self._interval
+        ):
             return False
-        then = line.origin
+        then = record.origin
         ages = (abs(a - b) for a, b in zip(now.other_steps, then.other_steps, strict=True))
         return max(ages, default=0) < self._interval and now.falling <= then.falling * _SIGMA_FACTOR
 
     def fits(self, signatures: Iterable[Hashable], layout: Hashable) -> bool:
         """Return whether these conditions were refreshed by calls of this layout."""
-        lines = map(self._lines.get, signatures)
-        return all(line is not None and line.layout == layout for line in lines)
+        records = map(self._records.get, signatures)
+        return all(record is not None and record.layout == layout for record in records)
 
     def store(self, keys: Keys, update: Tensor, quantized: bool = False, kv: bool = False) -> None:
         """Cache (B, N, C) in a refresh. The arguments are those of `Cache.put`."""
@@ -109,12 +113,12 @@ class Coverage:
         """Record refreshed signatures. Records that are too old are dropped at the first call in a step, not in
         `begin`, because another node may skip the step."""
         fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
-        if all(s in self._lines and self._lines[s].origin == origin for s, origin in fresh.items()):
+        if all(s in self._records and self._records[s].origin == origin for s, origin in fresh.items()):
             return
         self._refreshing = {**self._refreshing, **fresh}
         step = max(origin.step for origin in fresh.values())
-        self.forget({s for s, line in self._lines.items() if step - line.origin.step >= self._interval})
-        self._lines.update({s: _Line(origin) for s, origin in fresh.items()})
+        self.forget({s for s, record in self._records.items() if step - record.origin.step >= self._interval})
+        self._records.update({s: _Record(origin) for s, origin in fresh.items()})
         self._absent.difference_update(fresh)
 
     def ended(self, signatures: tuple[Hashable, ...], latent: Tensor | None, layout: Hashable = None) -> None:
@@ -131,13 +135,13 @@ class Coverage:
                 # Areas with too few tokens store nothing in a refresh; later steps do not merge these areas either.
                 self._note(set(signatures))
             for signature, part in zip(signatures, parts, strict=True):
-                line = self._lines.get(signature)
-                if line is not None:
-                    line.layout, line.latent = layout or line.layout, part
+                record = self._records.get(signature)
+                if record is not None:
+                    record.layout, record.latent = layout or record.layout, part
 
     def latent_of(self, signatures: tuple[Hashable, ...]) -> Tensor | None:
         """Return the latent of the calls that wrote the entries of these conditions, (B, C, ..., H, W), if known."""
-        latents = [line.latent for s in signatures if (line := self._lines.get(s)) and line.latent is not None]
+        latents = [record.latent for s in signatures if (record := self._records.get(s)) and record.latent is not None]
         if len(latents) < len(signatures) or len({(each.shape, each.device) for each in latents}) > 1:
             return None
         return torch.cat(latents)
@@ -149,7 +153,7 @@ class Coverage:
             limit = MAX_CACHE_BYTES + self.cache.reserved
             if self.cache.held <= limit:
                 return
-            for signature in sorted(self._lines, key=lambda s: self._lines[s].origin.step):
+            for signature in sorted(self._records, key=lambda s: self._records[s].origin.step):
                 if self.cache.held > limit and signature not in self._refreshing:
                     self.forget({signature})
             if self.cache.bounded and self.cache.held > limit and not self.cache.disabled:
@@ -159,16 +163,16 @@ class Coverage:
         """Drop records and entries of these conditions."""
         self.cache.drop([key for key in self.cache.keys if key[1] in signatures])
         for signature in signatures:
-            self._lines.pop(signature, None)
+            self._records.pop(signature, None)
 
     def disable(self) -> bool:
         """Drop all records and entries, and store nothing afterwards. Return whether there was any entry."""
         with self.cache.lock:
-            self._lines.clear()
+            self._records.clear()
             return self.cache.disable()
 
     def clear(self) -> None:
         """Drop all records and entries; the next evaluation is then a refresh."""
         with self.cache.lock:
-            self._lines.clear()
+            self._records.clear()
             self.cache.clear()

@@ -18,8 +18,8 @@ from .latent_regression import LatentChange, Rotation
 from .merge import MergePlan, add_unmerged, gather_destinations, unmerge_residual
 
 # Weight of the change at destinations if the cached update still fits fully (p = 1): part of that change comes from the
-# merge, not from the step (docs/fidelity.md). If the cached update no longer fits at all (p = 0), the weight is 1, as
-# without a cache.
+# merge, not from the step ("The residual cache" in benchmarks/results/fidelity/trials.md). If the cached update no
+# longer fits at all (p = 0), the weight is 1, as without a cache.
 DELTA_WEIGHT = 0.5
 
 

@@ -75,7 +75,7 @@ def settings(kind: str) -> dict[str, Setting]:
     cache = variants.step_cache("EasyCache", 0.2).patch
     add("preset", {name: preset(name) for name in pack_module("toma_core").PRESETS if name != "paper"}, window=side)
     add("preset", {"paper": preset("paper")})
-    ratios = (0.6, 0.75) if unet else (0.6, 0.75, 0.47, 0.7)
+    ratios = (0.6, 0.75) if unet else (0.6, 0.75, 0.47, 0.71)
     add("preset", {f"balanced at {r:g}": preset("balanced", ratio=r) for r in ratios}, window=side)
     add("every step", {"0.5": toma()})
     add("rival", {"half the steps": lambda model: model}, steps=0.5)
