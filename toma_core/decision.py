@@ -20,10 +20,11 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan
 
-# While at most this share of a latent's noise is new, caches are used at any ratio; above it, with some samplers, at
-# most at `NOISY_RATIO` (benchmarks/results/fidelity/trials.md).
+# While at most this share of a latent's noise is new, caches are used at any ratio. Above it, some samplers use them in
+# runs of `_MANY_STEPS` or more, at most at `NOISY_RATIO` (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
 NOISY_RATIO = 0.25
+_MANY_STEPS = 5
 # In runs whose first steps hardly lower sigma (`Schedule.begins_flat`), caches are also used while at most this share
 # of the latent comes from predictions.
 _SMALL_SHARE = 0.03
@@ -114,7 +115,8 @@ def _ratio_in_noise(run: RunState, plan: StepPlan, facts: Facts) -> float:
         return 0.0
     if run.schedule.begins_flat:
         return plan.ratio if run.schedule.predicted_share(plan.step) <= _SMALL_SHARE else 0.0
-    return min(plan.ratio, NOISY_RATIO) if facts.merged_in_noise and plan.ratios is None else 0.0
+    merged = facts.merged_in_noise and plan.ratios is None and len(run.schedule.sigmas) >= _MANY_STEPS
+    return min(plan.ratio, NOISY_RATIO) if merged else 0.0
 
 
 def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from tests.loop import loop
 from tests.toma_core.cached_runs import at, block, features, modes, passed, run_of
-from toma_core import Evaluation, StepMode, coverage, decide
+from toma_core import Evaluation, RunState, Schedule, StepMode, ToMAConfig, coverage, decide
 from toma_core.decision import NOISY_RATIO, Facts
 from toma_core.reasons import Reason
 
@@ -73,6 +73,13 @@ def test_much_new_noise_lowers_the_ratio_or_makes_the_step_full(
     assert plan.mode is (StepMode.REFRESH if found is None else StepMode.MERGED_CACHED)
     assert plan.ratio == (ratio if found is None else found)
     assert [reason.id for reason in run.stats.full_reasons] == ([] if found else [Reason.NEW_NOISE])
+
+
+def test_much_new_noise_makes_the_steps_of_a_short_run_full() -> None:
+    run = RunState(Schedule(ToMAConfig(kv_cache=True, min_tokens=4, full_step_interval=3), (10.0, 9.0, 8.0, 7.0)))
+    modes(run, (0, "c"))
+    plan = decide(run, Facts(9.0, conditions={"c": None}, new_noise=0.9, merged_in_noise=True))
+    assert plan.mode is StepMode.REFRESH
 
 
 def test_another_state_is_not_covered() -> None:
