@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ class ChainSite:
     number: int  # the id by which operators find the site
     image: int  # image tokens, N, without references
     references: int  # tokens of reference images that are merged too
+    before: int  # tokens before the image, counted at the chain's first block
     lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and of each reference; N = D in a refresh
     tokens: int  # sum of all N
     destinations: int  # sum of all D
@@ -51,16 +51,17 @@ class ChainSite:
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
     reached: bool  # whether the model has reached the chain in this evaluation
 
-    def __init__(self, signature: BlockSignature) -> None:
-        self.signature, self.number = signature, compile_ops.numbered(self)
+    def __init__(self, signature: BlockSignature, shared: RopeCache) -> None:
+        self.signature, self.shared, self.number = signature, shared, compile_ops.numbered(self)
         self.release()
 
     def release(self) -> None:
         """Drop all state of an evaluation."""
         self.chain = self.reduction = None
         self.pair, self.lengths, self.rows = (), (), {}
-        self.image = self.references = self.tokens = self.destinations = 0
+        self.image = self.references = self.before = self.tokens = self.destinations = 0
         self.in_graph = self.attends = self.reached = False
+        self.shared.entry = self.shared.image_start = None
 
     def begin(self, chain: ActiveChain) -> None:
         """Begin an evaluation with a chain."""
@@ -108,10 +109,8 @@ class ChainSite:
         self.reach()
         self.in_graph, self.pair = False, ()
         reason = self.reason(call_args)
-        x = self.signature.tokens(call_args)
-        before = self.signature.image_start(call_args, self.image) or 0
-        if self.chain is not None and self.chain.merges(x[:, before : before + self.image], reason):
-            images = x[:, before : before + self.image + self.references]
+        images = self.signature.tokens(call_args)[:, self.before : self.before + self.image + self.references]
+        if self.chain is not None and self.chain.merges(images[:, : self.image], reason):
             self.reduction, reduced = self.chain.reduce(images)
             self._set_lengths(self.reduction.lengths)
             self.pair = reduced, images
@@ -129,18 +128,35 @@ class ChainSite:
         # unmerged.
         grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
         self.activate(replace(chain, grids=grids))
-        return signature.obstacle(call_args, prod(grid), self.references)
+        reason = self.obstacle(call_args)
+        if signature.text_arg:
+            known = reason != Reason.UNKNOWN_IMAGE_POSITION()
+            self.shared.image_start = self.before + signature.attention_offset(call_args) if known else None
+        return reason
 
-    def fits(self, x: Tensor, before: int) -> bool:
-        """Whether a graph is being traced and x is [before | N | rest] with the prepared N."""
-        inside = self.in_graph and torch.compiler.is_compiling()
-        return inside and x.ndim == 3 and x.shape[1] >= before + self.tokens
+    def obstacle(self, call_args: CallArguments) -> Message | None:
+        """Count the tokens before the image, and return why the tokens of the first block cannot be merged, None if
+        they can."""
+        before = self.signature.image_start(call_args, self.image)
+        if before is None and not self.signature.text_arg:
+            before = self.shared.image_start
+        if before is None:
+            return Reason.UNKNOWN_IMAGE_POSITION()
+        self.before = before
+        return self.signature.obstacle(call_args, before, self.image, self.references)
 
-    def enter(self, x: Tensor, before: int) -> Tensor:
+    def fits(self, call_args: CallArguments) -> bool:
+        """Whether a graph is being traced whose chain begins with these arguments, with the prepared N."""
+        if not torch.compiler.is_compiling() or self.signature.tokens(call_args).ndim != 3:
+            return False
+        return not self.obstacle(call_args) and self.signature.tokens(call_args).shape[1] >= self.before + self.tokens
+
+    def enter(self, x: Tensor) -> Tensor:
         """Merge [before | N | rest] to [before | D | rest], (B, T, C)."""
-        return self._enter(x, before) if self.in_graph else self._enter_eagerly(x, before)
+        return self._enter(x) if self.in_graph else self._enter_eagerly(x)
 
-    def _enter(self, x: Tensor, before: int) -> Tensor:
+    def _enter(self, x: Tensor) -> Tensor:
+        before = self.before
         if self.in_graph:
             image = x[:, before : before + self.tokens]
             self.pair = compile_ops.operators.enter(image, self.number, self.destinations), image
@@ -150,13 +166,13 @@ class ChainSite:
             return reduced.clone() if self.signature.mutates_input else reduced
         return torch.cat([x[:, :before], reduced, x[:, before + self.tokens :]], 1)
 
-    def leave(self, out: Tensor, before: int) -> Tensor:
+    def leave(self, out: Tensor) -> Tensor:
         """Unmerge [before | D | rest] to [before | N | rest], (B, T, C)."""
-        return self._leave(out, before) if self.in_graph else self._leave_eagerly(out, before)
+        return self._leave(out) if self.in_graph else self._leave_eagerly(out)
 
-    def _leave(self, out: Tensor, before: int) -> Tensor:
-        after, (reduced, image) = before + self.destinations, self.pair
-        self.pair, self.rows = (), {}
+    def _leave(self, out: Tensor) -> Tensor:
+        before, after, (reduced, image) = self.before, self.before + self.destinations, self.pair
+        self.pair, self.rows, self.before = (), {}, 0  # a graph need not return a count that is 0 at its end
         unmerge = compile_ops.operators.leave if self.in_graph else compile_ops.leave
         x = unmerge(out[:, before:after], reduced, image, self.number)
         return x if out.shape[1] == self.destinations else torch.cat([out[:, :before], x, out[:, after:]], 1)
@@ -176,21 +192,22 @@ class ChainSite:
         if self.chain is not None:
             self.chain.evaluation.run.stats.attentions.add((merged, left))
 
-    def merge_rows(self, rows: dict[str, Any], before: int, shared: RopeCache) -> None:
+    def merge_rows(self, rows: dict[str, Any], before: int) -> None:
         """Make the rows of the merged tokens from `rows`, the rows of [before | N | rest]."""
         sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
         if not self.in_graph:
-            rows = shared.of(rows, self, before)
+            rows = self.shared.of(rows, self, before)
         elif self.destinations != self.tokens:
             rows = {n: compile_ops.operators.rope(each, self.pair[0], *sizes) for n, each in rows.items()}
         self.rows = rows
 
 
 class RopeCache:
-    """Rotary positions and other rows of merged tokens, shared by blocks that share plans in an evaluation."""
+    """Rotary positions and other rows of merged tokens, shared by all blocks of a model in an evaluation."""
 
     # (rows of all tokens, then plans), and the rows of merged tokens made from both.
     entry: tuple[tuple[Any, ...], tuple[Tensor, ...]] | None = None
+    image_start: int | None = None  # where the image begins in positions, noted by chains with a text stream
 
     @eager
     def of(self, rows: dict[str, Any], site: ChainSite, before: int) -> dict[str, Any]:
@@ -222,33 +239,26 @@ class BlockHook(Hook):
         self, module: nn.Module, name: str, signature: BlockSignature, work: Block, scope: Hashable, rope: RopeCache
     ) -> None:
         self.module, self.name, self.signature, self.work, self.scope = module, name, signature, work, scope
-        self.rope, self.own_site, self.last = rope, ChainSite(signature), True
+        self.own_site, self.last = ChainSite(signature, rope), True
         self.preferences = preferences_of(module)
         self.site = self.own_site
 
     def release(self) -> None:
         self.own_site.release()
         self.site = self.own_site
-        self.rope.entry = None
         self.signature.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Check `in_graph` before anything else, because a graph guards on every value that it reads.
         if self.site.in_graph:
             call_args = self.signature.call_args(args, kwargs)
-            before = self.signature.image_start(call_args, self.site.image)
-            if before is not None and self._in_graph(call_args, before):
-                return self._merged(len(args), call_args, before)
+            if self.signature.has_image(call_args) and self._in_graph(call_args):
+                return self._merged(len(args), call_args)
         return self.outside(*args, **kwargs)
 
-    def _in_graph(self, call_args: CallArguments, before: int) -> bool:
+    def _in_graph(self, call_args: CallArguments) -> bool:
         """Whether the block is in a chain that is merged inside the graph being traced."""
-        site, signature = self.own_site, self.signature
-        if self.site is not site:
-            return len(self.site.pair) > 0
-        return site.fits(signature.tokens(call_args), before) and not signature.obstacle(
-            call_args, site.image, site.references
-        )
+        return self.site.fits(call_args) if self.site is self.own_site else len(self.site.pair) > 0
 
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,21 +267,19 @@ class BlockHook(Hook):
         call_args = signature.call_args(args, kwargs)
         if not signature.has_image(call_args):
             return self._call_original(len(args), call_args)
-        signature.observe(call_args)
         if site is self.own_site:
             site.start(call_args)
-        before = signature.image_start(call_args, site.image)
-        if before is None or not site.pair:
+        if not site.pair:
             return self._call_original(len(args), call_args)
-        return self._merged_outside(len(args), call_args, before)
+        return self._merged_outside(len(args), call_args)
 
-    def _merged(self, positional: int, call_args: CallArguments, before: int) -> Any:
-        """Run the block on the merged tokens of its chain. before: tokens that precede the image."""
+    def _merged(self, positional: int, call_args: CallArguments) -> Any:
+        """Run the block on the merged tokens of its chain."""
         site, signature, x = self.site, self.signature, self.signature.tokens(call_args)
+        before = site.before
         if site is self.own_site:
-            x = site.enter(x, before)
-            start = before + signature.attention_offset(call_args)
-            site.merge_rows(signature.rows(call_args), start, self.rope)
+            x = site.enter(x)
+            site.merge_rows(signature.rows(call_args), before + signature.attention_offset(call_args))
         merged = signature.replaced(call_args, x, site.rows)
         reduction = TokenReduction(before, site.lengths)
         if reduction.removed:
@@ -283,7 +291,7 @@ class BlockHook(Hook):
             note = None if site.in_graph else site.note_attention
             merged = override_attention(merged, attend, spans, masked, signature.attention_arg, self.preferences, note)
         out = self._call_original(positional, merged)
-        return signature.with_output(out, site.leave(signature.output(out), before)) if self.last else out
+        return signature.with_output(out, site.leave(signature.output(out))) if self.last else out
 
     _merged_outside = outside_graph(_merged)
 

@@ -53,7 +53,9 @@ class BlockSignature:
     rope_arg = ""  # the argument with the rotary positions; empty if there is none
     rope_token_dim = 2  # the dimension of rotary positions along which tokens are counted
     rope_split_half = False  # whether rotation pairs channel i of a head with i + d / 2, not with its neighbour
-    image_last = False  # whether positions end with the image, its padding, and references that options name
+    # Whether positions, or without `rope_arg` the tokens, end with the image, its padding, and references that options
+    # name.
+    image_last = False
     image_multiple = 1  # the count of image tokens is padded to a multiple of this
     row_args: tuple[str, ...] = ()  # further arguments with a row for each token, along `rope_token_dim`
     index_args: tuple[str, ...] = ()  # arguments with an index into the tokens, or a list of (start, stop, ...)
@@ -113,28 +115,21 @@ class BlockSignature:
         other calls."""
         return True
 
-    def observe(self, call_args: CallArguments) -> None:
-        """Note values that another signature of the model needs. The method is called outside of graphs, before all
-        others."""
-
     def release(self) -> None:
-        """Drop everything that `observe` or `image_start` noted, at the end of the evaluation."""
+        """Drop everything that the signature noted, at the end of the evaluation."""
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        """Return how many tokens come before the image in `tokens_arg`; None if unknown. image: its N tokens.
-
-        The method is called for every block of a chain. `image` stays N, although all blocks except the first get fewer
-        tokens. If neither positions nor options reveal the count, the first block, or `observe` in an earlier group,
-        notes it until `release`.
-        """
+        """Return how many tokens come before the image in `tokens_arg` of a chain's first block, which gets all tokens;
+        None if unknown. image: its N tokens."""
         if not self.image_last:
             return 0
-        # Positions stay unmerged when the tokens are merged. An older ComfyUI may have several tables of positions.
-        rope = call_args.get(self.rope_arg)
-        if not isinstance(rope, Tensor) or rope.ndim <= self.rope_token_dim:
+        rows, axis, offset = self.tokens(call_args), 1, 0
+        if self.rope_arg:
+            rows, axis, offset = call_args.get(self.rope_arg), self.rope_token_dim, self.attention_offset(call_args)
+        if not isinstance(rows, Tensor) or rows.ndim <= axis:  # an older ComfyUI may have several tables of positions
             return None
         behind = -image % self.image_multiple + self.reference_tokens(call_args)
-        before = rope.shape[self.rope_token_dim] - self.attention_offset(call_args) - image - behind
+        before = rows.shape[axis] - offset - image - behind
         return before if before >= 0 else None
 
     def _text(self, call_args: CallArguments) -> int:
@@ -187,14 +182,13 @@ class BlockSignature:
             return None
         return pad(mask, (0, removed) if self.text_first else (removed, 0), value=mask.dtype is torch.bool)
 
-    def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
-        """Return why a block's tokens cannot be merged, None if they can. image: N. references: how many reference
-        tokens after the image are merged, too."""
-        x = self.tokens(call_args)
-        before = self.image_start(call_args, image)
-        if before is None:
-            return Reason.UNKNOWN_IMAGE_POSITION()
-        following = self.reference_tokens(call_args)
+    def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
+        """Return why the tokens of a chain's first block cannot be merged, None if they can.
+
+        before: how many tokens come before the image, see `image_start`. image: N. references: how many reference
+        tokens after the image are merged, too.
+        """
+        x, following = self.tokens(call_args), self.reference_tokens(call_args)
         if x.ndim != 3 or x.shape[1] < before + image + following or (references and references != following):
             return Reason.TOKENS_CHANGED()
         known = (

@@ -32,16 +32,11 @@ class SingleSignature(BlockSignature):
     index_args = ("modulation_dims",)
     passthrough_args = ("vec",)
     mutates_input = clamps_fp16 = True
-    # Number of text tokens, noted in the double blocks, because step caches that run the blocks themselves pass no
-    # options.
-    text: int | None = None
-
-    def release(self) -> None:
-        self.text = None
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
+        # Step caches that run the blocks themselves pass no options; then the chain of the double blocks decides.
         after_text = (call_args.get("transformer_options") or {}).get("img_slice")
-        return self.text if after_text is None else int(after_text[0])
+        return None if after_text is None else int(after_text[0])
 
 
 class DoubleSignature(BlockSignature):
@@ -54,15 +49,6 @@ class DoubleSignature(BlockSignature):
     passthrough_args = ("vec", "modulation_dims_txt")
     mutates_input = clamps_fp16 = True
 
-    def __init__(self, single: SingleSignature) -> None:
-        self.single = single
-
-    def observe(self, call_args: CallArguments) -> None:
-        self.single.text = self.attention_offset(call_args)
-
-    def release(self) -> None:
-        self.single.release()
-
 
 class Hooks(Transformer):
     references_follow = True
@@ -74,11 +60,10 @@ class Hooks(Transformer):
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
-        single = SingleSignature()
         works = self.works(model)
         return (
-            BlockGroup("double", model.double_blocks, DoubleSignature(single), works[0], "input"),
-            BlockGroup("single", model.single_blocks, single, works[1], "output"),
+            BlockGroup("double", model.double_blocks, DoubleSignature(), works[0], "input"),
+            BlockGroup("single", model.single_blocks, SingleSignature(), works[1], "output"),
         )
 
     def works(self, model: Any) -> tuple[Block, Block]:

@@ -42,12 +42,10 @@ class Signature(BlockSignature):
     # The segments of an evaluation, and the row of each token of the stream, (1, T, 1).
     _row_by_token: tuple[Any, Tensor] | None = None
 
-    def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
-        start = self.image_start(call_args, image)
-        length = self.tokens(call_args).shape[1]
-        if start is not None and not _is_known(call_args[_SEGMENTS], start, length):
+    def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
+        if not _is_known(call_args[_SEGMENTS], before, self.tokens(call_args).shape[1]):
             return Reason.ARGUMENT_IN_USE(arguments="modulation by token")
-        return super().obstacle(call_args, image, references)
+        return super().obstacle(call_args, before, image, references)
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
         rows, segments = super().rows(call_args), call_args[_SEGMENTS]

@@ -50,10 +50,10 @@ class Signature(BlockSignature):
         # Modulation that is global or per frame stays as it is.
         return {name: each for name, each in super().rows(call_args).items() if not _is_shared(call_args[name])}
 
-    def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
+    def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
         if self.tokens(call_args).shape[1] < image:
             return Reason.SMALLER_GUIDES()
-        reason = super().obstacle(call_args, image, references)
+        reason = super().obstacle(call_args, before, image, references)
         for name in self.row_args:
             each: Any = call_args.get(name)
             # Modulation per frame must have as many frames as the tokens.

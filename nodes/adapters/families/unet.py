@@ -48,8 +48,9 @@ class Signature(BlockSignature):
         height, width = (call_args.get("transformer_options") or {}).get("activations_shape", (0, 0))[-2:]
         return (height, width) if height else None
 
-    def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
-        return super().obstacle(call_args, image) if call_args["x"].shape[1] == image else Reason.TOKENS_CHANGED()
+    def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
+        fits = call_args["x"].shape[1] == image
+        return super().obstacle(call_args, before, image) if fits else Reason.TOKENS_CHANGED()
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
         return without_grid(options, *reduction.lengths[0])

@@ -78,12 +78,12 @@ class Signature(BlockSignature):
         frames = grid[0] if tokens == image else 1
         return {**options, "grid_sizes": (frames, 1, (tokens - image + left) // frames)}
 
-    def obstacle(self, call_args: CallArguments, image: int, references: int = 0) -> Message | None:
+    def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
         # Modulation is (B, 6, C), or (B, T, 6, C) for T equal shares of all tokens, each of which must be a frame of
         # the video.
         e = call_args.get("e")
         grid = _grid_sizes(call_args)
-        reason = super().obstacle(call_args, image, references)
+        reason = super().obstacle(call_args, before, image, references)
         shares = 1 if e is None or e.ndim < 4 else e.shape[1]
         fits = shares == 1 or (grid[:1] == (shares,) and call_args["x"].shape[1] == image == prod(grid))
         return reason or (None if fits else Reason.OWN_MODULATION())

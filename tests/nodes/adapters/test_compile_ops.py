@@ -32,9 +32,8 @@ class Rows(pack_module("nodes.adapters.signature").BlockSignature):  # type: ign
 
 
 def new_site(port: Any = None) -> Any:
-    return pack_module("nodes.adapters.chain").ChainSite(
-        port or pack_module("nodes.adapters.signature").BlockSignature()
-    )
+    chain = pack_module("nodes.adapters.chain")
+    return chain.ChainSite(port or pack_module("nodes.adapters.signature").BlockSignature(), chain.RopeCache())
 
 
 def begun(evaluation: Any, names: list[str], site: Any = None) -> Any:
@@ -75,11 +74,11 @@ def test_a_full_step_caches_its_residual_in_new_tensors(graphs: Any, evaluate: A
     assert evaluation.refreshes
     site, x = prepared(evaluation), torch.randn(2, TOKENS, 8)
     assert site.destinations == TOKENS
-    reduced = site.enter(x, 0)
+    reduced = site.enter(x)
     assert torch.equal(reduced, x)
     assert reduced.data_ptr() != x.data_ptr()
     out = reduced + 1
-    left = site.leave(out, 0)
+    left = site.leave(out)
     assert torch.equal(left, out)
     assert left.data_ptr() != out.data_ptr()
     assert evaluation.run.cache.peak_bytes == x.nbytes
@@ -97,12 +96,12 @@ def test_positions_follow_the_destinations(pack: ModuleType, graphs: Any, evalua
     chain = pack_module("nodes.adapters.active_chain")
     site = prepared(evaluate(), new_site(Rows()))
     x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
-    site.enter(x, 0)
-    site.merge_rows({"pe": pe}, BEFORE, pack_module("nodes.adapters.chain").RopeCache())
+    site.enter(x)
+    site.merge_rows({"pe": pe}, BEFORE)
     assert torch.equal(site.rows["pe"], chain.merged_rope(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
     numbers = (site.number, BEFORE, TOKENS, 30, 2)
     torch.library.opcheck(graphs.operators.rope.default, (pe, site.pair[0], *numbers))
-    site.leave(torch.randn(2, 30, 8), 0)
+    site.leave(torch.randn(2, 30, 8))
     assert site.rows == {}
 
 

@@ -99,7 +99,7 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
     the tokens between blocks."""
     from comfy.ldm.flux.layers import timestep_embedding
 
-    network, seen = flux.model.diffusion_model, set()
+    network, seen, told = flux.model.diffusion_model, set(), dict[str, Any]()
 
     def loop(
         img: Tensor, img_ids: Tensor, txt: Tensor, txt_ids: Tensor, t: Tensor, y: Tensor, *_: Any, **__: Any
@@ -112,7 +112,7 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
             seen.add(img.shape[1])
         x = torch.cat([txt, img], 1)
         for block in network.single_blocks:
-            x = block(x, vec=vec, pe=pe, attn_mask=None)
+            x = block(x, vec=vec, pe=pe, attn_mask=None, **told)
             seen.add(x.shape[1] - TEXT)
         return network.final_layer(x[:, TEXT:], vec)
 
@@ -131,6 +131,12 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
     assert out.isfinite().all()
     assert not torch.equal(out, plain)
     assert torch.equal(models.sample(attach(foreign, min_tokens=1000), HEIGHT, WIDTH, steps=2), plain)
+    # No block learns how many tokens of references follow the image.
+    references = {"reference_latents": [torch.randn(1, 16, 12, 16)]}
+    conds = {name: models.conditioning(flux, seed=n, **references) for n, name in enumerate(("positive", "negative"))}
+    out = models.sample(model, HEIGHT, WIDTH, steps=2, **conds)
+    told["transformer_options"] = {"img_slice": [TEXT, TEXT + TOKENS + 48]}
+    assert torch.equal(models.sample(model, HEIGHT, WIDTH, steps=2, **conds), out)
 
 
 def test_attention_override_still_runs_and_sees_merged_tokens(flux: Any, attach: Any) -> None:

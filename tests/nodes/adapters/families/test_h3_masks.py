@@ -135,7 +135,7 @@ def test_whatever_segments_are_they_are_no_error(segments: Any, pack: Any) -> No
         **{"x": torch.zeros(START + TOKENS, 4), "t_emb": None, "mod_segments": segments, "transformer_options": {}},
         "rope_freqs": torch.zeros(1, START + TOKENS, 1, 2, 2, 2),
     }
-    found = h3.Signature().obstacle(call_args, TOKENS)
+    found = h3.Signature().obstacle(call_args, START, TOKENS)
     assert found == Reason.ARGUMENT_IN_USE(arguments="modulation by token")
 
 
