@@ -265,6 +265,7 @@ def test_names_are_followed_through_imports_and_bases(tmp_path: Path) -> None:
     (tmp_path / "a/b.py").write_text("from .c import *\nclass Derived(Base):\n    def more(self, x, *, y=1): pass\n")
     (tmp_path / "a/c.py").write_text(
         "class Base:\n    kind = 1\n    def __init__(self):\n        self.part = Part(2)\nclass Part: pass\n"
+        "class Model:\n    def __init__(self):\n        self.parts = List([])\n        self.parts.append(Part())\n"
     )
     source = Source(tmp_path)
     for name in ("a.public.Derived.more", "a.b.Derived.kind", "a.b.Derived.part", "a.public.Part"):
@@ -275,3 +276,6 @@ def test_names_are_followed_through_imports_and_bases(tmp_path: Path) -> None:
     part = source.member(derived, "part")
     assert part is not None
     assert [getattr(each.node, "name", "") for each in source.classes_in(part, derived)] == ["Part"]
+    appended = source.find("a.c.Model.parts")
+    assert appended is not None
+    assert [getattr(each.node, "name", "") for each in source.classes_in(appended)] == ["Part"]

@@ -214,16 +214,21 @@ class Source:
         return None
 
     def classes_in(self, found: Found, owner: Found | None = None) -> list[Found]:
-        """Return the classes of the objects that a definition makes: those that its value calls or names. Parameters of
-        the enclosing function are followed to their defaults, and to the values that derived classes pass for them.
+        """Return the classes of the objects that a definition makes: those that its value calls or names, and those
+        that its function appends to it. Parameters of the enclosing function are followed to their defaults, and to the
+        values that derived classes pass for them.
 
         owner: the class that was looked up, which may be derived from the class with the definition.
         """
         if isinstance(found.node, ast.ClassDef):
             return [found]
-        value = getattr(found.node, "value", None)
+        values = [getattr(found.node, "value", None)]
+        if isinstance(found.node, ast.Assign | ast.AnnAssign):
+            appends = {f"{target}.append" for target in _targets(found.node)}
+            nodes = [node for _, around in found.module.functions if found.node in around for node in around]
+            values += [n.args[0] for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) in appends]
         classes = list[Found]()
-        for name in _calls(value) if value is not None else ():
+        for name in [name for value in values if value is not None for name in _calls(value)]:
             targets = [(found.module, name)]
             if isinstance(name, ast.Name) and self._in_module(found.module, name.id, 0) is None:
                 targets = list(self._passed(found, owner, name.id))
