@@ -200,14 +200,16 @@ def _run(config: Any, kernels: Fused | None) -> Any:
 
 def main() -> None:
     """Print the launches of one block of each kind, in bf16."""
-    import sys
+    import argparse
 
     from scripts.comfy_pack import load_pack, use_comfyui
     from testbed import models
 
     use_comfyui()
     load_pack()
-    model, found = models.TRANSFORMERS[sys.argv[1]](dtype=torch.bfloat16), dict[str, Meter]()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost")
+    parser.add_argument("name", choices=sorted(models.TRANSFORMERS))
+    model, found = models.TRANSFORMERS[parser.parse_args().name](dtype=torch.bfloat16), dict[str, Meter]()
     model.model.to(torch.bfloat16)
     for group in pack_module("nodes.adapters.registry").require(model.model.diffusion_model).groups:
         meter = found[group.kind] = Meter()
