@@ -136,7 +136,7 @@ class ChainSite:
 
     def obstacle(self, call_args: CallArguments) -> Message | None:
         """Count the tokens before the image, and return why the tokens of the first block cannot be merged, None if
-        they can."""
+        they can. In a single stream, the image begins where it begins in the positions of earlier blocks."""
         before = self.signature.image_start(call_args, self.image)
         if before is None and not self.signature.text_arg:
             before = self.shared.image_start
@@ -144,12 +144,6 @@ class ChainSite:
             return Reason.UNKNOWN_IMAGE_POSITION()
         self.before = before
         return self.signature.obstacle(call_args, before, self.image, self.references)
-
-    def fits(self, call_args: CallArguments) -> bool:
-        """Whether a graph is being traced whose chain begins with these arguments, with the prepared N."""
-        if not torch.compiler.is_compiling() or self.signature.tokens(call_args).ndim != 3:
-            return False
-        return not self.obstacle(call_args) and self.signature.tokens(call_args).shape[1] >= self.before + self.tokens
 
     def enter(self, x: Tensor) -> Tensor:
         """Merge [before | N | rest] to [before | D | rest], (B, T, C)."""
@@ -172,7 +166,7 @@ class ChainSite:
 
     def _leave(self, out: Tensor) -> Tensor:
         before, after, (reduced, image) = self.before, self.before + self.destinations, self.pair
-        self.pair, self.rows, self.before = (), {}, 0  # a graph need not return a count that is 0 at its end
+        self.pair, self.rows, self.before = (), {}, 0  # a graph returns the attributes that it leaves changed
         unmerge = compile_ops.operators.leave if self.in_graph else compile_ops.leave
         x = unmerge(out[:, before:after], reduced, image, self.number)
         return x if out.shape[1] == self.destinations else torch.cat([out[:, :before], x, out[:, after:]], 1)
@@ -258,7 +252,9 @@ class BlockHook(Hook):
 
     def _in_graph(self, call_args: CallArguments) -> bool:
         """Whether the block is in a chain that is merged inside the graph being traced."""
-        return self.site.fits(call_args) if self.site is self.own_site else len(self.site.pair) > 0
+        if self.site is not self.own_site:
+            return len(self.site.pair) > 0
+        return torch.compiler.is_compiling() and self.site.obstacle(call_args) is None
 
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
