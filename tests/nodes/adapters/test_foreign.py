@@ -177,6 +177,14 @@ def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
     assert skipped == [0.1, 5]
 
 
+@loop(("tokens", "start"), [(140 + 5, 0), (7 + 140 + 5, 7), (140, None)])
+def test_a_stream_without_positions_may_end_with_the_image(tokens: int, start: int | None) -> None:
+    signature = pack_module("nodes.adapters.signature").BlockSignature()
+    signature.image_last = True
+    given = {"x": torch.empty(2, tokens, 8), "transformer_options": {"reference_image_num_tokens": [5]}}
+    assert signature.image_start(given, 140) == start
+
+
 def test_tokens_that_a_patch_appends_are_not_the_image() -> None:
     """Krea 2 has text tokens before the image tokens. The patch appends tokens behind the image tokens."""
     given = {"freqs": torch.empty(1, 1, 7 + 140 + 5, 4, 2, 2), "transformer_options": {"img_slice": [7, 152]}}

@@ -157,6 +157,22 @@ def test_other_sizes_and_batches_run(model: Any, attach: Any) -> None:
         assert torch.equal(models.sample(compiled_model, height, width, steps=2, batch=batch), plain)
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["model", "each block"])
+def test_prompts_of_other_lengths(attach: Any, each: bool) -> None:
+    """Graphs get the number of text tokens as a variable, also where one graph counts them for the next."""
+    model, backend = models.flux(double=2, single=3), Counting()
+    blocks = [f"diffusion_model.{kind}_blocks.{n}" for kind, n in (("double", 2), ("single", 3)) for n in range(n)]
+    toma, compiled_model = attach(model), compiled(attach(model), backend, inside=True, keys=blocks if each else None)
+    graphs = []
+    for positive, negative in ((7, 7), (9, 5), (12, 20), (33, 9), (7, 7)):
+        lengths = {"positive": positive, "negative": negative}
+        conds = {name: models.conditioning(model, tokens) for name, tokens in lengths.items()}
+        plain = models.sample(toma, SIDE, SIDE, steps=2, **conds)
+        assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=2, **conds), plain)
+        graphs.append(backend.graphs)
+    assert graphs == [graphs[0]] + 4 * [2 * graphs[0]]
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
     """Compile single blocks, as other packs do. A chain of merged blocks may then begin in one graph and end in
