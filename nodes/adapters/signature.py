@@ -123,7 +123,8 @@ class BlockSignature:
         None if unknown. image: its N tokens."""
         if not self.image_last:
             return 0
-        rows, axis, offset = self.tokens(call_args), 1, 0
+        rows: Any = self.tokens(call_args)
+        axis, offset = 1, 0
         if self.rope_arg:
             rows, axis, offset = call_args.get(self.rope_arg), self.rope_token_dim, self.attention_offset(call_args)
         if not isinstance(rows, Tensor) or rows.ndim <= axis:  # an older ComfyUI may have several tables of positions
