@@ -36,6 +36,7 @@ class ChainSite:
     """
 
     signature: BlockSignature  # arguments in which the blocks take their tokens
+    shared: RopeCache  # what all chains of the model share in an evaluation
     number: int  # the id by which operators find the site
     image: int  # image tokens, N, without references
     references: int  # tokens of reference images that are merged too
