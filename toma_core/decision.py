@@ -21,10 +21,10 @@ from .run import RunState
 from .schedule import StepMode, StepPlan
 
 # While at most this share of a latent's noise is new, caches are used at any ratio. Above it, some samplers use them in
-# runs of `_MANY_STEPS` or more, at most at `NOISY_RATIO` (benchmarks/results/fidelity/trials.md).
+# runs of `MANY_STEPS` or more, at most at `NOISY_RATIO` (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
 NOISY_RATIO = 0.25
-_MANY_STEPS = 5
+MANY_STEPS = 16
 # In runs whose first steps hardly lower sigma (`Schedule.begins_flat`), caches are also used while at most this share
 # of the latent comes from predictions.
 _SMALL_SHARE = 0.03
@@ -93,11 +93,12 @@ def _with_caches(run: RunState, plan: StepPlan, facts: Facts) -> StepPlan:
             return plan.with_mode(StepMode.MERGED)
         return _full(run, plan, Reason.CACHE_DISABLED())
     held = _begin(run, plan, facts)
-    ratio = _ratio_in_noise(run, plan, facts)
+    noisy = run.kv_cache and not facts.new_noise <= MAX_NEW_NOISE
+    ratio = _ratio_in_noise(run, plan, facts) if noisy else plan.ratio
     if plan.mode is StepMode.REFRESH:
         run.unscheduled = None
     elif held and ratio:
-        return replace(plan, ratio=ratio)
+        return replace(plan, ratio=ratio, noisy=noisy and not run.schedule.begins_flat)
     elif plainly and run.unscheduled not in (None, plan.step):  # the one unscheduled refresh has already been used
         return plan.with_mode(StepMode.MERGED)
     else:
@@ -108,14 +109,12 @@ def _with_caches(run: RunState, plan: StepPlan, facts: Facts) -> StepPlan:
 
 
 def _ratio_in_noise(run: RunState, plan: StepPlan, facts: Facts) -> float:
-    """Return the ratio at which caches may be used in spite of the latent's new noise, 0 if they may not be used."""
-    if not run.kv_cache or facts.new_noise <= MAX_NEW_NOISE:
-        return plan.ratio
+    """Return the ratio at which caches may be used in spite of much new noise, 0 if they may not be used."""
     if not math.isfinite(facts.new_noise):  # infinite or NaN: unknown
         return 0.0
     if run.schedule.begins_flat:
         return plan.ratio if run.schedule.predicted_share(plan.step) <= _SMALL_SHARE else 0.0
-    merged = facts.merged_in_noise and plan.ratios is None and len(run.schedule.sigmas) >= _MANY_STEPS
+    merged = facts.merged_in_noise and plan.ratios is None and len(run.schedule.sigmas) >= MANY_STEPS
     return min(plan.ratio, NOISY_RATIO) if merged else 0.0
 
 
@@ -134,16 +133,22 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
     return run.coverage.begin(origins, origin, schedule.cache_steps)
 
 
-def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable) -> StepPlan:
+def decide_call(
+    run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable, explained: bool = True
+) -> StepPlan:
     """Return the plan of a model call and of all later calls of its evaluation: a refresh in place of merging if the
     caches do not fit the call's chains.
 
-    signatures: one per condition. layout: shapes of the call's latents and chains.
+    signatures: one per condition. layout: shapes of the call's latents and chains. explained: whether the latent
+    explains the change of tokens well, see `LatentChange.explains`.
     """
-    if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.coverage.fits(signatures, layout):
+    if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run):
+        return plan
+    fits = run.coverage.fits(signatures, layout)
+    if fits and (explained or not plan.noisy):
         return plan
     run.coverage.refresh()
-    run.stats.full_because(plan.step, Reason.NOT_CACHED())
+    run.stats.full_because(plan.step, Reason.NEW_NOISE() if fits else Reason.NOT_CACHED())
     return plan.with_mode(StepMode.REFRESH)
 
 
