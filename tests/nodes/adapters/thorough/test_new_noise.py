@@ -83,7 +83,7 @@ def test_steps_with_much_new_noise_in_a_longer_run(trained: Trained, stats_of: A
     assert set(stats.merged_steps.values()) <= {0.25, 0.5}
     assert 0.25 in stats.merged_steps.values()
     assert stats.full_reasons == {}
-    assert error.mean() < 0.05
+    assert error.mean() < 0.08
     assert 0 < error.max() < 0.15
 
 
