@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from .cache import Keys
 from .coverage import Origin
@@ -20,11 +20,8 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan
 
-# While at most this share of a latent's noise is new, caches are used at any ratio. Above it, some samplers use them in
-# runs of `MANY_STEPS` or more, at most at `NOISY_RATIO` (benchmarks/results/fidelity/trials.md).
+# Caches are used while at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
-NOISY_RATIO = 0.25
-MANY_STEPS = 16
 # In runs whose first steps hardly lower sigma (`Schedule.begins_flat`), caches are also used while at most this share
 # of the latent comes from predictions.
 _SMALL_SHARE = 0.03
@@ -44,7 +41,6 @@ class Facts:
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
     gradients: bool = False  # whether gradients are computed: nothing may then be merged or cached
     new_noise: float = 0.0  # share of the latent's noise that is new; inf if unknown
-    merged_in_noise: bool = False  # whether the sampler draws that noise, and steps with much of it may be merged
     enlarges: bool = False  # whether the sampler enlarges errors of the model's predictions
     another: bool = False  # the latent differs from an earlier one at this step and sigma with these conditions
     unknown: Message | None = None  # names a part of the model that may change from step to step
@@ -75,13 +71,13 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
     elif run.tiles and plan.mode.merges:
         plan = _without_cache(run, plan, Reason.TILES())
     elif plan.mode.caches:
-        plan = _with_caches(run, plan, facts)
+        plan = plan.with_mode(_cached_mode(run, plan, facts))
     # A refresh does not wait for a prediction, because it needs no merge plan.
     return plan.with_mode(StepMode.FULL) if facts.awaits_prediction and plan.mode.merges else plan
 
 
-def _with_caches(run: RunState, plan: StepPlan, facts: Facts) -> StepPlan:
-    """Return the plan of an evaluation that the schedule refreshes or merges with caches.
+def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
+    """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
     Guidance takes the difference of conditions, so all of them use caches or none does: if the entries of one condition
     cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, there is at most one
@@ -90,32 +86,29 @@ def _with_caches(run: RunState, plan: StepPlan, facts: Facts) -> StepPlan:
     plainly = merges_plainly(run)
     if run.cache.disabled:
         if plainly and plan.mode.merges:
-            return plan.with_mode(StepMode.MERGED)
-        return _full(run, plan, Reason.CACHE_DISABLED())
+            return StepMode.MERGED
+        if plan.mode.merges:
+            run.stats.full_because(plan.step, Reason.CACHE_DISABLED())
+        return StepMode.FULL
     held = _begin(run, plan, facts)
-    noisy = run.kv_cache and not facts.new_noise <= MAX_NEW_NOISE
-    ratio = _ratio_in_noise(run, plan, facts) if noisy else plan.ratio
+    reason = Reason.NOT_CACHED()
+    schedule = run.schedule
+    small = schedule.begins_flat and schedule.predicted_share(plan.step) <= _SMALL_SHARE
+    limit = math.inf if small else MAX_NEW_NOISE
+    # If the share of new noise is unknown, it is infinite or NaN.
+    if run.kv_cache and not (facts.new_noise <= limit and math.isfinite(facts.new_noise)):
+        held, reason = False, Reason.NEW_NOISE() if held else reason
     if plan.mode is StepMode.REFRESH:
         run.unscheduled = None
-    elif held and ratio:
-        return replace(plan, ratio=ratio, noisy=noisy and not run.schedule.begins_flat)
+    elif held:
+        return StepMode.MERGED_CACHED
     elif plainly and run.unscheduled not in (None, plan.step):  # the one unscheduled refresh has already been used
-        return plan.with_mode(StepMode.MERGED)
+        return StepMode.MERGED
     else:
         run.unscheduled = plan.step
-        run.stats.full_because(plan.step, Reason.NEW_NOISE() if held else Reason.NOT_CACHED())
+        run.stats.full_because(plan.step, reason)
     run.coverage.refresh()
-    return plan.with_mode(StepMode.REFRESH)
-
-
-def _ratio_in_noise(run: RunState, plan: StepPlan, facts: Facts) -> float:
-    """Return the ratio at which caches may be used in spite of much new noise, 0 if they may not be used."""
-    if not math.isfinite(facts.new_noise):  # infinite or NaN: unknown
-        return 0.0
-    if run.schedule.begins_flat:
-        return plan.ratio if run.schedule.predicted_share(plan.step) <= _SMALL_SHARE else 0.0
-    merged = facts.merged_in_noise and plan.ratios is None and len(run.schedule.sigmas) >= MANY_STEPS
-    return min(plan.ratio, NOISY_RATIO) if merged else 0.0
+    return StepMode.REFRESH
 
 
 def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
@@ -133,22 +126,16 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
     return run.coverage.begin(origins, origin, schedule.cache_steps)
 
 
-def decide_call(
-    run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable, explained: bool = True
-) -> StepPlan:
+def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable) -> StepPlan:
     """Return the plan of a model call and of all later calls of its evaluation: a refresh in place of merging if the
     caches do not fit the call's chains.
 
-    signatures: one per condition. layout: shapes of the call's latents and chains. explained: whether the latent
-    explains the change of tokens well, see `LatentChange.explains`.
+    signatures: one per condition. layout: shapes of the call's latents and chains.
     """
-    if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run):
-        return plan
-    fits = run.coverage.fits(signatures, layout)
-    if fits and (explained or not plan.noisy):
+    if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.coverage.fits(signatures, layout):
         return plan
     run.coverage.refresh()
-    run.stats.full_because(plan.step, Reason.NEW_NOISE() if fits else Reason.NOT_CACHED())
+    run.stats.full_because(plan.step, Reason.NOT_CACHED())
     return plan.with_mode(StepMode.REFRESH)
 
 

@@ -30,7 +30,6 @@ from torch import Tensor
 from .kernels.layout import room
 from .merge import MergePlan, add_unmerged, gather_destinations, kernels_for, unmerge, unmerge_residual
 from .prediction import picture_tokens
-from .windows import Grid
 
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
@@ -44,8 +43,6 @@ REST_WEIGHT = 0.7
 _RIDGE = 0.1
 # With fewer destinations per feature, the regression overfits to the destinations.
 _LEAST_DESTINATIONS = 2
-# With fewer, it does not predict the change that much new noise causes (benchmarks/results/fidelity/trials.md).
-_MANY_DESTINATIONS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,11 +139,6 @@ class LatentChange:
         if id(plan) not in self._regressions:
             self._regressions[id(plan)] = plan, self._regression(plan)
         return self._regressions[id(plan)][1]
-
-    def explains(self, grid: Grid, destinations: int) -> bool:
-        """Whether a regression on this many destinations of a grid predicts changes that new noise causes."""
-        numbers = 2 * picture_tokens(self.latent[:1], grid, self.latent).shape[2]
-        return destinations >= _MANY_DESTINATIONS * numbers
 
     def _regression(self, plan: MergePlan) -> Regression | None:
         if self.latent.device != plan.merge_weights.device:

@@ -40,7 +40,7 @@ class _PlanKey(NamedTuple):
 
 
 def _turn_of(key: _PlanKey) -> _PlanKey:
-    return key._replace(selection=0, ratio=0.0)
+    return key._replace(selection=0)
 
 
 @dataclass(eq=False)

@@ -54,7 +54,6 @@ class StepPlan:
     selection: int = 0  # generation of destinations; a plan of another generation is too old
     weighing: int = 0  # generation of weights; weights of another generation are too old
     ratios: Mapping[str, float] | None = None  # by block where blocks differ; blocks not listed are not merged
-    noisy: bool = False  # much of the latent's noise is new: caches are right only where the latent explains the change
 
     def ratio_of(self, block: str) -> float:
         """Return the ratio of a block."""

@@ -87,7 +87,8 @@ class RunStats:
     def count_plan(self, grid: Grid, destinations: int, selected: bool) -> None:
         """Count a plan for a grid. selected: whether destinations were selected too, not only weights computed."""
         with self.lock:
-            self.grids[grid] = min(destinations, self.grids.get(grid, destinations))
+            fewest = min(destinations, self.grids.get(grid, destinations))
+            self.grids[grid] = fewest if self.by_profile else destinations
             self.selections += selected
             self.weighings += 1
 

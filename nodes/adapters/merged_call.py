@@ -34,7 +34,7 @@ def merged_call(
             with own_code():
                 hooks = installation.enter_context(installed(select(evaluation)))
                 layout = positions, *_layout(hooks, evaluation, x)
-                decided = sampling.decide_call(evaluation, layout, _is_explained(hooks, evaluation))
+                decided = sampling.decide_call(evaluation, layout)
                 if decided.step_plan.mode is not evaluation.step_plan.mode:
                     installation.close()
                     evaluation = decided
@@ -64,15 +64,6 @@ def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> tuple[H
     chains = [site.chain for site in _sites(hooks) if site.chain is not None]
     images = len(x) // len(evaluation.cond_keys)
     return x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)
-
-
-def _is_explained(hooks: Iterable[Hook], evaluation: Evaluation) -> bool:
-    """Whether the latent explains the change of the tokens in every chain, see `LatentChange.explains`."""
-    run, plan, change = evaluation.run, evaluation.step_plan, evaluation.change
-    if not plan.noisy or change is None:
-        return not plan.noisy
-    grids = {site.chain.grids[0] for site in _sites(hooks) if site.chain is not None}
-    return all(change.explains(grid, run.num_destinations(grid, plan, change.latent.device)) for grid in grids)
 
 
 def _note(

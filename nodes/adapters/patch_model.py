@@ -55,8 +55,6 @@ from .sampling_run import SamplingRun
 from .sigmas import SigmaTracker, enlarges
 
 _KEY = "toma"
-# Options that hold functions of other nodes around a call of the model.
-_FOREIGN = {"model_function_wrapper", "sampler_calc_cond_batch_function"}
 
 
 def apply_toma(
@@ -138,9 +136,6 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
                 foreign = wrapped_by_others(options_before["transformer_options"], between)
                 cached = bool(config.kv_cache)
                 sampling.trajectory.reads = sampling.tracker.measures_noise(cached) or (cached and foreign)
-                others = (*between, WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
-                if wrapped_by_others(options_before["transformer_options"], others) or not _FOREIGN.isdisjoint(options):
-                    sampling.tracker.merged_in_noise = False
                 args, kwargs = sampling.tracker.listening(args, kwargs)
             if inside and not sampling.obstacle:
                 allow_more_graphs()

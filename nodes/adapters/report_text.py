@@ -149,7 +149,7 @@ def _sections(stats: RunStats) -> dict[Line, list[Message]]:
     where = list[Message]()
     when = list[Message]()
     if merged:
-        more = "+" if stats.by_profile or len({*merged.values()}) > 1 else ""
+        more = "+" if stats.by_profile else ""
         sizes = tuple(
             f"{math.prod(grid)} -> {destinations}{more} ({' x '.join(map(str, grid))})"
             for grid, destinations in sorted(stats.grids.items(), reverse=True)

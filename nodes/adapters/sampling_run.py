@@ -215,7 +215,6 @@ class SamplingRun:
             unshared=self.several_devices and without_picture,
             gradients=records_gradients(),
             new_noise=self.trajectory.new_noise,
-            merged_in_noise=self.tracker.merged_in_noise,
             enlarges=self.tracker.enlarges,
             another=self.trajectory.another,
             unknown=Reason.FOREIGN_POSITIONS(module=module) if module else None,
@@ -254,10 +253,10 @@ class SamplingRun:
         known = before is not None and (before.shape, before.device) == (x.shape, x.device)
         return LatentChange(x, before) if before is not None and known else None
 
-    def decide_call(self, evaluation: Evaluation, layout: Hashable, explained: bool) -> Evaluation:
-        """Return a call in the mode that the caches allow for its chains, see `decision.decide_call`."""
+    def decide_call(self, evaluation: Evaluation, layout: Hashable) -> Evaluation:
+        """Return a call in the mode that the caches allow for its chains. layout: see `decision.decide_call`."""
         with self._lock:
-            self._go_on(decide_call(self.run, self.step_plan, evaluation.cond_keys, layout, explained))
+            self._go_on(decide_call(self.run, self.step_plan, evaluation.cond_keys, layout))
         return replace(evaluation, step_plan=self.step_plan)
 
     def ended(self, evaluation: Evaluation, x: Tensor, layout: Hashable, unreached: Iterable[str]) -> None:

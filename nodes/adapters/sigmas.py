@@ -41,8 +41,6 @@ _DRAWS_NOISE = (
     *("sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu", "sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu"),
     *("sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
 )
-# Samplers of `_DRAWS_NOISE` whose steps may also be merged with much new noise, at a lower ratio (`decision`).
-_MERGED_IN_NOISE = ("sample_euler_ancestral", "sample_er_sde", "sample_lcm")
 # Samplers that amplify the errors of merging: their error is two to seventeen times that of Euler's method
 # (benchmarks/results/fidelity/tables.md), so runs with a KV cache merge no step with these samplers.
 _ENLARGES = (
@@ -81,9 +79,6 @@ class SigmaTracker:
         self._scheduled = self._sigmas if _keeps_to_schedule(sampler) and _is_counted(guider) else ()
         self._sampler, self._counted = sampler, _is_counted(guider)
         self.enlarges = enlarges(sampler)
-        self._name = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
-        # Whether new noise comes from the sampler alone, which is known to merge well with it.
-        self.merged_in_noise = bool(self._scheduled) and self._name in _MERGED_IN_NOISE
         self._evaluation = -1
         self._given: Tensor | None = None
         self._taken: dict[int, Tensor] = {}
@@ -100,7 +95,8 @@ class SigmaTracker:
 
     def measures_noise(self, kv_cache: bool) -> bool:
         """Return whether the new noise of each step has to be measured. kv_cache: whether the run has a KV cache."""
-        draws = kv_cache and self._name in _DRAWS_NOISE
+        function = getattr(self._sampler, "sampler_function", None)
+        draws = kv_cache and getattr(function, "__name__", "") in _DRAWS_NOISE
         return draws or not (self._counted and _keeps_to_schedule(self._sampler))
 
     def next(self, timestep: Tensor) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from tests.loop import loop
 from tests.toma_core.cached_runs import at, block, features, modes, passed, run_of
-from toma_core import Evaluation, RunState, Schedule, StepMode, ToMAConfig, coverage, decide
-from toma_core.decision import MANY_STEPS, NOISY_RATIO, Facts, decide_call
+from toma_core import Evaluation, StepMode, coverage, decide
+from toma_core.decision import Facts
 from toma_core.reasons import Reason
 
 
@@ -50,53 +50,6 @@ def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> 
     run.coverage.store((("block", "c"),), features(0))
     near = decide(run, Facts(6.0, 4, 6.0, conditions={"c": None})).mode is StepMode.MERGED_CACHED
     assert near is (refreshed == 7.0)
-
-
-def long_run(steps: int = MANY_STEPS, ratio: float = 0.5) -> RunState:
-    config = ToMAConfig(kv_cache=True, min_tokens=4, full_step_interval=3, ratio=ratio)
-    return RunState(Schedule(config, tuple(10.0 - step / 2 for step in range(steps))))
-
-
-@pytest.mark.parametrize(
-    ("new_noise", "known", "ratio", "found"),
-    [
-        (0.4, False, 0.5, 0.5),
-        (0.9, True, 0.5, NOISY_RATIO),
-        (0.9, True, 0.1, 0.1),
-        (0.9, False, 0.5, None),
-        (float("inf"), True, 0.5, None),
-        (float("nan"), True, 0.5, None),
-    ],
-)
-def test_much_new_noise_lowers_the_ratio_or_makes_the_step_full(
-    new_noise: float, known: bool, ratio: float, found: float | None
-) -> None:
-    """known: whether the sampler is one that merges well with much new noise."""
-    run = long_run(ratio=ratio)
-    modes(run, (0, "c"))
-    plan = decide(run, Facts(9.5, 1, conditions={"c": None}, new_noise=new_noise, merged_in_noise=known))
-    assert plan.mode is (StepMode.REFRESH if found is None else StepMode.MERGED_CACHED)
-    assert plan.ratio == (ratio if found is None else found)
-    assert [reason.id for reason in run.stats.full_reasons] == ([] if found else [Reason.NEW_NOISE])
-
-
-@pytest.mark.parametrize("steps", [MANY_STEPS - 1, MANY_STEPS])
-def test_much_new_noise_makes_the_steps_of_a_short_run_full(steps: int) -> None:
-    run = long_run(steps)
-    modes(run, (0, "c"))
-    plan = decide(run, Facts(9.5, 1, conditions={"c": None}, new_noise=0.9, merged_in_noise=True))
-    assert plan.mode is (StepMode.MERGED_CACHED if steps == MANY_STEPS else StepMode.REFRESH)
-
-
-@pytest.mark.parametrize(("explained", "new_noise"), [(True, 0.9), (False, 0.9), (False, 0.1)])
-def test_much_new_noise_that_the_latent_does_not_explain_makes_the_call_full(explained: bool, new_noise: float) -> None:
-    run = long_run()
-    modes(run, (0, "c"))
-    run.coverage.ended(("c",), None, "layout")
-    plan = decide(run, Facts(9.5, 1, conditions={"c": None}, new_noise=new_noise, merged_in_noise=True))
-    merged = decide_call(run, plan, ("c",), "layout", explained)
-    assert merged.mode is (StepMode.MERGED_CACHED if explained or new_noise < 0.4 else StepMode.REFRESH)
-    assert Reason.NEW_NOISE() not in run.stats.full_reasons or not explained
 
 
 def test_another_state_is_not_covered() -> None:
