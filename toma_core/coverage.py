@@ -62,8 +62,9 @@ class Coverage:
         """
         with self.cache.lock:
             self._interval = interval
-            # Mark conditions that the last refresh missed, because some nodes skip conditions.
-            if any(signature in self._records for signature in self._refreshing):
+            # Mark conditions that the last refresh missed, because some nodes skip conditions. A refresh that recorded
+            # no condition was skipped itself.
+            if any(s in self._records and self._records[s].origin == each for s, each in self._refreshing.items()):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in self._records)
             self._refreshing = {}
             self._now = {None: other, **origins}
@@ -156,7 +157,7 @@ class Coverage:
             for signature in sorted(self._records, key=lambda s: self._records[s].origin.step):
                 if self.cache.held > limit and signature not in self._refreshing:
                     self.forget({signature})
-            if self.cache.bounded and self.cache.held > limit and not self.cache.disabled:
+            if self.cache.bounded and self.cache.held > limit:
                 self.disable()
 
     def forget(self, signatures: set[Hashable]) -> None:

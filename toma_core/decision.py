@@ -83,13 +83,8 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, there is at most one
     unscheduled refresh between two scheduled ones; further evaluations without entries are merged without caches.
     """
-    plainly = merges_plainly(run)
     if run.cache.disabled:
-        if plainly and plan.mode.merges:
-            return StepMode.MERGED
-        if plan.mode.merges:
-            run.stats.full_because(plan.step, Reason.CACHE_DISABLED())
-        return StepMode.FULL
+        return _without_cache(run, plan, Reason.CACHE_DISABLED()).mode
     held = _begin(run, plan, facts)
     reason = Reason.NOT_CACHED()
     schedule = run.schedule
@@ -102,7 +97,10 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
         run.unscheduled = None
     elif held:
         return StepMode.MERGED_CACHED
-    elif plainly and run.unscheduled not in (None, plan.step):  # the one unscheduled refresh has already been used
+    elif merges_plainly(run) and run.unscheduled not in (
+        None,
+        plan.step,
+    ):  # the one unscheduled refresh has already been used
         return StepMode.MERGED
     else:
         run.unscheduled = plan.step
@@ -178,6 +176,8 @@ def _without_cache(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
 
 
 def merges_plainly(run: RunState) -> bool:
-    """Return whether the settings are made for merging without caches: they skip blocks or cache nothing."""
+    """Return whether the settings are made for merging without caches: they cache nothing, or they skip blocks and have
+    no KV cache. Runs with a KV cache also skip blocks, where memory is short."""
     config = run.config
-    return config.skip_first_blocks > 0 or config.skip_last_blocks > 0 or not config.uses_cache
+    skips = config.skip_first_blocks > 0 or config.skip_last_blocks > 0
+    return not config.uses_cache or (skips and not run.kv_cache)

@@ -142,7 +142,7 @@ class Schedule:
         """Return the share of the latent that comes from predictions after this step, by Euler's method; the share is 1
         at the end."""
         following = (*self.sigmas, 0.0)[min(step + 1, len(self.sigmas))]
-        return 1 - following / self.sigmas[0] if self.sigmas and following < self.sigmas[0] else 1.0
+        return 1 - following / self.sigmas[0] if self.sigmas and following <= self.sigmas[0] else 1.0
 
     def _is_full(self, step: int, age: int) -> bool:
         """Return whether `full_step_interval` makes a step full. Runs that begin flat have as many full steps as other

@@ -92,7 +92,8 @@ def held(model: Any) -> list[Any]:
     """Return objects of a run that the model's hooks still reference."""
     found = []
     for _, hook in pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs():
-        holders = [getattr(hook, name, None) for name in ("own_site", "positions", "signature")]
+        site = getattr(hook, "own_site", None)
+        holders = [site, getattr(site, "shared", None), getattr(hook, "signature", None)]
         names = "chain", "reduction", "pair", "rows", "entry", "text", "options", "original"
         found += [vars(each)[n] for each in (hook, *holders) if each is not None for n in names if vars(each).get(n)]
     return found

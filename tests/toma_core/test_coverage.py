@@ -3,6 +3,8 @@ limit."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,6 +30,15 @@ def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() ->
     assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
     assert Evaluation(run, at(run, 2, "x").step_plan).cached("block", features(0)) is None
     assert modes(run_of(skip_first_blocks=1), (0, "ab"), (1, "c"), (1, "d"), (1, "a")) == "rrrm"
+
+
+@pytest.mark.parametrize("facts", [{"new_noise": 0.9}, {"unknown": Reason.UNKNOWN_LATENT()}, {"another": True}])
+def test_a_run_with_a_kv_cache_merges_nothing_without_it(facts: dict[str, Any]) -> None:
+    """Such a run skips blocks where memory is short, which does not make it one that merges without caches."""
+    run = run_of(kv_cache=True, skip_first_blocks=0.15, full_step_interval=4)
+    assert modes(run, (0, "c")) == "r"
+    for step in (1, 2, 3):
+        assert not decide(run, Facts(10.0 - step, conditions={"c": None}, **facts)).mode.merges
 
 
 def test_an_increasing_sigma_is_not_covered() -> None:
@@ -66,6 +77,13 @@ def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> Non
     run.coverage.store((("block", "c"),), features(0))
     assert decide(run, Facts(9.0, conditions={"c": None, "ghost": None})).mode is StepMode.MERGED_CACHED
     assert decide(run_of(), Facts(9.0, conditions={"c": None})).mode is StepMode.REFRESH
+
+
+def test_a_condition_that_appears_in_a_refresh_that_another_node_skips_is_refreshed_next() -> None:
+    run = run_of()
+    modes(run, (0, "a"))
+    assert decide(run, Facts(9.0, conditions={"a": None, "b": None})).mode is StepMode.REFRESH
+    assert decide(run, Facts(8.0, conditions={"a": None, "b": None})).mode is StepMode.REFRESH
 
 
 def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
