@@ -1,6 +1,6 @@
-"""ComfyUI-ToMA: SDXL and Flux on fewer tokens, by Token Merge with Attention.
+"""ComfyUI-ToMA: speeds up SDXL, Flux and other models by Token Merge with Attention.
 
-ComfyUI's modules are imported only with the nodes, so that tools and tests can import this folder without ComfyUI.
+Only `comfy_entrypoint` imports ComfyUI's modules, so tools and tests can import this folder without ComfyUI.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ToMA, Token Merge with Attention (ICML 2025, arXiv 2509.10918), in PyTorch, and in Triton where there is a fast GPU.
 
-Start with `reduce` and `restore` in `pipeline`. `UserSettings` (user_settings) are a user's choice, `ToMAConfig`
-(config) is the result for one model, and `RunState` (run) is the state of one sampling run.
+Start with `reduce` and `restore` in `pipeline`. `UserSettings` (user_settings) holds what the user chose, `ToMAConfig`
+(config) the settings that follow from it for one model, and `RunState` (run) the state of one sampling run.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from torch import Tensor
 from .selection import in_parts, normalized
 from .windows import Budget, Windows
 
-MIN_SPREAD = 1e-5  # in any dtype, a smaller variance is only rounding
+MIN_SPREAD = 1e-5  # a variance below this is only rounding, in any dtype
 
 
 def spread(x: Tensor, windows: Windows) -> Tensor:
-    """Return the variance of token directions in each window, from 0 (all alike) to 1: (B, W) fp32.
+    """Return the variance of token directions in each window, from 0 (all directions equal) to 1: (B, W) fp32.
 
     x: (B, W, S, C) in window layout, any float dtype.
     """
@@ -30,14 +30,15 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
 
 
 def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool = False) -> Budget:
-    """Reallocate the destinations of an equal budget by the spread of its windows, (B, W) from the function `spread`.
+    """Return a budget that gives windows of larger spread more destinations, with as many in total as `budget`, which
+    gives all windows the same number.
 
-    The density of destinations is proportional to the root of the variance, which gives quantisation in two dimensions
-    the least error (Zador 1982). by_latents: whether cached tensors are propagated by the latent. In windows of low
-    variance the latent usually explains most of their change, so the density is then proportional to the variance
-    itself. Destinations are given out one at a time, each to the window that has the fewest relative to its share. A
-    window gets at least one destination and at most as many as it has tokens. Each frame of a video keeps its total.
-    The host does not wait for the device.
+    spread: (B, W), from the function `spread`. Destinations per token are proportional to its square root, which gives
+    quantisation in two dimensions the least error (Zador 1982). by_latents: whether cached tensors are propagated by
+    the latent; destinations per token are then proportional to the spread itself, because in windows of low spread the
+    latent usually explains most of the change of cached tensors. Each window gets at least one destination and at most
+    as many as it has tokens. Each frame of a video keeps its number of destinations. The host does not wait for the
+    device.
     """
     device, frames = spread.device, windows.frames
     images, total = len(spread), budget.total // frames
@@ -51,12 +52,13 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool 
     due = (density if by_latents else density.sqrt()) * sizes
     claims = due[..., None] / (rank + 0.5)
     claims = claims.masked_fill(rank >= sizes[:, None], -1.0).masked_fill(rank == 0, torch.inf)
-    # The sort is stable: of equal claims, the first ones win on every device.
+    # Give out destinations one at a time, each to the largest claim. The sort is stable, so that every device prefers
+    # the first of equal claims.
     chosen = claims.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, :total]
     taken = torch.zeros(claims.shape, dtype=torch.bool, device=device).flatten(1).scatter_(1, chosen, True)
     counts = taken.view(claims.shape).sum(-1, keepdim=True)
     valid = rank < counts
-    # A stable sort puts the slots in use first.
+    # Put the slots in use first, without changing their order.
     compact = (~valid).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, :total]
     first = counts.cumsum(1) - counts
     expand = torch.where(valid, first + rank, first).flatten(1)
@@ -66,7 +68,8 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool 
 
 
 def _across_frames(index: Tensor, frames: int, step: int) -> Tensor:
-    """Offset indices within frames by `step` per frame: (B * frames, n) -> (B, frames * n)."""
+    """Turn indices within a frame into indices within the video: (B * frames, n) -> (B, frames * n). step: the number
+    of indices per frame."""
     if frames == 1:
         return index
     starts = step * torch.arange(frames, device=index.device)

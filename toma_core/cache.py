@@ -21,7 +21,7 @@ Stored = Tensor | Int4Tensor | Parked
 
 
 class _Entry(NamedTuple):
-    """One of the equal chunks of a cached tensor. A single chunk in use holds the memory of the entire tensor."""
+    """One of the equal chunks of a cached tensor, whose memory is freed only when all its chunks are dropped."""
 
     tensor: Stored
     number: int
@@ -40,8 +40,8 @@ class Cache:
     on_card: int = 0  # how many of the reserved bytes lie on the card
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
-    # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. The cache is never
-    # disabled within a merged step, because a block would then attend to keys of all tokens with values of some.
+    # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. Never set within a
+    # merged step, where a block may have read the cached keys of all tokens and would then find no cached values.
     disabled: bool = False
     host: HostMemory | None = None  # holds the keys and values that do not fit on the card; None if all fit
     quantize: Callable[[Tensor], Tensor | Int4Tensor] = quantize
@@ -74,8 +74,8 @@ class Cache:
     def put(self, keys: Keys, given: Tensor, quantized: bool = False, kv: bool = False) -> None:
         """Split (B, N, C) along the batch into equal chunks, and store one under each key.
 
-        quantized: store four bits per element. kv: the chunks are keys or values, which may lie in main memory. Raises
-        `torch.OutOfMemoryError`.
+        quantized: store four bits per element. kv: whether the tensor holds keys or values, which may lie in main
+        memory. Raises `torch.OutOfMemoryError`.
         """
         with self.lock:
             if not self.disabled:
@@ -85,8 +85,8 @@ class Cache:
         chunks = update.chunk(len(keys))
         before = [self._entries.get(key) for key in keys]
         replaced = Counter(id(entry.tensor) for entry in before if entry)
-        # Conditions that were evaluated together before, and separately now, share a tensor. Write each chunk into that
-        # tensor, because a new tensor beside it would double the memory.
+        # Conditions that were evaluated in one call before, and are evaluated in separate calls now, share a tensor.
+        # Write each chunk into the shared tensor, because a new tensor beside it would double the memory.
         apart = any(self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)] for entry in before if entry)
         if not apart or len(chunks) != len(keys):
             self._replace(keys, before, update, host)
@@ -133,7 +133,8 @@ class Cache:
     def read(self, keys: Keys, like: Tensor) -> Tensor | None:
         """Return the tensors under the keys, concatenated: (B, N, C) with the shape, dtype and device of `like`.
 
-        Return None if any chunk is missing or differs from `like`, so that cond and uncond are treated alike.
+        Return None if any chunk is missing or differs in shape, dtype or device: conditions that are evaluated in one
+        call use the cache together or not at all.
         """
         with self.lock:
             found = [self._entries[key] for key in keys if key in self._entries]
@@ -142,7 +143,7 @@ class Cache:
         if len(parts) != len(chunks) or not all(map(_alike, parts, chunks)):
             return None
         complete = _complete(found, len(keys))
-        # A complete tensor is not copied.
+        # Chunks that form an entire tensor are not copied.
         update = torch.cat(list(map(self._opened, parts))) if complete is None else self._opened(complete)
         if any(isinstance(entry.tensor, Parked) for entry in found):
             self.read_ahead(tuple(condition for _, condition in keys), str(keys[0][0]))
@@ -153,8 +154,8 @@ class Cache:
         return self.dequantize(t) if isinstance(t, Int4Tensor) else t
 
     def read_ahead(self, conditions: tuple[Hashable, ...], after: str = "") -> None:
-        """Begin to copy from main memory the tensors that a merged call for these conditions needs next. after: name of
-        the tensor that the call read last."""
+        """Begin to copy the tensors that a merged call for these conditions needs next from main memory to the device.
+        after: name of the tensor that the call read last."""
         for name in () if self.host is None else self.host.after(after):
             with self.lock:
                 found = [self._entries[key] for c in conditions if (key := (name, c)) in self._entries]

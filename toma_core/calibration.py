@@ -1,8 +1,9 @@
-"""Choose ratios from measured errors, so that a given saving of work costs the least error.
+"""Choose ratios from measured errors, so that a given share of the work is saved at the least error.
 
 The paper has no calibration. A *site* is a group of adjacent blocks with one ratio, a *band* a range of noise levels,
-and a *cell* a site in a band. Squared errors of blocks add up (docs/fidelity.md), so the best ratio for each cell is a
-knapsack problem. A greedy choice along the lower hull of each cell's options is optimal except for its last option.
+and a *cell* a site in a band. Squared errors of blocks add up (docs/fidelity.md), so finding the best ratio for each
+cell is a knapsack problem. Choosing greedily along the lower hull of each cell's options is optimal except for the last
+option chosen.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Option(NamedTuple):
     """A ratio for one cell."""
 
     ratio: float  # share of the tokens that is merged away
-    squared_error: float  # added to the squared error of the final latent, on any scale that all options share
-    saved: float  # work saved, as a share of the work of all blocks in a run
+    squared_error: float  # what the option adds to the squared error of the final latent, in one unit for all options
+    saved: float  # the work that the option saves, as a share of the work of all blocks in a run
 
 
 UNMERGED = Option(0.0, 0.0, 0.0)
@@ -50,10 +51,10 @@ def _price(a: Option, b: Option) -> float:
 
 
 def choose(table: Mapping[Cell, Sequence[Option]], saved: float) -> Choice:
-    """Return the choice with the smallest error that saves the share `saved` of the work; if none does, the choice that
-    saves most.
+    """Return the choice with the smallest error that saves the share `saved` of the work; if no choice saves as much,
+    the choice that saves most.
 
-    The choice exceeds `saved` by at most its last option. Of equally good options the one of the first cell is chosen.
+    Without its last option, the choice saves less than `saved`. Of equally good options, the first in `table` is taken.
     """
     pieces = [(_price(*pair), cell, pair[1]) for cell, options in table.items() for pair in pairwise(hull(options))]
     choice: Choice = {}

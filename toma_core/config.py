@@ -1,6 +1,6 @@
-"""Define every setting in one place: fields, ranges, defaults, tooltips. `presets` overrides defaults.
+"""Define the field, range, default and tooltip of every setting. Presets override the defaults.
 
-`ToMAConfig` is frozen: a model carries it, and all runs of the model share it. State of a run lives in `run.RunState`.
+`ToMAConfig` is frozen, because all runs of a model share it. The state of one run is a `run.RunState`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class RatioAdvice(NamedTuple):
     most: float
 
 
-# Ratios of UNets were measured up to `most`. In transformers, an unmerged run of fewer steps has less error than
-# merging at a ratio above `most` (docs/fidelity.md).
+# In UNets, `most` is the highest ratio that was measured. In transformers, merging above `most` has a larger error than
+# running fewer steps unmerged for the same work (docs/fidelity.md).
 UNET_RATIOS = RatioAdvice(0.25, 0.5, 0.75)
 TRANSFORMER_RATIOS = RatioAdvice(0.25, 0.5, 0.6)
 
 
 class KVCache(str, Enum):
-    """Whether merged blocks attend to all tokens, and where cached keys and values may lie. A bool converts to `ON` or
-    `OFF`; `OFF` is false."""
+    """Whether merged blocks attend to all tokens, and where cached keys and values may lie. `True` converts to `ON` and
+    `False` to `OFF`; as a bool, only `OFF` is false."""
 
     ON = "on"
     CARD_ONLY = "on the card only"
@@ -71,7 +71,7 @@ class ToMAConfig:
     """Every setting of the merge for one model. Raises `ConfigError` on a value outside its range.
 
     Strings are accepted for the enum fields, and a bool for `kv_cache`. The defaults merge every block at every step;
-    nodes begin with the `balanced` preset.
+    nodes default to the preset `balanced` instead.
     """
 
     ratio: float = option(
@@ -180,13 +180,13 @@ class ToMAConfig:
 
     @property
     def uses_cache(self) -> bool:
-        """Whether full steps cache updates. Granularity `MODULE` caches nothing, because it would have to cache three
-        activations per block."""
+        """Whether full steps cache updates. With granularity `MODULE` they do not, because they would have to cache
+        three activations per block."""
         return self.full_step_interval > 0 and self.granularity is not Granularity.MODULE
 
     @property
     def uses_prediction(self) -> bool:
-        """Whether plans are made from the predicted picture, and windows with more detail keep more tokens."""
+        """Whether merge plans are made from the predicted picture and leave more tokens in windows with more detail."""
         return self.similarity_from is SimilarityFrom.PREDICTION
 
     @property

@@ -1,8 +1,9 @@
-"""Estimate where merging pays, for `min_tokens` = 0 (Auto).
+"""Estimate which token grids become faster by merging, for `min_tokens` = 0 (Auto).
 
-A GPU runs behind a host that launches its operations one by one. Merging shortens the GPU's time and lengthens the
-host's a little, so merging gains only where computing a block takes longer than launching it. `too_little` estimates
-both times from shapes and the card's data sheet. Nothing is timed, because the same seed has to give the same picture.
+The host launches the GPU's operations one by one, ahead of the GPU. Merging shortens the GPU's time for a block and
+lengthens the host's a little, so it gains only if the GPU takes longer to compute the block than the host to launch it.
+`too_little` estimates the time of GPU and host from shapes and the card's data sheet. It measures no time, because
+measurements vary and the same seed has to give the same picture.
 
 `python -m benchmarks.suite --only break-even` prints the measured gain of merging on a card beside this estimate.
 """
@@ -17,20 +18,22 @@ import torch
 from .config import Granularity
 from .reasons import Message, Reason
 
-# Smaller token grids are not merged on any device; on a CPU merging gains a little from 64 tokens on
+# Grids of fewer tokens are not merged on any device, although on a CPU merging gains a little from 64 tokens on
 # (docs/performance.md).
 FEWEST = 256
-LAUNCH = 6e-6  # seconds for launching one operation: PyTorch's few microseconds, and ComfyUI's Python code
-# Share of its peak that a card reaches in a block: 0.5 to 0.7 in large products, next to nothing in norms, activations
-# and residuals.
+LAUNCH = 6e-6  # seconds that PyTorch and ComfyUI's Python code take to launch one operation
+# Share of its peak FLOP/s that a card reaches over a block: 0.5 to 0.7 in large products, next to nothing in norms,
+# activations and residuals.
 EFFICIENCY = 0.4
 # Hz, for cards whose clock PyTorch does not report: cards since 2017 boost to 1.4 (A100) up to 2.5 GHz (RTX 4090).
 CLOCK = 2.0e9
 # FLOPs per clock cycle and multiprocessor, by the lowest compute capability that reaches them, for dense half-precision
-# products with fp32 sums. From NVIDIA's data sheets, peak / (multiprocessors x boost clock): V100 125 TFLOP/s and T4
-# 65, A100 312, A40 150 and RTX 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
+# products with fp32 sums. They are computed as peak / (multiprocessors x boost clock), with the peaks of NVIDIA's data
+# sheets in TFLOP/s: V100 125, T4 65, A100 312, A40 150, RTX 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell
+# 504.
 _HALF = {(12, 0): 1024, (10, 0): 8192, (9, 0): 4096, (8, 6): 1024, (8, 0): 2048, (7, 0): 1024}
-# GeForce cards add in fp32 at half these rates: RTX 2080 Ti 54, RTX 3090 71, RTX 4090 165, RTX 5090 210 TFLOP/s.
+# With fp32 sums, GeForce cards reach half the rates of `_HALF`: RTX 2080 Ti 54 TFLOP/s, RTX 3090 71, RTX 4090 165,
+# RTX 5090 210.
 _GEFORCE = 0.5
 # FLOPs per clock cycle and multiprocessor for fp32 (PyTorch uses no TF32 by default), and for any dtype on cards
 # without tensor cores: 128 multiply-adds.
@@ -39,18 +42,18 @@ _SINGLE = 256
 
 @dataclass(frozen=True)
 class Block:
-    """Cost of a transformer block, as its family has counted it (tests/benchmarks/fullsize/test_cost.py)."""
+    """Cost of a transformer block, counted for each model family (tests/benchmarks/fullsize/test_cost.py)."""
 
     # Multiply-adds of the block's linear layers per token, divided by the width squared. Self-attention has 4; a
-    # feed-forward layer has twice its expansion, three times if gated.
+    # feed-forward layer has twice its expansion factor, or three times if it is gated.
     weights: float
     launches: int  # operations per block, the mean over all blocks of an evaluation
-    # Operations per block that merging adds: around a stack (divided by the blocks of the family's shortest stack,
-    # rounded up), around each block, around each module. With Triton, merging and restoring are one launch each; with
-    # the residual cache, restoring takes some 15 launches by PyTorch. For a block without modules to merge, the third
-    # number counts merging around the block without the residual cache.
+    # Operations per block that merging adds with granularity stack, block and module. Those of a stack are divided by
+    # the number of blocks in the family's shortest stack, and rounded up. Triton merges in one launch and restores in
+    # one; restoring with the residual cache takes PyTorch some 15. For a block without modules to merge, the third
+    # number is that of granularity block without the residual cache.
     added: tuple[int, int, int]
-    beside: int = 0  # text tokens that the block computes too: the smallest number that ComfyUI pads to
+    beside: int = 0  # text tokens that the block computes beside the image's: the fewest that ComfyUI pads a prompt to
 
     def launching(self, granularity: Granularity) -> float:
         """Return the seconds that the host takes to launch the merged block."""
@@ -105,8 +108,9 @@ def too_little(
     """Return why Auto does not merge a token grid, None if Auto merges it.
 
     images: images per condition. The number of conditions in the batch does not count, because it depends on free
-    memory, which must not change a picture. card: if None, the grid only needs `FEWEST` tokens. granularity: the part
-    of the model around which tokens are merged; a stack of one block counts as a block.
+    memory, which must not change a picture. card: None if the device is no NVIDIA GPU; every grid of `FEWEST` or more
+    tokens is then merged. granularity: the part of the model around which tokens are merged; `BLOCK` for a stack of one
+    block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .cache import Cache, Keys
 
-# Limit of the cache in bytes, in addition to its reserved bytes. The update of one chain of a 720p video takes 1.5 GB
-# for two conditions, and ControlNets may split the chain into 40 chains.
+# Limit of the cache in bytes, in addition to its reserved bytes. Without a limit the cache could fill the card: the
+# update of one chain of a 720p video takes 1.5 GB for two conditions, and ControlNets may split a chain into 40.
 MAX_CACHE_BYTES = 4 << 30
 # A cached update is used up to this factor times the sigma at which it was cached. At a higher sigma the sampler must
 # have returned to an earlier step.
@@ -24,9 +24,9 @@ class Origin(NamedTuple):
     """The inputs from which the entries of a condition were made."""
 
     step: int
-    falling: float  # the model's noise level, in unsampling its inverse: falls during a run
-    state: Hashable = None  # all else on which the entries depend: ControlNets, weights, positions
-    other_steps: tuple[int, ...] = ()  # the same step in other ways of counting, see `decision._begin`
+    falling: float  # noise level of the model, or its inverse in unsampling, so that it falls during a run
+    state: Hashable = None  # stands for ControlNets, weights and positions, on which the entries depend too
+    other_steps: tuple[int, ...] = ()  # `step` as counted in other ways, see `decision._begin`
 
 
 @dataclass(eq=False)
@@ -42,16 +42,16 @@ class _Record:
 class Coverage:
     """The records of a run, by signature. A signature names the condition, shape and area that were evaluated.
 
-    Records of several sizes and conditions coexist. Several devices may share the object.
+    Several devices may share the object.
     """
 
     cache: Cache
     _records: dict[Hashable, _Record] = field(default_factory=dict)
-    # Origins of the evaluation in progress, by signature. The key None has the origin of all other conditions.
+    # Origins of the evaluation in progress, by signature. The key None has the origin for signatures without a key.
     _now: dict[Hashable, Origin] = field(default_factory=dict)
     # Equal to `_now` from the start of a refresh until the next evaluation begins, else empty.
     _refreshing: dict[Hashable, Origin] = field(default_factory=dict)
-    _absent: set[Hashable] = field(default_factory=set)  # signatures that a refresh named and never evaluated
+    _absent: set[Hashable] = field(default_factory=set)  # signatures announced for a refresh that did not evaluate them
     _interval: int = 1  # age in steps at which entries are dropped
 
     def begin(self, origins: Mapping[Hashable, Origin], other: Origin, interval: int) -> bool:
@@ -62,8 +62,8 @@ class Coverage:
         """
         with self.cache.lock:
             self._interval = interval
-            # Mark conditions that the last refresh missed, because some nodes skip conditions. A refresh that recorded
-            # no condition was skipped itself.
+            # Do not wait for entries of conditions that the last refresh did not evaluate: some nodes skip conditions. A
+            # refresh in which no condition was recorded was skipped itself.
             if any(s in self._records and self._records[s].origin == each for s, each in self._refreshing.items()):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in self._records)
             self._refreshing = {}
@@ -76,7 +76,7 @@ class Coverage:
             self._refreshing = self._now
 
     def broken_off(self) -> None:
-        """Note that the evaluation in progress ends without having refreshed all conditions that it named."""
+        """Note that the evaluation in progress ends without having refreshed all its conditions."""
         with self.cache.lock:
             self._refreshing = {}
             self.forget({signature for signature, record in self._records.items() if record.layout is None})
@@ -111,8 +111,8 @@ class Coverage:
             self.enforce_limit()
 
     def _note(self, signatures: set[Hashable]) -> None:
-        """Record refreshed signatures. Records that are too old are dropped at the first call in a step, not in
-        `begin`, because another node may skip the step."""
+        """Record that these signatures are being refreshed, and drop records that are too old. `begin` does not drop
+        them, because another node may skip the step that has begun."""
         fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
         if all(s in self._records and self._records[s].origin == origin for s, origin in fresh.items()):
             return
@@ -133,7 +133,7 @@ class Coverage:
             if layout is not None and not self._refreshing:
                 return  # the refresh has been broken off
             if layout is not None:
-                # Areas with too few tokens store nothing in a refresh; later steps do not merge these areas either.
+                # Areas with too few tokens have stored nothing in the refresh, but `fits` expects a record of them.
                 self._note(set(signatures))
             for signature, part in zip(signatures, parts, strict=True):
                 record = self._records.get(signature)

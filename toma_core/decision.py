@@ -4,8 +4,8 @@ the run.
 decide           once an evaluation: the schedule's plan, adjusted by the state of the run
 decide_call      once a call of the model, when its chains are known and the model has not run
 decide_tiles     once a call on tiles of the latent
-chain_merges     once a chain, when it sees its tokens
-out_of_memory    when a call failed
+chain_merges     once a chain, when its tokens are known
+out_of_memory    when memory ran out in a call
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan
 
-# Caches are used while at most this share of a latent's noise is new (benchmarks/results/fidelity/trials.md).
+# A KV cache is used while at most this share of the latent's noise is new, that is, not in the latents of the last
+# evaluations (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
-# In runs whose first steps hardly lower sigma (`Schedule.begins_flat`), caches are also used while at most this share
-# of the latent comes from predictions.
+# In runs whose first steps hardly lower sigma (`Schedule.begins_flat`), a KV cache is used in spite of new noise while
+# at most this share of the latent comes from predictions.
 _SMALL_SHARE = 0.03
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts on an evaluation that are known before the model runs. The first four are those of a `SigmaStep`."""
+    """The facts on an evaluation that are known before the model runs."""
 
-    sigma: float  # the sampler's
-    step: int | None = None  # None if unknown
+    sigma: float  # the sampler's sigma
+    step: int | None = None  # 0-based; None if unknown
     model_sigma: float | None = None  # the model's sigma, if it differs from the sampler's
     unreported: int = 0  # how often the sigma has changed while the sampler reported no steps
     # `Origin.state` of each condition that takes part, by signature; see `coverage`.
     conditions: Mapping[Hashable, Hashable] = field(default_factory=dict)
-    awaits_prediction: bool = False  # plans are made from a predicted picture, which does not exist yet
+    awaits_prediction: bool = False  # merge plans need a predicted picture, and there is none yet
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
-    gradients: bool = False  # whether gradients are computed: nothing may then be merged or cached
-    new_noise: float = 0.0  # share of the latent's noise that is new; inf if unknown
-    enlarges: bool = False  # whether the sampler enlarges errors of the model's predictions
+    gradients: bool = False  # gradients are computed, so nothing may be merged or cached
+    new_noise: float = 0.0  # share of the latent's noise that is in no earlier latent; inf if unknown
+    enlarges: bool = False  # the sampler enlarges errors of the model's predictions
     another: bool = False  # the latent differs from an earlier one at this step and sigma with these conditions
-    unknown: Message | None = None  # names a part of the model that may change from step to step
+    unknown: Message | None = None  # names a part of the model that may change from step to step; None if there is none
 
 
 def decide(run: RunState, facts: Facts) -> StepPlan:
@@ -61,7 +62,7 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
     if facts.unshared and not facts.awaits_prediction:
         return _full(run, plan, Reason.SEVERAL_DEVICES())
     if run.kv_cache and run.cache.disabled:
-        # Presets with a KV cache skip no block, so merging without the cache would have a large error.
+        # Do not merge without the cache: presets with a KV cache skip no block, so the error would be large.
         run.stats.call_not_merged(Reason.KV_CACHE_DISABLED())
         return _full(run, plan, Reason.KV_CACHE_DISABLED())
     if facts.another:
@@ -79,9 +80,10 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
 def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
-    Guidance takes the difference of conditions, so all of them use caches or none does: if the entries of one condition
-    cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, there is at most one
-    unscheduled refresh between two scheduled ones; further evaluations without entries are merged without caches.
+    Guidance takes the difference between conditions, so all of them use caches or none does: if the entries of one
+    condition cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, there is at
+    most one such unscheduled refresh between two scheduled ones; later evaluations without usable entries are merged
+    without caches.
     """
     if run.cache.disabled:
         return _without_cache(run, plan, Reason.CACHE_DISABLED()).mode
@@ -90,7 +92,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     schedule = run.schedule
     small = schedule.begins_flat and schedule.predicted_share(plan.step) <= _SMALL_SHARE
     limit = math.inf if small else MAX_NEW_NOISE
-    # If the share of new noise is unknown, it is infinite or NaN.
+    # An unknown share of new noise, which is infinite or NaN, counts as too large.
     if run.kv_cache and not (facts.new_noise <= limit and math.isfinite(facts.new_noise)):
         held, reason = False, Reason.NEW_NOISE() if held else reason
     if plan.mode is StepMode.REFRESH:
@@ -115,8 +117,8 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
     given = facts.sigma if facts.model_sigma is None else facts.model_sigma
     # `Coverage` expects a falling noise level; in unsampling it rises, but its inverse falls.
     falling = 1 / max(given, 1e-9) if schedule.rises else given
-    # The step is in doubt where another node changes noise levels or the sampler reports no steps. In all other cases
-    # the noise level is not used to count steps, because a schedule may return to an earlier noise level.
+    # Derive the step from the noise level too if another node changes noise levels or the sampler reports no steps.
+    # Otherwise do not, because a schedule may return to an earlier noise level.
     in_doubt = facts.unreported or given != facts.sigma
     other_steps = schedule.step_at(given) if in_doubt else plan.step, facts.unreported
     origin = Origin(plan.step, falling, None, other_steps)
@@ -169,7 +171,8 @@ def _full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
 
 
 def _without_cache(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
-    """Return the plan of an evaluation without caches: merged if the settings are made for that, else full."""
+    """Return the plan of an evaluation without caches: merged if the settings are made for merging without caches,
+    else full."""
     if plan.mode.merges and merges_plainly(run):
         return plan.with_mode(StepMode.MERGED)
     return _full(run, plan, reason)

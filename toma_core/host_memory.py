@@ -1,8 +1,8 @@
 """Decide which keys and values of a run lie in main memory, and hold the buffers for them.
 
 A refresh writes keys and values to main memory while the next blocks compute. A merged step reads the keys and values
-of the next block ahead, in the order of the refresh, and writes the propagated ones back. A tensor has the same bits on
-the card and in main memory.
+of the next block while the current block computes, and writes propagated keys and values back. A tensor has the same
+bits on the card and in main memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HostMemory:
     expected: int  # bytes of all keys and values
     card_room: float  # bytes of keys and values that a card has room for
     main_room: float  # bytes of keys and values that main memory has room for
-    beside: int = 0  # bytes that other caches and copies take on the card
+    beside: int = 0  # bytes on the card for cached updates, and for copies of keys and values from main memory
     may_take: Callable[[int], bool] = lambda _: True  # whether this many bytes of main memory are free now
     in_main: int = 0  # bytes of all buffers
     peak: tuple[int, int] = (0, 0)  # bytes on the cards and in main memory when their sum was largest
@@ -60,7 +60,7 @@ class HostMemory:
             return t
 
     def _park(self, t: Tensor | Int4Tensor) -> Parked | None:
-        """Write a tensor into a buffer; None if main memory is short."""
+        """Write a tensor into a buffer in main memory; return None if main memory is short."""
         layout = Layout.of(t)
         lane = self._lane(t.device)
         buffer = next((b for b in self._unused if b.lane is lane and b.layout == layout), None)
@@ -84,8 +84,8 @@ class HostMemory:
             memory = _pages(size)
         except RuntimeError:
             return None
-        # After one failure to pin, later attempts would fail too, and each attempt would make ComfyUI wait for the
-        # card.
+        # Do not try to pin again after one failure: later attempts would fail too, and each one would make ComfyUI wait
+        # for the card.
         buffer = Buffer(lane, layout, memory, self.pinned and self.copier.pin(memory))
         self.pinned &= buffer.pinned
         self._buffers.append(buffer)
@@ -101,7 +101,7 @@ class HostMemory:
         return self._lanes[device]
 
     def note(self, name: str) -> None:
-        """Note that a tensor of this name is cached, and how much is held."""
+        """Note that a tensor of this name is cached, and update the peak memory."""
         with self.lock:
             self._order.setdefault(name, len(self._order))
             self.peak = max(self.peak, (sum(size for _, size in self._on_card.values()), self.in_main), key=sum)

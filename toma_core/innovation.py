@@ -1,4 +1,4 @@
-"""Keep the latents and predicted pictures of recent evaluations, and measure how much of a later latent is new.
+"""Keep the latents and predicted pictures of recent evaluations, and measure how much noise in a later latent is new.
 
 The paper does not measure noise. A sampler that adds no noise begins each step with a linear combination of earlier
 latents and predictions. The part of a latent that is no such combination is new: noise that samplers such as
@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Number of evaluations that a latent is compared with, because solvers of third order combine three evaluations.
+# Number of earlier evaluations that a latent is compared with: solvers of third order combine three.
 _RECENT = 3
 # New noise is averaged over square cells of the latent with this side.
 _CELL = 8
 # Noise below this share of the latent's root mean square no longer changes the picture.
 _NEGLIGIBLE = 0.05
-# Earlier latents and predictions may be linearly dependent. The part of one that is orthogonal to the others is
-# rounding if its norm is below this share.
+# Earlier latents and predictions may be linearly dependent. If the norm of the part of one that is orthogonal to the
+# others is below this share of its own norm, that part is rounding.
 _ROUNDING = 1e-5
 
 
@@ -37,7 +37,8 @@ class History:
         return next((picture for _, picture in reversed(self._recent) if picture.shape == shape), None)
 
     def note(self, latent: Tensor, prediction: Tensor) -> None:
-        """Note an evaluation. latent, prediction: (B, C, ..., H, W), the input and the clean picture."""
+        """Note an evaluation. latent, prediction: (B, C, ..., H, W), the model's input and the clean picture that it
+        predicts."""
         # Clone, because the sampler may overwrite its latent.
         self._recent.append((latent.clone() if self.compared else prediction, prediction))
         if not self.compared and len(self._recent) > 1:
@@ -62,8 +63,8 @@ class History:
             basis.append(rest * torch.where(new, 1 / size.clamp_min(1e-30), 0.0))
         latent = latent.float()
         noise = (_NEGLIGIBLE * latent.square().mean().sqrt()).clamp_min(max(sigma, 1e-9))
-        # Where a mask keeps most of the picture, a mean over the entire picture would hide new noise in the part that
-        # is sampled.
+        # Average over small cells, because a mean over the entire picture would hide new noise in a small area that is
+        # sampled under a mask.
         new = _without(latent, basis).square().mean(1).flatten(0, -3)[:, None]
         cell = [min(_CELL, side) for side in new.shape[2:]]
         return F.avg_pool2d(new, cell, ceil_mode=True, count_include_pad=False).max().sqrt() / noise

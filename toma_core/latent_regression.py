@@ -12,8 +12,9 @@ its own latent explains, and only the residual of the regression is shared among
     f  (D, F)  features of destinations
     G  (N, F)  features of all tokens
     c  (D, C)  the change of a cached tensor at destinations
-    A  (F, C)  the answer: the change per unit of each feature
-    U  (N, D)  unmerge weights: a destination gets its own value, another token `REST_WEIGHT` of its weighted mean
+    A  (F, C)  the coefficients of the regression ("answer"): the change per unit of each feature
+    U  (N, D)  unmerge weights: a destination keeps its own value, any other token gets `REST_WEIGHT` times a weighted
+               mean of the destinations
 
 `fit` and `spread` are computed once per plan and call, and shared by all blocks.
 """
@@ -34,21 +35,21 @@ from .prediction import picture_tokens
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# Share of a destination's change that nearby tokens get, after the part that latents explain is subtracted. Part of
-# what remains is the destination's own noise; a lower share would lose what tokens have in common
-# (benchmarks/results/fidelity/trials.md).
+# Share of a destination's change that nearby tokens get, after the part that latents explain is subtracted. The share
+# is below 1 because part of the remaining change is the destination's own noise; a lower share would lose change that
+# neighbouring tokens have in common (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
-# The ridge, as a share of the textbook's F / D. Latents explain most of the change of cached tensors, so the full ridge
-# would mostly add bias.
+# The ridge, as a share of the textbook's ridge F / D. The textbook's would mostly add bias, because latents explain
+# most of the change of cached tensors.
 _RIDGE = 0.1
-# With fewer destinations per feature, the regression overfits to the destinations.
+# The fewest destinations per feature; with fewer, the regression would overfit to the destinations.
 _LEAST_DESTINATIONS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The rotary matrices of keys. A change of keys is regressed and shared before rotation, because the tokens that
-    share it have different positions."""
+    """The rotary matrices of keys. The change of keys is regressed and shared among tokens before rotation, because
+    these tokens have different positions."""
 
     # (B or 1, N, 1, P, 2, 2) for all tokens, (B or 1, D, 1, P, 2, 2) for destinations: a head has P pairs of adjacent
     # channels. Any float dtype; the matrices of a token are contiguous, as kernels need.
@@ -91,9 +92,9 @@ class Rotation:
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """How the tokens of a plan change with their latents in one call."""
+    """The matrices by which cached tensors are propagated in one call, see the formula at the top of the module."""
 
-    plan: MergePlan  # its unmerge weights are U
+    plan: MergePlan  # its unmerge weights are U of the formula
     fit: Tensor  # (B, F, D), in the dtype of the plan's weights
     spread: Tensor  # (B, N, F), in the dtype of `fit`
 
@@ -113,7 +114,7 @@ class Regression:
         return rotation.add(cached, self._explain(unmerge(change, self.plan), change))
 
     def _by_kernels(self, kernels: TritonKernels, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> Tensor:
-        """Compute `propagate` in two launches, with the matrix product for A between them."""
+        """Compute `propagate` by two kernels, with the matrix product A = fit c between them."""
         R, R_destinations = (None, None) if rotation is None else (rotation.tokens, rotation.destinations)
         change = kernels.change(fresh, cached, self.plan.destinations, R_destinations)
         answer, layout = torch.bmm(self.fit, change), (self.plan.windows, self.plan.budget)
@@ -127,9 +128,9 @@ class Regression:
 
 @dataclass(eq=False)
 class LatentChange:
-    """The latent of a call, and the latent of the call that wrote the cached tensors."""
+    """The change of the latent since the cached tensors were written."""
 
-    latent: Tensor  # (B, C, ..., H, W)
+    latent: Tensor  # (B, C, ..., H, W), latent of the present call
     before: Tensor  # latent of the call that wrote the cached tensors, of the same shape
     _regressions: dict[int, tuple[MergePlan, Regression | None]] = field(default_factory=dict)  # by the plan's id
 
@@ -152,7 +153,7 @@ class LatentChange:
 
     @staticmethod
     def _tokens(latent: Tensor, plan: MergePlan) -> Tensor:
-        """Return a latent as features of tokens with unit mean square in each image, (B, N, F) fp32."""
+        """Return a latent as features of tokens, scaled to mean square 1 in each image, (B, N, F) fp32."""
         tokens = picture_tokens(latent, plan.windows.grid, torch.empty((), device=latent.device))
         return tokens * tokens.square().mean((1, 2), keepdim=True).clamp_min(1e-24).rsqrt()
 
@@ -170,7 +171,7 @@ def regress(features: Tensor, plan: MergePlan) -> Regression:
     fit = torch.cholesky_solve(f.mT.contiguous(), factor)
     plain = replace(plan, unmerge_weights=plan.unmerge_weights.float(), kernels=None)
     spread = add_unmerged(features, -f, plain)
-    # Kernels expect rows spaced as in `room`.
+    # Kernels expect rows spaced as `room` spaces them.
     weights = plan.merge_weights
     spread = spread.to(weights.dtype) if plan.kernels is None else room(weights, *spread.shape).copy_(spread)
     return Regression(plan, fit.to(weights.dtype), spread)
@@ -184,5 +185,5 @@ def with_rest_weight(plan: MergePlan) -> MergePlan:
     if (valid := plan.budget.valid) is not None:
         own = own & valid[..., None, :]
     changed = torch.where(own.any(-1, keepdim=True), own.to(weights.dtype), REST_WEIGHT * weights)
-    # Kernels expect the rows of weights spaced as in `room`.
+    # Kernels expect the rows of weights spaced as `room` spaces them.
     return replace(plan, unmerge_weights=room(weights, *weights.shape).copy_(changed))

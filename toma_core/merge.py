@@ -17,8 +17,8 @@ from .windows import Budget, Windows
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# Maximum of windows in a row that PyTorch merges as one product. On a CPU, multiplying the zeros between 4 windows
-# takes less time than gathering each window; between 8 windows it takes more.
+# PyTorch merges a row of at most this many windows as one product, with zeros as weights between different windows. On
+# a CPU, multiplying the zeros takes less time than gathering each window if a row has 4 windows, and more if it has 8.
 _MAX_IN_ROW = 4
 
 
@@ -50,18 +50,19 @@ class MergePlan:
         return self.budget.pack(source.gather(2, self.dest_slots))
 
     def changed(self, tensor: Callable[[str, Tensor], Tensor]) -> MergePlan:
-        """Return the plan with the slots and weights that the function returns for their names and values."""
+        """Return the plan with its three tensors replaced, each by the result of `tensor(name, value)`."""
         names = "dest_slots", "merge_weights", "unmerge_weights"
         tensors: dict[str, Any] = {name: tensor(name, getattr(self, name)) for name in names}
         return replace(self, **tensors)
 
     @cached_property
     def strips(self) -> tuple[Tensor, Tensor] | None:
-        """Merge weights M and unmerge weights A^T for entire rows of windows, (B * R, D / R, N / R) and (B * R, N / R,
-        D / R).
+        """Merge weights M and unmerge weights A^T for each of the R rows of windows, (B * R, D / R, N / R) and (B * R,
+        N / R, D / R).
 
-        A row of windows is one span of memory, which PyTorch multiplies in place. Weights between different windows are
-        zero. None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW` windows.
+        A row of windows is one span of memory, which PyTorch multiplies without a copy. Weights between different
+        windows are zero. None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW`
+        windows.
         """
         windows, tiles = self.windows, self.windows.tiles
         if self.kernels is not None or windows.contiguous or tiles is None or tiles[2] > _MAX_IN_ROW:
@@ -79,7 +80,7 @@ class MergePlan:
 def stacked(plans: list[MergePlan]) -> MergePlan:
     """Return one plan for the concatenation of several batches with the same windows, such as cond and uncond."""
     first = plans[0]
-    # Only kernels can read one image's weights for all images; a product in PyTorch would copy the weights every time.
+    # Kernels can read one image's weights for all images; a product in PyTorch would copy them for every image.
     once = first.kernels is not None and len(first.dest_slots) == 1 and all(plan is first for plan in plans)
 
     def together(parts: list[Tensor]) -> Tensor:
@@ -159,7 +160,7 @@ def weigh(
     A = (sharpness * similarity).softmax(dim=2)
     if windows.valid is not None:
         A = A * windows.valid[:, None, :]
-    # An unused slot keeps its row of zeros.
+    # Rows of unused slots stay zero.
     M = A / A.sum(-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
     back = A.transpose(-1, -2).to(dtype).contiguous()
     return MergePlan(windows, budget, dest_slots, M.to(dtype), back)

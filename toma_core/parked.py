@@ -30,7 +30,7 @@ _ALIGNMENT = 64  # bytes
 
 
 class Stream(Protocol):
-    """A queue of work on a device, whose events have a method `query`: whether the stream has reached the event."""
+    """A queue of work on a device. The method `query` of an event returns whether the stream has reached the event."""
 
     def record_event(self) -> Any: ...
     def wait_event(self, event: Any) -> None: ...
@@ -90,8 +90,8 @@ class CudaCopier:
 
 @cache
 def _cuda_streams(device: torch.device) -> tuple[Stream, Stream]:
-    """Make the streams once for all runs. PyTorch has 32 streams, so a 33rd stream would be the first one again, on
-    which ComfyUI copies weights."""
+    """Make the streams once for all runs. PyTorch has only 32 streams; with new ones for each run, copies would soon be
+    on the stream on which ComfyUI copies weights."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
@@ -159,7 +159,7 @@ class Parked:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The original dtype."""
+        """The tensor's dtype before quantisation."""
         return self.buffer.layout.dtypes[-1]
 
     @property
@@ -211,10 +211,10 @@ class Lane:
     writing: deque[tuple[Tensor | Int4Tensor, Any]] = field(default_factory=deque)  # (source, event after the copy)
 
     def store(self, parked: Parked, source: Tensor | Int4Tensor) -> None:
-        """Write a tensor down."""
+        """Copy a tensor from the device to main memory."""
         with self.lock:
             buffer = parked.buffer
-            # Copies of the old tensor are out of date.
+            # Copies that were read ahead from this buffer are out of date.
             self.forget(read for read in self.ahead if read.buffer is buffer)
             self._finish(MAX_STAGED - 1)
             self.down.wait_event(self.copier.current(self.device).record_event())
@@ -233,7 +233,7 @@ class Lane:
         return stream.record_event()
 
     def _finish(self, most: int) -> None:
-        """Free the sources of all writes except the last `most`."""
+        """Free the device's tensors that have been written to main memory, except the last `most`."""
         now = self.copier.current(self.device)
         while len(self.writing) > most:
             now.wait_event(self.writing[0][1])
@@ -258,7 +258,7 @@ class Lane:
             return Int4Tensor(*found.parts) if parked.buffer.layout.quantized else found.parts[0]
 
     def read_ahead(self, parked: Parked) -> bool:
-        """Begin to read a tensor; return False if no further tensor may be read ahead."""
+        """Begin to read a tensor; return whether one more tensor may be read ahead after it."""
         with self.lock:
             if parked not in self.ahead and len(self.ahead) < MAX_STAGED:
                 try:

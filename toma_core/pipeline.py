@@ -53,8 +53,8 @@ class Evaluation:
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
-        """Return the plan for tokens x of (B, N, C). Blocks with one `scope` share a plan. None in a refresh that
-        predicts the picture from which the next plan is made."""
+        """Return the plan for tokens x of (B, N, C). Blocks with one `scope` share a plan. None in a refresh if plans
+        are made from predicted pictures, because the next plan is made from this refresh's prediction."""
         if self.refreshes:
             self.run.computed(grid, self.plan_keys)
             if self.run.config.uses_prediction:
@@ -72,8 +72,8 @@ class Evaluation:
         return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
     def cached(self, block: str, x: Tensor, kv: bool = False, of_latent: bool = True) -> Refresh | Cached | None:
-        """Return the block's cache entry for tokens x of (B, N, C): to write in a refresh, to begin with in a merged
-        step. None if no cached tensor fits x.
+        """Return the block's cache entry for tokens x of (B, N, C): one to write in a refresh, one to read in a merged
+        step. None if the evaluation uses no caches, or no cached tensor has the shape, dtype and device of x.
 
         kv: whether the entry holds keys or values. of_latent: whether the tokens are the latent's, not a reference
         image's.
@@ -134,9 +134,9 @@ def restore(
 ) -> Tensor:
     """Return x + unmerge(out - reduced), (B, N, C); `out` itself without a plan or in a refresh, which caches out - x.
 
-    Only the update is merged: the residual stream passes unchanged. cached: the entry with whose update a merged step
-    begins. exact: whether destinations attended to all tokens; the change of their update then has weight 1, and the
-    propagated update is cached.
+    Only the block's update is unmerged; x passes unchanged. cached: the block's cache entry. exact: whether
+    destinations attended to all tokens; the change of their update then has weight 1, and the propagated update is
+    cached.
     """
     if isinstance(cached, Refresh):
         cached.store(out - x)

@@ -14,14 +14,15 @@ from torch import Tensor
 from .windows import Grid
 
 _CELLS = 2  # cells of a token along each side
-# Above this share of noise, a prediction is a mean of many possible pictures and lacks the details in which they differ
-# (benchmarks/results/fidelity/trials.md).
+# If the latent's share of noise is above this, the prediction is a mean of many possible pictures and lacks the details
+# in which they differ (benchmarks/results/fidelity/trials.md).
 _MAX_NOISE = 0.92
 
 
 def trusted_below(flow: bool) -> float:
-    """Return the sigma below which predictions are better than tokens. flow: whether a mix of s of noise and 1 - s of
-    picture has sigma s, as in flow models; in other models this mix has sigma s / (1 - s)."""
+    """Return the sigma below which predicted pictures are better for comparing tokens than the tokens themselves. flow:
+    whether a mix of s of noise and 1 - s of picture has sigma s, as in flow models; in other models this mix has sigma
+    s / (1 - s)."""
     return _MAX_NOISE if flow else _MAX_NOISE / (1 - _MAX_NOISE)
 
 
@@ -30,7 +31,7 @@ def similarity_features(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     picture, see `picture_tokens`, and a constant.
 
     Cosines ignore the lengths of tokens. The constant, the root mean square length of an image's tokens, gives tokens
-    of different lengths different directions. Tokens that hold NaN or infinity do not count.
+    of different lengths different directions. Tokens that hold NaN or infinity count as 0 in its mean.
     """
     tokens = picture_tokens(picture, grid, like)
     squares = tokens.float().square().sum(2).nan_to_num_(0.0, 0.0)

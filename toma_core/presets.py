@@ -8,7 +8,7 @@ from typing import Any
 
 from .config import Granularity, SimilarityFrom
 
-# Preset -> fields.
+# Name of the preset -> name of the setting -> value.
 Fields = Mapping[str, Mapping[str, Any]]
 
 
@@ -23,8 +23,9 @@ class ModelKind(Enum):
 # Plans from the predicted picture, with more destinations in its detailed parts, have a smaller error than plans from
 # tokens for equal work.
 _PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
-# With a KV cache no block is skipped and every step selects again. Small windows then have a smaller error than large
-# ones as long as each has enough destinations, so windows have the side `WIDE` only above the ratio `WIDE_ABOVE`.
+# With a KV cache no block is skipped and every step selects destinations. Small windows then have a smaller error than
+# large ones as long as each window has enough destinations, so windows have the side `WIDE` only above the ratio
+# `WIDE_ABOVE`.
 WIDE_ABOVE, WIDE = 0.6, 8
 _KV_CACHE: Mapping[str, Any] = {
     **_PREDICTED,
@@ -37,10 +38,10 @@ _SKIPPING: Mapping[str, Any] = {**_PREDICTED, "skip_first_blocks": 0.15}
 _PAPER: Mapping[str, Any] = {"granularity": Granularity.MODULE, "sharpness": 1000.0}
 _EVERY_3, _EVERY_2 = ({"selection_interval": n, "weight_interval": n} for n in (3, 2))
 
-# The fields of each preset, for each kind of model; a family may override some, see `ModelHooks.own_presets`. Nodes
-# default to the first preset. `paper` follows the paper and its released code; the others are measured
-# (docs/fidelity.md). The last stacks of a UNet change the image most: if they are not merged, no step has to be full.
-# No preset sets `ratio`.
+# The settings of each preset, for each kind of model; a model family may override some, see `ModelHooks.own_presets`.
+# Nodes default to the first preset. `paper` follows the paper and its released code; the values of the other presets
+# were chosen by measurement (docs/fidelity.md). In UNets no step has to be full if the last stacks, which change the
+# image most, are not merged. No preset sets `ratio`.
 PRESETS: Mapping[str, Mapping[ModelKind, Mapping[str, Any]]] = {
     "balanced": {
         ModelKind.UNET: {**_EVERY_3, "skip_last_blocks": 3},

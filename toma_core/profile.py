@@ -1,7 +1,7 @@
 """Read and write profiles, the results of calibrating a model: a ratio for each block and noise level.
 
-A profile is JSON of less than 2 kB that is saved in a workflow, as the seed is. Ratios are given by sigma, which does
-not depend on steps, sampler and scheduler. A profile also names the model with which it was made.
+A profile is JSON of less than 2 kB that is saved in a workflow, as the seed is. Each ratio holds for a range of sigma,
+so a profile does not depend on steps, sampler and scheduler. It also names the model with which it was made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .setting_spec import ConfigError, Refusal, shown
 
 SCHEMA = 1
 _MAX_TEXT = 10_000  # longest profile that is read, in characters; written profiles have less than 2000
-_MAX_BANDS = 8  # maximum of noise levels, and of ratios above 0, because torch.compile makes a graph for every ratio
+_MAX_BANDS = 8  # the most noise levels, and the most ratios above 0: torch.compile makes a graph for every ratio
 _MAX_SIGMA = 1e9  # ComfyUI's highest noise level is about 4500
 _MAX_LINE = 120  # characters of an explanation on a node
 
@@ -31,8 +31,8 @@ class Profile:
 
     model: str  # fingerprint of the model with which the profile was made
     config: ToMAConfig
-    above: tuple[float, ...]  # sigma at which each band ends, from high to low; the last is 0
-    # "first block - last block", or a block alone -> a ratio for each band. Other blocks are not merged.
+    above: tuple[float, ...]  # the lowest sigma of each band of noise levels, from high to low; the last is 0
+    # "first block - last block", or a block alone -> a ratio for each band. Blocks without an entry are not merged.
     ratios: Mapping[str, tuple[float, ...]]
 
     def __post_init__(self) -> None:
@@ -84,7 +84,8 @@ def entry_of(names: Sequence[str]) -> str:
 
 
 def parsed(text: Any) -> Profile:
-    """Read a profile. Raises `ConfigError`, which names the fault and the settings that run instead."""
+    """Read a profile. Raises `ConfigError`, which names the fault and the settings that are used instead of the
+    profile."""
     if not isinstance(text, str) or len(text) > _MAX_TEXT:
         raise _unused(Refusal.PROFILE_NOT_TEXT())
     try:

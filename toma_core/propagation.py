@@ -1,8 +1,8 @@
 """Store a block's updates, keys and values in a refresh; propagate the stored ones in a merged step.
 
-The paper has no caches. Updates change slowly from step to step, above all in the fine structure that destinations
-cannot carry. With a KV cache a merged step propagates the cached tensors and stores the results. Without a KV cache a
-merged step only reads cached updates, see `unmerge_residual_cached`.
+The paper has no caches. A block's update changes slowly from step to step, above all in its fine structure, which
+merging loses. With a KV cache, a merged step propagates the cached tensors and stores the results. Without a KV cache,
+it only reads cached updates, see `unmerge_residual_cached`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from .coverage import Coverage
 from .latent_regression import LatentChange, Rotation
 from .merge import MergePlan, add_unmerged, gather_destinations, unmerge_residual
 
-# Weight of the change at destinations if the cached update still fits fully (p = 1): part of that change comes from the
-# merge, not from the step ("The residual cache" in benchmarks/results/fidelity/trials.md). If the cached update no
-# longer fits at all (p = 0), the weight is 1, as without a cache.
+# Weight of the change at destinations if the cached update still fits fully (p = 1 in `unmerge_residual_cached`). It is
+# below 1 because part of the change comes from the merge, not from the step ("The residual cache" in
+# benchmarks/results/fidelity/trials.md). If the cached update no longer fits at all (p = 0), the weight is 1, as
+# without a cache.
 DELTA_WEIGHT = 0.5
 
 
@@ -49,10 +50,12 @@ class Cached:
     change: LatentChange | None = None  # change of the latent; None if unknown, and for tokens of reference images
 
     def propagate(self, fresh: Tensor, plan: MergePlan, rotation: Rotation | None = None) -> Tensor:
-        """Propagate the update by the change at destinations; cache and return it, (B, N, C), see `latent_regression`.
-        Where the change of the latent is unknown, the result is update + unmerge(fresh - update at destinations).
+        """Propagate the update by the change at destinations (see `latent_regression`); cache and return the result,
+        (B, N, C). Where the change of the latent is unknown, the result is update + unmerge(fresh - update at
+        destinations).
 
-        fresh: (B, D, C), the new values at destinations. rotation: that of the keys. Raises `torch.OutOfMemoryError`.
+        fresh: (B, D, C), the new values at destinations. rotation: the rotary matrices, if the update holds keys.
+        Raises `torch.OutOfMemoryError`.
         """
         regression = None if self.change is None else self.change.regression(plan)
         if regression is not None:
@@ -60,7 +63,7 @@ class Cached:
         else:
             propagated = unmerge_residual(fresh, gather_destinations(self.update, plan), self.update, plan)
         if propagated.dtype is torch.float16:
-            # At the next step an infinity would be subtracted from itself and give NaN.
+            # Replace infinities, which the next step would subtract from themselves, with NaN as the result.
             propagated = propagated.clamp_(-65504, 65504)
         self.cache.put(self.keys, propagated, self.quantized, self.kv)
         return propagated

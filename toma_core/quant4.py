@@ -1,7 +1,7 @@
 """Quantise cached tensors to four bits per element, for KV caches that do not fit otherwise.
 
-Groups of neighbouring channels of a token share a minimum and a step, as in the KV caches of language models (KIVI,
-arXiv 2402.02750). Sizes and errors are in docs/settings.md.
+Groups of neighbouring channels of a token share a minimum and a quantisation step, as in the KV caches of language
+models (KIVI, arXiv 2402.02750). docs/settings.md lists sizes and errors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 BITS = 4
-_GROUP, _MIN_GROUP = 64, 16  # channels that share a minimum and a step, at most and at least
-WIDER = 1.01  # factor on the step, so that values rounded up in half precision still have a code
+_GROUP, _MIN_GROUP = 64, 16  # the most and the fewest channels of a group
+WIDER = 1.01  # quantisation steps are enlarged by this factor, so that values rounded up in half precision have a code
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +22,8 @@ class Int4Tensor:
     """A (B, N, C) tensor in four bits per element."""
 
     codes: Tensor  # (B, N, C / 2) uint8; the lower four bits are the first half of a group of channels
-    low: Tensor  # minimum and step, (B, N, groups) in the original dtype
-    step: Tensor
+    low: Tensor  # (B, N, groups), the minimum of each group, in the original dtype
+    step: Tensor  # (B, N, groups), the quantisation step of each group, in the original dtype
 
     @property
     def shape(self) -> torch.Size:
@@ -59,7 +59,7 @@ class Int4Tensor:
         """Return (B, N, C), a new tensor."""
         codes = self.codes.unflatten(-1, (self.low.shape[-1], -1))
         low, step, half = self.low[..., None], self.step[..., None], codes.shape[-1]
-        # The range of a group may exceed what half precision holds.
+        # Compute half of the result, because the range of a group may exceed that of half precision.
         narrow = self.dtype is torch.float16
         if narrow:
             low, step = low / 2, step / 2
@@ -70,7 +70,7 @@ class Int4Tensor:
 
 
 def group_of(channels: int) -> int:
-    """Return how many of `channels` share a minimum and a step; 0 if the channels cannot be grouped."""
+    """Return how many of `channels` make a group; 0 if the channels cannot be grouped."""
     group = gcd(channels, _GROUP)
     return group if group >= _MIN_GROUP else 0
 
