@@ -22,20 +22,20 @@ def run_of(**settings: object) -> RunState:
 
 
 def at(run: RunState, step: int, *cond_keys: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
-    """Return an evaluation of a call with the conditions `cond_keys`. takes_part: all conditions of the evaluation, if
-    other calls have further conditions."""
+    """Return the evaluation to which a call with the conditions `cond_keys` belongs. An evaluation may consist of
+    several calls. takes_part: the conditions of all its calls; needed only if it has more calls than this one."""
     signatures = dict.fromkeys(takes_part or cond_keys)
     return Evaluation(run, decide(run, Facts(10.0 - step, conditions=signatures)), (None,) * len(cond_keys), cond_keys)
 
 
 def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
-    """Return a merged evaluation regardless of caches, as for a block without a cache."""
+    """Return an evaluation that merges whether or not its conditions have caches."""
     return Evaluation(run, run.schedule.decide(10.0 - step), (None,) * len(cond_keys), cond_keys)
 
 
 def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
-    """Return a letter for each (step, conditions as one letter each): full (f), refresh (r), merged with caches (m), or
-    merged without caches (p)."""
+    """Return the mode of each evaluation as a letter: full (f), refresh (r), merged with caches (m) or merged without
+    caches (p). An evaluation is given as its step and its conditions, such as (2, "ab") for step 2 of a and b."""
     said = []
     for step, conditions in evaluations:
         plan = at(run, step, *conditions).step_plan
@@ -46,7 +46,7 @@ def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
 
 
 def block(x: Tensor) -> Tensor:
-    """Return x plus a residual that a mean of tokens cannot represent."""
+    """Return x plus a residual: the sine of the preceding token."""
     return x + x.roll(1, dims=1).sin()
 
 

@@ -1,5 +1,5 @@
-"""Test adaptive budgets: the total is exact, windows with more detail get more destinations, and index maps are
-valid."""
+"""Test that adaptive budgets have the exact total, give windows with more detail more destinations, and have valid
+index maps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRIDS = [(16, 16), (13, 19), (8, 40), (5, 7)]
 
 
 def picture(height: int, width: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
-    """Return a picture (B, N, 6) that is nearly constant on the left and random on the right."""
+    """Return tokens (B, N, 6) that are nearly constant in the left half of the grid and random in the right half."""
     x = torch.randn(batch, height, width, 6, generator=torch.Generator().manual_seed(seed))
     x[:, :, : width // 2] = 1 + 0.01 * x[:, :, : width // 2]
     return x.flatten(1, 2)
@@ -37,7 +37,7 @@ def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int]
     assert counts.sum(-1).tolist() == [even.total] * 2 == [budget.total] * 2
     assert int(counts.min()) >= 1
     assert bool((counts <= torch.tensor(windows.counts)).all())
-    # The slots in use come first in a window and are numbered in order.
+    # The used slots of a window come before its unused ones, and `expand` numbers them in order.
     assert torch.equal(budget.valid, torch.arange(budget.slots) < counts[..., None])
     for image in range(2):
         assert torch.equal(budget.compact[image], budget.valid[image].flatten().nonzero()[:, 0])
@@ -57,7 +57,7 @@ def test_budgets_are_in_proportion_to_the_spread_or_its_root() -> None:
     assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
     counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.16, 0.04, 0.01, 0.01]]), windows)
     assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
-    # By its spread, the first window would get nearly all destinations, but it has only 64 tokens.
+    # The first window has nearly all of the spread, but only 64 tokens, so it gets only 64 of the 128 destinations.
     counts = allocate(make_budget(windows.counts, 0.5), torch.tensor([[1.0, 0.01, 0.01, 0.02]]), windows, True)
     assert counts.valid.sum(-1).tolist() == [[64, 16, 16, 32]]
 
@@ -74,7 +74,7 @@ def test_no_window_has_more_slots_than_the_others_leave(side: int, size: int, ra
 def test_flat_windows_are_left_to_the_latents_only_where_these_explain_them(
     kv_cache: bool, selection: int, fewest: int, most: int
 ) -> None:
-    """The standard deviation of the picture is 1 in the right half and 0.3 in the left half."""
+    """The left half of the picture is the flat one: its standard deviation is 0.3, that of the right half is 1."""
     x = torch.randn(1, 16, 16, 6, generator=torch.Generator().manual_seed(0))
     x[:, :, :8] = 1 + 0.3 * x[:, :, :8]
     config = ToMAConfig(similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_flat_windows_are_left_to_the_latents_only_where_these_explain_them(
 
 
 def test_rounding_does_not_decide_who_gets_destinations() -> None:
-    """The picture is constant except for the last bits of its numbers."""
+    """If windows differ only by rounding, all get equal budgets."""
     windows = make_windows(32, 32, "tile", 8)
     flat = 1 + 1e-4 * torch.randn(1, 32 * 32, 12, generator=torch.Generator().manual_seed(0))
     assert spread(windows.split(flat), windows).unique().numel() > 1
@@ -96,7 +96,7 @@ def test_rounding_does_not_decide_who_gets_destinations() -> None:
 
 @loop("grid", [(13, 19), (16, 16)], ids=str)
 def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
-    """Each frame has the budget of a single picture."""
+    """Each frame has the budget that it would have as a single picture."""
     frames = [picture(*grid, seed=seed) for seed in range(3)]
     windows = make_windows(*grid, "tile", 8, frames=3)
     even = make_budget(windows.counts, 0.5, 3)
@@ -137,7 +137,7 @@ def plan_of(x: torch.Tensor, grid: tuple[int, int], dtype: torch.dtype = torch.f
 
 
 def shown(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """Return the picture that consists of tokens x (B, N, C)."""
+    """Return the picture (B, C, H, W) whose cells are the tokens x (B, N, C)."""
     return x.unflatten(1, grid).movedim(-1, 1)
 
 
@@ -155,7 +155,7 @@ def test_merging_is_what_the_dense_matrices_say(grid: tuple[int, int]) -> None:
     y = torch.randn(B, D, 6)
     torch.testing.assert_close(unmerge(y, plan), back @ y)
     torch.testing.assert_close(unmerge_residual(y, merge(x, plan), x, plan), x + back @ (y - M @ x))
-    # Each destination has a positive weight for its own token.
+    # Each destination has a positive merge weight for the token at which it lies.
     assert bool((M.gather(2, plan.destinations[..., None]) > 0).all())
     assert all(len(set(row)) == D for row in plan.destinations.tolist())
 

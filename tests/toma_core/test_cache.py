@@ -1,4 +1,4 @@
-"""Test the store of the caches: tensors by key, stored once and counted once."""
+"""Test that a `Cache` stores tensors by key, and stores and counts each tensor once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_parts_in_the_cached_order_are_not_copied() -> None:
 
 
 def test_devices_that_keep_at_once_lose_nothing() -> None:
-    """The calls of two devices overlap: both begin to cache before either ends."""
+    """The second device begins its call before that of the first device has ended."""
     run = run_of()
     first, second = (
         at(run, 0, "cond", takes_part=("cond", "uncond")),
@@ -69,7 +69,7 @@ def test_a_residual_is_held_and_counted_as_long_as_one_of_its_parts() -> None:
 
 @loop("packs", [False, True])
 def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
-    """Two conditions are joined in the first call, and in separate calls later."""
+    """Two conditions come in one call at first and in separate calls later. The memory in use must not grow."""
     run, first = run_of(), torch.randn(2, 8, 64)
     run.coverage.store((("", "a"), ("", "b")), first.clone(), packs)
     held = run.cache.peak_bytes
@@ -88,7 +88,7 @@ def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
 
 @loop("quantized", [False, True])
 def test_a_condition_that_takes_the_place_of_another_holds_its_own_memory_alone(quantized: bool) -> None:
-    """Two prompts alternate beside one negative prompt, so the cache holds the tensors of three conditions."""
+    """Two prompts alternate with the same negative prompt. The cache must hold one tensor for each of the three."""
     cache, (one, two) = RunState(Schedule(ToMAConfig())).cache, torch.randn(2, 2, 8, 64)
     cache.put((("a", "negative"), ("a", "first")), one, quantized)
     each = cache.held // 2

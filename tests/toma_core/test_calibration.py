@@ -1,5 +1,5 @@
-"""Test the choice of ratios from a table of errors, which is compared with all combinations and with worked
-examples."""
+"""Test the choice of ratios from a table of errors, against a search of all combinations and against examples worked
+out by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Table = dict[Cell, list[Option]]
 
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
-    """Draw small tables of up to four sites with up to three ratios each, in thousandths."""
+    """Draw a small table of up to four sites with up to three ratios each."""
     table = {}
     for site in range(draw(st.integers(1, 4))):
         savings = draw(st.lists(st.integers(1, 60), min_size=1, max_size=3, unique=True))
@@ -29,7 +29,7 @@ def tables(draw: st.DrawFn) -> Table:
 
 
 def every_choice(table: Table) -> list[Choice]:
-    """Yield all combinations of ratios, as a reference."""
+    """Return all combinations of ratios."""
     each = [(UNMERGED, *options) for options in table.values()]
     return [
         {cell: option for cell, option in zip(table, chosen, strict=True) if option is not UNMERGED}
@@ -55,8 +55,8 @@ def test_saves_enough_at_the_smallest_error_but_for_one_piece(table: Table, shar
 
 
 def test_the_cheap_site_is_merged_first_and_the_broken_one_not_at_all() -> None:
-    """To save 0.3, either the cheap site is merged at 0.75 (error 0.09), or both sites are merged (error 0.03 + 0.1).
-    The first option has the smaller error."""
+    """To save 0.3, either the cheap site is merged at 0.75, with an error of 0.09, or both the cheap and the dear site
+    are merged, with an error of 0.03 + 0.1. The first error is smaller."""
     table = {("cheap", 0): CHEAP, ("dear", 0): DEAR, ("broken", 0): [Option(0.5, 30.0, 0.5)]}
     assert choose(table, 0.3) == {("cheap", 0): CHEAP[2]}
     assert ("broken", 0) not in choose(table, 0.5)

@@ -1,4 +1,4 @@
-"""Test every field of the config: accepted values, refused values, and helpful errors."""
+"""Test which values each setting of `ToMAConfig` accepts and refuses, and the error messages for refused values."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_switches_are_true_or_false(name: str, value: Any) -> None:
     ],
 )
 def test_the_message_shows_the_value_as_it_was(name: str, value: float, shown: str) -> None:
-    """A rounded value would give "ratio is 0.95. Allowed: 0 to 0.95"."""
+    """If the message rounded a ratio slightly above 0.95, it would read "ratio is 0.95. Allowed: 0 to 0.95"."""
     assert f"setting={name}, value={shown}," in refused(name, value)
 
 

@@ -1,5 +1,5 @@
-"""Test Auto's decisions on described cards: which sizes are merged, and that decisions are monotonic in the amount of
-work."""
+"""Test which sizes Auto (`min_tokens` = 0) merges on several cards, and that more work never makes Auto stop
+merging."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORK = Reason.TOO_LITTLE_WORK()
 
 STACK = Granularity.STACK
 cards = st.sampled_from([None, *CARDS])
-# The costs that families declare.
+# The costs of blocks as the model families declare them.
 UNET_BLOCK = Block(18, 20, (1, 2, 6))
 FLUX_DOUBLE, FLUX_SINGLE = Block(12, 75, (2, 19, 4), beside=256), Block(12, 31, (2, 20, 5), beside=256)
 FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
@@ -83,14 +83,15 @@ def test_every_shape_that_sdxl_was_trained_on_is_merged_on_an_h100(pixels: tuple
 
 
 def test_more_images_and_slower_formats_are_more_work() -> None:
-    """On an H100, SDXL at 512 is worth merging for eight images, or for one image in fp32."""
+    """On an H100, SDXL at 512 x 512 is not merged for one image in fp16, but for eight images, or for one in fp32."""
     assert too_little(256, 1, 1280, torch.float16, H100, UNET_BLOCK, STACK) == WORK
     assert too_little(256, 8, 1280, torch.float16, H100, UNET_BLOCK, STACK) is None
     assert too_little(256, 1, 1280, torch.float32, H100, UNET_BLOCK, STACK) is None
 
 
 def test_a_stack_of_one_block_is_a_block() -> None:
-    """SD1.5 at 584 x 584 on an H100. If a stack has one block, the overhead of merging a block decides."""
+    """On an H100, SD1.5 at 584 x 584 is merged around stacks but not around blocks. The granularity "stack" does not
+    merge it where a stack has only one block."""
     reasons = [too_little(73**2, 1, 320, torch.float16, H100, UNET_BLOCK, g) for g in (STACK, Granularity.BLOCK)]
     assert reasons == [None, WORK]
 
@@ -99,16 +100,16 @@ def test_a_stack_of_one_block_is_a_block() -> None:
 def test_stacks_are_merged_first(
     tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block
 ) -> None:
-    """Merging stacks adds least overhead. Tokens that are too few for merging stacks are too few for merging blocks and
-    modules."""
+    """Merging around stacks has the least overhead. A grid with too little work for it also has too little work for
+    merging around blocks or modules."""
     reasons = [too_little(tokens, images, width, dtype, card, block, g) for g in Granularity]
     assert all(reasons) or not too_little(tokens, images, width, dtype, card, block, STACK)
 
 
 @loop(("granularity", "merged"), [("stack", True), ("block", True), ("module", False)], ids=lambda v: str(v))
 def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
-    """SDXL at 1024 on an H100: with "module", six more operations in each of 20 blocks outweigh the saved work at the
-    lower resolution."""
+    """On an H100, SDXL at 1024 x 1024 is merged around stacks and blocks at its lower resolution. Merging around
+    modules launches six more operations per block, so launching a block takes longer than computing it."""
     reason = too_little(32**2, 1, 1280, torch.float16, H100, UNET_BLOCK, Granularity(granularity))
     assert reason == (None if merged else WORK)
 
@@ -117,15 +118,15 @@ def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
     ("card", "peak"), [(B200, 2382), (H100, 1070), (A100, 312), (RTX_5090, 209.5), (RTX_4090, 165.2), (RTX_3060, 25.5)]
 )
 def test_rates_follow_the_peaks_in_data_sheets(card: Card, peak: float) -> None:
-    """The peaks are TFLOP/s in half precision with fp32 sums, at the driver's clock."""
+    """`peak` is the data sheet's TFLOP/s for half precision with fp32 sums, at the clock that the driver reports."""
     assert card.rate(torch.bfloat16) == card.rate(torch.float16)
     assert card.rate(torch.float16) / 1e12 == pytest.approx(cost_model.EFFICIENCY * peak, rel=0.01)
     assert card.rate(torch.float32) < card.rate(torch.float16)
 
 
 def test_unlisted_cards() -> None:
-    """Old cards have no tensor cores. Unknown new cards are treated as the last known generation. GeForce cards sum in
-    fp32 at half the rate."""
+    """Cards before generation 7.0 have no tensor cores. Cards newer than all known ones get the rate of the last known
+    generation. GeForce cards with tensor cores have half the rate of other cards of their generation."""
     clock = 2 * cost_model.CLOCK * cost_model.EFFICIENCY
     for capability, each in (((6, 1), 256), ((7, 5), 1024), ((8, 7), 1024), ((10, 3), 8192), ((13, 0), 1024)):
         assert Card("Quadro", capability, 2).rate(torch.float16) == clock * each
@@ -190,7 +191,8 @@ def test_other_devices_are_no_cards(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_amd_cards_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch treats AMD cards as CUDA devices, but an AMD card's number of units has another meaning."""
+    """PyTorch presents AMD cards as CUDA devices, but their number of processors means something else than on NVIDIA
+    cards. Auto must not estimate their speed from it."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("it was asked"))
     assert card_of.__wrapped__(torch.device("cuda", 0)) is None

@@ -1,5 +1,5 @@
-"""Test which cached entries are valid, which evaluations are refreshes, and which entries are dropped beyond the
-limit."""
+"""Test which cached entries are valid, which evaluations are refreshes, and which entries are dropped when the cache
+exceeds its limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from toma_core.reasons import Reason
 
 
 def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
-    """An evaluation without a valid cache is a refresh, in any order of steps. Each condition has a separate cache."""
     assert modes(run_of(), *((n, f"{n}") for n in range(4))) == "rrrr", "another at every step"
     assert modes(run_of(), (0, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (4, "ab")) == "rrmmrrm"
     assert modes(run_of(), (0, "a"), (2, "a"), (4, "a"), (5, "a")) == "rmrm", "the scheduled one was skipped"
@@ -25,7 +24,8 @@ def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
 
 
 def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() -> None:
-    """With settings that skip blocks, at most one step between two scheduled refreshes becomes a refresh."""
+    """If every step has a new condition, only one step between two scheduled refreshes becomes a refresh. The steps
+    after it are merged without caches."""
     run = run_of(skip_first_blocks=1)
     assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
     assert Evaluation(run, at(run, 2, "x").step_plan).cached("block", features(0)) is None
@@ -55,7 +55,8 @@ def test_an_increasing_sigma_is_not_covered() -> None:
 
 @loop("refreshed", [10.0, 7.0, 2.0])
 def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> None:
-    """Only noise levels are compared, not steps, because another node may change the level that the model gets."""
+    """The model's noise level at the refresh is compared with that of the next step. It need not be the sampler's
+    sigma, because another node may change it."""
     run = run_of()
     assert decide(run, Facts(7.0, 3, refreshed, conditions={"c": None})).mode is StepMode.REFRESH
     run.coverage.store((("block", "c"),), features(0))
@@ -64,7 +65,7 @@ def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> 
 
 
 def test_another_state_is_not_covered() -> None:
-    """The state of a condition changes, for example, when a ControlNet begins."""
+    """The state of a condition changes when, for example, a ControlNet begins."""
     run = run_of()
     for step, state, mode in ((0, "off", "refresh"), (1, "off", "merged cached"), (2, "on", "refresh")):
         assert decide(run, Facts(10.0 - step, conditions={"c": state})).mode.value == mode
@@ -94,7 +95,8 @@ def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only caches of videos have a limit. Beyond the limit, steps are full."""
+    """Only the caches of videos have a limit (`bounded`). A cache that exceeds it is disabled, and steps that would
+    need it are full."""
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     picture = run_of()
     for name in ("a", "b", "c"):
@@ -116,7 +118,8 @@ def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the cache were disabled within a step, a block would have keys of all tokens and values of some."""
+    """If the cache were disabled in the middle of a step, a block could get the keys of all tokens but the values of
+    destinations only."""
     run = run_of()
     run.coverage.store((("", "key"),), features(0))
     run.cache.bounded = True
@@ -129,7 +132,8 @@ def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluation_refreshes() -> None:
-    """If a step cache inside the model skips a refresh, no block is called, and nothing is cached."""
+    """A node that skips model calls, such as a step cache, may skip a refresh. Blocks are then not called, so nothing
+    new is cached."""
     run, x = run_of(), features(0)
     passed(x, at(run, 0, "cond"))
     for step in (3, 4):

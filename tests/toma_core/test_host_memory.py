@@ -1,4 +1,4 @@
-"""Keys and values in main memory are read as they were written, in every order of completion of the copies."""
+"""Test that keys and values in main memory are read as they were written, in whichever order the copies complete."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def filled(cache: Cache) -> None:
 
 
 def run(cache: Cache, quantized: bool, steps: int = 3, split: bool = False) -> list[Tensor]:
-    """Return the tensors that merged steps read after a refresh. Each step writes other values back. split: each
-    condition comes in a separate call."""
+    """Run a refresh and `steps` merged steps, and return the tensors that the merged steps read. Each merged step also
+    writes new tensors. split: each condition comes in a separate call."""
     seen = []
     for n, name in enumerate(NAMES):
         cache.put(keys_of(name), tensor(n), quantized, kv=True)
@@ -90,8 +90,7 @@ WAITS = [("up", "compute"), ("up", "down"), ("compute", "up"), ("compute", "down
 
 @loop("deaf", [None, *WAITS])
 def test_every_wait_is_needed(deaf: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove one of the waits between streams. The simulated streams must report a race, also if model calls follow
-    each other directly."""
+    """Without one of the waits between streams (`deaf`), the simulated streams must report a race."""
     monkeypatch.setattr(Cache, "free_staging", lambda *_: None)
     copies = Copies(deaf=deaf)
     cache = Cache(host=host_of(copies))
@@ -215,7 +214,7 @@ def test_a_part_has_the_shape_of_the_tensor_it_stands_for() -> None:
 
 
 def test_of_300_runs_that_break_off_anywhere_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run ends at a copy that fails, while other copies are still in progress."""
+    """Each run ends with the error of a failing copy, while earlier copies are still in progress."""
     copies, copy = Copies(1), Copies.copy
 
     def failing(self: Copies, *args: Any) -> None:

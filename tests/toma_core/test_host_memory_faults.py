@@ -1,5 +1,4 @@
-"""Test errors of keys and values in main memory: pinning and waiting that fail, full memory, and a changed
-condition."""
+"""Test caches in main memory when pinning or waiting fails, when memory is full, and when a condition changes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from toma_core.parked import Parked
 
 @loop("failing", ["unpin", "synchronize"])
 def test_every_buffer_is_released_where_one_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of CUDA is repeated by later calls. Here only the first call fails."""
+    """Only the first call of `failing` raises an error. The cache must still release every buffer."""
     copies, cache = Copies(), Cache()
     host = cache.host = host_of(copies)
     filled(cache)
@@ -68,7 +67,8 @@ def test_the_host_waits_for_nothing_where_main_memory_is_full(monkeypatch: pytes
 
 
 def test_the_last_of_main_memory_is_not_taken() -> None:
-    """ComfyUI pins weights while the first step runs, so less memory may be left than was planned."""
+    """ComfyUI pins weights while the first step runs, so less main memory may be left than the plan assumed. Tensors
+    that no longer fit stay on the card."""
     copies = Copies()
     cache = Cache(host=host_of(copies))
     assert cache.host is not None
@@ -81,7 +81,7 @@ def test_the_last_of_main_memory_is_not_taken() -> None:
 
 @loop("order", orders(3))
 def test_memory_that_cannot_be_pinned_serves_too_and_is_tried_once(order: Any) -> None:
-    """ComfyUI logs a warning and waits for the card whenever pinning fails."""
+    """After a failure, pinning is not tried again, because ComfyUI then logs a warning and waits for the card."""
     copies = Copies(order, pins=False)
     cache = Cache(host=host_of(copies))
     filled(cache)
@@ -92,7 +92,7 @@ def test_memory_that_cannot_be_pinned_serves_too_and_is_tried_once(order: Any) -
 
 
 def test_no_two_buffers_share_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA pins pages, and refuses a page that is already pinned."""
+    """CUDA pins entire pages and refuses one that is already pinned, so each buffer needs pages of its own."""
     pages, usual = set[int](), Copies.pin
 
     def pin(self: Copies, memory: torch.Tensor) -> bool:
@@ -119,7 +119,8 @@ def test_main_memory_is_meant_where_another_pack_sets_a_device() -> None:
 
 
 def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch gives out 32 streams in turn, so every 16th run would copy on the streams of ComfyUI's weights."""
+    """PyTorch gives out the same 32 streams in turn. If every run took two of them, one run in 16 would share the
+    streams on which ComfyUI copies weights."""
     made = list[object]()
 
     class Stream:
@@ -137,7 +138,8 @@ def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.Mon
 @loop("order", orders(5))
 @loop("quantized", [False, True])
 def test_another_condition_beside_one_of_two_lies_in_main_memory_too(order: Any, quantized: bool) -> None:
-    """If the positive prompt changes during a run, the negative prompt keeps its part of a shared buffer."""
+    """The prompts a and b share buffers. If c replaces b during a run, a keeps its parts of the buffers, and the
+    tensors of c are also in main memory."""
     copies, seen = Copies(order), list[list[torch.Tensor]]()
     for host in (host_of(copies), None):
         cache = Cache(host=host)

@@ -1,5 +1,5 @@
-"""Test the share of new noise in a latent: 0 for combinations that linear solvers make of earlier evaluations, and
-exact for drawn noise."""
+"""Test `History.new_noise`, the share of new noise in a latent. It is 0 if a linear solver has combined the latent
+from earlier evaluations, and otherwise the share of the noise that was added."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_its_share_of_the_noise_is_found(share: float) -> None:
 
 
 def test_a_mask_does_not_hide_it() -> None:
-    """Only a corner of the picture is drawn again, as in inpainting."""
+    """Only a corner of the latent has new noise, as in inpainting, but the share there is found."""
     found, (first, *_) = history()
     masked = first.clone()
     masked[..., :8, :8] = drawn(9)[..., :8, :8]
@@ -52,7 +52,8 @@ def test_a_mask_does_not_hide_it() -> None:
 
 
 def test_predictions_that_hardly_differ_do_not_hide_it() -> None:
-    """Late in a run, neighbouring predictions are nearly equal, and differences between them are rounding."""
+    """Late in a run, predictions of successive steps differ by little more than rounding. The share of noise is still
+    found."""
     found, picture = History(), drawn(1)
     for n in range(3):
         found.note(picture + 1e-7 * n, picture)

@@ -1,4 +1,4 @@
-"""Test changes of tensors regressed on changes of latents, against a plain least-squares reference."""
+"""Test the regression of the change of a cached tensor on the change of the latent, against plain least squares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANNELS, WIDTH = 3, 10
 def made(
     grid: tuple[int, ...] = (16, 16), images: int = 2, ratio: float = 0.5, dtype: torch.dtype = torch.float32
 ) -> MergePlan:
-    """Return a plan of random tokens. Sides that are no multiple of 4 give windows of several sizes."""
+    """Return a plan for random tokens. Grids whose sides are not multiples of 4 have windows of several sizes."""
     *frames, height, width = grid
     windows = make_windows(height, width, WindowShape.TILE, 4, False, *frames)
     budget = make_budget(windows.counts, ratio, windows.frames)
@@ -38,7 +38,7 @@ def change_of(plan: MergePlan) -> LatentChange:
 
 
 def features_of(change: LatentChange, plan: MergePlan) -> Tensor:
-    """Return features (B, N, F) computed independently: the change of the latent, the latent, and 1."""
+    """Return the features of each token, (B, N, F): the change of the latent, the latent, and 1."""
     parts = [picture_tokens(t, plan.windows.grid, t) for t in (change.latent - change.before, change.latent)]
     parts = [t / t.square().mean((1, 2), keepdim=True).sqrt() for t in parts]
     return torch.cat([*parts, torch.ones(*parts[0].shape[:2], 1)], 2)
@@ -47,7 +47,7 @@ def features_of(change: LatentChange, plan: MergePlan) -> Tensor:
 def regression_of(change: LatentChange, plan: MergePlan) -> Regression:
     found = change.regression(plan)
     assert found is not None
-    assert change.regression(plan) is found  # one regression serves all blocks
+    assert change.regression(plan) is found  # all blocks share one regression
     return found
 
 
@@ -61,7 +61,7 @@ def test_it_is_ridge_regression_and_shares_the_rest(grid: tuple[int, ...]) -> No
         there = plan.destinations[n]
         f, c = features[n, there], fresh[n] - cached[n, there]
         F, D = f.shape[1] - 1, len(f)
-        # Ridge regression is least squares with an additional row, whose target is 0, for each feature.
+        # Ridge regression is least squares with one additional row for each feature, whose target is 0.
         ridge = (0.1 * F / D * f[:, :-1].square().sum(0).mean()).sqrt() * torch.eye(F, F + 1)
         A = torch.linalg.lstsq(torch.cat([f, ridge]), torch.cat([c, torch.zeros(F, WIDTH)]), driver="gelsd").solution
         one = image(plan, n)

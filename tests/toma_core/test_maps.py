@@ -1,4 +1,4 @@
-"""Test the map of a plan, compared with the plan's tokens."""
+"""Test the map that `draw_map` makes of a plan."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_the_map_shows_each_token_with_its_most_similar_destination() -> None:
         for token in members[:count]:
             owner = drawn.owner[token].item()
             assert owner in here
-            # If two similarities are nearly equal at sharpness 300, the token is a mix of both destinations, and either
-            # may be drawn.
+            # The owner is the most similar destination. If two destinations are nearly equally similar, the token is a
+            # mix of both, and the map may show either.
             assert unit[owner] @ unit[token] > max(unit[d] @ unit[token] for d in here) - 0.01
     assert drawn.owner[drawn.destinations].tolist() == destinations
 
@@ -45,7 +45,7 @@ def test_of_a_video_the_first_frame_is_drawn() -> None:
 
 
 def test_the_map_by_hand() -> None:
-    """2 x 2 tokens, equal in each column: each column has one destination."""
+    """The grid has 2 x 2 tokens, and the tokens of a column are nearly equal, so each column has one destination."""
     x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.01], [0.01, 1.0]]])
     drawn = draw_map(plan_of(x, (2, 2)))
     owner = drawn.owner.tolist()

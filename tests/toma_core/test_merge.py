@@ -1,4 +1,4 @@
-"""Test merge and unmerge against dense N x D matrices from loops, and properties of the weights."""
+"""Test merge and unmerge against dense matrices that are computed in plain loops, and properties of the weights."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def plan_of(
 
 
 def dense(x: torch.Tensor, plan: MergePlan, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrices A and M of one image, each (D, N), by loops over tokens and the destinations of their window,
-    in fp64."""
+    """Return the matrices A and M of the paper for one image, each (D, N) in fp64, computed in loops over the tokens
+    and destinations of each window."""
     destinations = plan.destinations[0].tolist()
     window_of = {t: w for w, n in enumerate(plan.windows.counts) for t in plan.windows.source[w, :n].tolist()}
     x = x[0].double()
@@ -104,8 +104,8 @@ def test_the_plan_says_what_it_keeps(height: int, width: int, ratio: float) -> N
 @loop("dtype", [torch.bfloat16, torch.float16], ids=str)
 @loop("sharpness", [300.0, 10_000.0])
 def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -> None:
-    """Weights equal fp32 weights that are rounded once. Near cos = 1, a step of the dtype would change a logit by 1 or
-    more."""
+    """Weights are computed in fp32 and rounded once, at the end. If cosines near 1 were rounded to half precision, a
+    logit (sharpness times cosine) would change by 0.1 or more."""
     x = (1 + 0.05 * features(2, 2, 117, 16)).to(dtype)
     low, high = plan_of(x, 13, 9, sharpness=sharpness), plan_of(x.float(), 13, 9, sharpness=sharpness)
     assert torch.equal(low.dest_slots, high.dest_slots)
@@ -130,7 +130,8 @@ SIDE_BY_SIDE = [(8, 8, 4), (12, 12, 6), (8, 16, 4), (6, 24, 6), (4, 16, 8)]
 def test_rows_of_windows_at_once_are_windows_one_by_one(
     height: int, width: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few equal windows side by side are merged by one product, with zeros between windows."""
+    """If a row of the grid has few windows, all of equal size, one matrix product merges the row. Its
+    results must equal those of one product per window."""
     x = features(13, 2, height * width, 6).to(dtype)
     plan = plan_of(x, height, width, size=size, ratio=0.25)
     out = features(14, 2, plan.num_destinations, 6).to(dtype)
@@ -141,7 +142,7 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
 
     def results(plan: MergePlan) -> tuple[torch.Tensor, ...]:
         reduced = merge(x, plan)
-        # The tokens lie between other tokens, as in Flux.
+        # The tokens are the middle part of a longer sequence, as in Flux.
         between = torch.cat([x, x, x], 1)[:, len(x[0]) : 2 * len(x[0])]
         return reduced, merge(between, plan), unmerge(out, plan), unmerge_residual(out, reduced, between, plan)
 
@@ -155,7 +156,7 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
 
 
 def test_a_broken_token_stays_in_its_row_of_windows() -> None:
-    """NaN times the zeros between windows is NaN, so NaN spreads in a row of windows."""
+    """One product merges a row of windows, so NaN in one window spreads to all windows of its row, but not beyond."""
     x = features(16, 2, 64, 6)
     plan = plan_of(x, 8, 8, ratio=0.25)
     assert plan.strips is not None
@@ -168,7 +169,6 @@ def test_a_broken_token_stays_in_its_row_of_windows() -> None:
 
 
 def test_one_plan_for_a_larger_batch() -> None:
-    """Weights of one image are broadcast to all images, as in matrix products."""
     x = features(15, 3, 64, 6)
     plan = plan_of(x[:1], 8, 8)
     one = merge(x[1:2], plan)
@@ -193,7 +193,7 @@ def test_images_of_a_batch_do_not_meet(height: int, width: int) -> None:
 
 
 def test_a_stack_serves_the_same_images_several_times() -> None:
-    """The batch has all images of cond, then all images of uncond."""
+    """Two stacked copies of a plan for two images serve a batch of these images for cond and then for uncond."""
     x, y = features(10, 2, 117, 6), features(11, 2, 117, 6)
     plan = plan_of(x, 13, 9)
     twice = stacked([plan, plan])
@@ -205,7 +205,6 @@ def test_a_stack_serves_the_same_images_several_times() -> None:
 
 @grids
 def test_memory_layout_does_not_matter(height: int, width: int) -> None:
-    """Blocks pass transposed, sliced and expanded tensors."""
     x = features(12, 2, height * width, 6)
     plan = plan_of(x, height, width)
     transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -220,7 +219,7 @@ def test_memory_layout_does_not_matter(height: int, width: int) -> None:
 
 
 def test_gradients_flow() -> None:
-    """Guidance nodes take gradients through the merged model."""
+    """Some guidance nodes compute gradients through the merged model."""
     x = features(14, 1, 35, 4).requires_grad_()
     plan = plan_of(x.detach(), 5, 7)
     unmerge(merge(x, plan), plan).square().sum().backward()

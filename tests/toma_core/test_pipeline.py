@@ -1,4 +1,4 @@
-"""Test the public interface on toy blocks with worked results, and the core without ComfyUI."""
+"""Test the public interface of `toma_core` on toy blocks, with results worked out by hand, and without ComfyUI."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def obstacle(evaluation: Evaluation, x: torch.Tensor) -> Message | None:
 
 
 def toy() -> tuple[torch.Tensor, MergePlan]:
-    """Return a grid of 1 x 4 tokens in one window, at ratio 0.5, with sharp weights. Tokens (1, 0) and (3, 0) form one
-    cluster, with mean (2, 0). Tokens (0, 2) and (0, 6) form another cluster, with mean (0, 4)."""
+    """Return four tokens in one window, and their plan at ratio 0.5. The plan merges tokens (1, 0) and (3, 0) into
+    their mean (2, 0), and tokens (0, 2) and (0, 6) into their mean (0, 4)."""
     x = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 6.0]]])
     plan = plan_for(x, (1, 4), "toy", evaluation_of(min_tokens=4, sharpness=10_000.0, window_size=4))
     assert plan is not None
@@ -42,8 +42,8 @@ def near(a: torch.Tensor, b: list[list[float]]) -> None:
 
 
 def test_a_block_that_doubles_its_input() -> None:
-    """The block gets the cluster means (2, 0) and (0, 4) and returns (4, 0) and (0, 8), so it adds (2, 0) and (0, 4).
-    Each token gets the update of its cluster: (1 + 2, 0), (3 + 2, 0), (0, 2 + 4), (0, 6 + 4)."""
+    """The block gets the means (2, 0) and (0, 4) and returns (4, 0) and (0, 8), so its updates are (2, 0) and (0, 4).
+    Each token gets the update of its mean: (1 + 2, 0), (3 + 2, 0), (0, 2 + 4), (0, 6 + 4)."""
     x, plan = toy()
     reduced = reduce(x, plan)
     near(reduced, [[2.0, 0.0], [0.0, 4.0]])
@@ -102,8 +102,8 @@ def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool, settings: dict[s
 
 
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """576 tokens of 64 channels take an H100 too little time to be merged, but a large batch of such images takes
-    enough. A fixed `min_tokens` replaces this decision."""
+    """On an H100, Auto does not merge one image of 576 tokens and 64 channels, but it merges a batch of 4096 such
+    images. A fixed `min_tokens` replaces Auto."""
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
     few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None
@@ -155,7 +155,7 @@ def test_the_names_of_the_front_door() -> None:
 
 
 def test_usable_without_comfyui() -> None:
-    """Import the core in a fresh interpreter, in which every import of a module of ComfyUI fails."""
+    """Run the core in a new process, in which every import of a module of ComfyUI fails."""
     script = f"""
 import sys
 names = ("comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "nodes", "execution", "server")

@@ -61,7 +61,7 @@ def test_frames_of_a_video_are_pictures_one_behind_another(grid: tuple[int, int]
 
 @loop("grid", [(5, 5), (3, 3), (1, 1), (9, 5)])
 def test_grids_that_are_rounded_up(grid: tuple[int, int]) -> None:
-    """Models pad odd sides, and a Downsample rounds up. Every cell of the picture counts in some token."""
+    """The token grid of a picture with odd sides is rounded up. Every cell of the picture must affect some token."""
     clean = picture(1, 9, 9).requires_grad_()
     tokens = picture_tokens(clean, grid, clean)
     assert tokens.shape[1] == grid[0] * grid[1]
@@ -76,7 +76,7 @@ def test_tokens_of_one_direction_and_other_lengths_are_told_apart(scale: float) 
     clean = scale * torch.stack([torch.cat([dark, bright], 2), torch.cat([bright, bright], 2)])
     features = similarity_features(clean, (4, 8), clean)
     assert torch.equal(features[..., :-1], picture_tokens(clean, (4, 8), clean))
-    # The constant is the root mean square of the lengths of an image.
+    # The last feature is the same for all tokens of an image: the root mean square of their lengths.
     torch.testing.assert_close(features[:, 0, -1] / scale, torch.tensor([1.02, 1.92]).sqrt())
     likeness = cosine_similarity(features)
     torch.testing.assert_close(likeness[0, 0, 1], torch.tensor(1.0))
@@ -86,7 +86,8 @@ def test_tokens_of_one_direction_and_other_lengths_are_told_apart(scale: float) 
 
 @loop(("kv_cache", "selected"), [(True, {0.2, 0.8}), (False, {0.2})])
 def test_plans_see_brightness_only_with_the_kv_cache(kv_cache: bool, selected: set[float]) -> None:
-    """Each window has a dark and a bright half of one colour, and two destinations."""
+    """Each window has two destinations and a dark and a bright half of one colour. With the KV cache, each half gets a
+    destination; without it, the halves count as equal, and both destinations lie in the dark half."""
     clean = torch.tensor([0.2, 0.2, 0.8, 0.8] * 2).expand(1, 3, 8, 8)
     config = ToMAConfig(window_size=4, similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)  # type: ignore[arg-type]
     step, x = StepPlan(1, StepMode.MERGED_CACHED, 0.875, 0, 0), torch.randn(1, 64, 5)

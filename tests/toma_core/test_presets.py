@@ -1,4 +1,4 @@
-"""The table of presets is valid for every kind of model, and contains no ratio."""
+"""Test that the table of presets is valid for every kind of model and contains no ratio."""
 
 from __future__ import annotations
 

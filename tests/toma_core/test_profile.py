@@ -1,4 +1,5 @@
-"""Test profiles as text: parsing returns the same profile, and profiles of other models are refused with a reason."""
+"""Test that a profile that was written as text is parsed to the same profile, and that a profile of another model is
+refused with a reason."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_blocks_by_sigma() -> None:
 
 
 def test_the_largest_there_is_stays_small() -> None:
-    """The profile has twelve sites in three sigma ranges, for a model with long names."""
+    """The text of the largest possible profile, with twelve sites and three sigma ranges, has at most 2000 bytes."""
     homes = [f"output.{n}" for n in range(12)]
     kinds = ", ".join(f"{home} 10" for home in homes)
     model = f"unet with blocks {kinds} of width 320, 640, 1280, noise V_PREDICTION up to 15"

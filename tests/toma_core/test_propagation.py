@@ -1,4 +1,4 @@
-"""Merged steps add the change at destinations to cached residuals."""
+"""Test that merged steps add the change of the residual at destinations to cached residuals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toma_core.reasons import Reason
 
 
 def merged(x: Tensor, plan: MergePlan) -> Tensor:
-    """Return x after a block on merged tokens (weighted means), without a cache."""
+    """Return x after a block that runs on merged tokens (weighted means) without a residual cache."""
     reduced = merge(x, plan)
     return x + unmerge(block(reduced) - reduced, plan)
 
@@ -29,7 +29,8 @@ def still(fresh: Tensor, old: Tensor) -> Tensor:
 
 
 def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
-    """Return `later` after a merged step, computed with plain PyTorch. The cached residuals are those of x."""
+    """Return the tokens `later` after a merged step whose cached residuals are those of x, computed in plain
+    PyTorch."""
     kept, reduced = block(x) - x, gather_destinations(later, plan)
     fresh, old = block(reduced) - reduced, gather_destinations(kept, plan)
     left = still(fresh, old)
@@ -49,8 +50,8 @@ def test_a_full_step_is_the_block_itself_and_merged_ones_start_from_its_residual
 
 @loop(("factor", "size"), [(1.0, 1.0), (0.6, 1.0), (0.0, 1.0), (-2.0, 1.0), (3.0, 1.0), (1.0, 0.0)])
 def test_as_much_is_reused_as_destinations_still_show(factor: float, size: float) -> None:
-    """At the destinations, the new residual is `factor` times the cached one. The cached residual of all tokens is
-    scaled by this factor, limited to 0 to 1."""
+    """If the new residual at the destinations is `factor` times the cached one, the step scales the cached residual of
+    all tokens by `factor`, limited to 0 to 1."""
     run, x = run_of(), features(0, 2)
     cond_keys = ("cond", "uncond")
     first = at(run, 0, *cond_keys)
@@ -92,8 +93,8 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
     ],
 )
 def test_without_a_cache_that_fits_a_step_is_merged_plainly(name: str, cond_keys: Any, later: Tensor) -> None:
-    """The cached entry is for another block, condition, batch size or dtype. If one condition has no cache, its batch
-    uses none."""
+    """The cache has no entry for the block or for a condition, or the entry has another batch size or dtype than the
+    tokens. If one condition of a batch has no entry, none of the batch is used."""
     run = run_of()
     passed(features(0), at(run, 0, "cond"))
     out, plan = passed(later, merging(run, 1, *cond_keys), name)
@@ -128,7 +129,7 @@ def test_a_condition_without_a_cache_makes_a_step_a_refresh_for_all_and_the_next
 
 
 def test_propagated_residuals_are_within_the_limits_of_half_precision() -> None:
-    """A token beyond the limits would be infinite, and NaN when a later step subtracts it."""
+    """A propagated value beyond the largest fp16 number would be infinite, and NaN when a later step subtracts it."""
     run = run_of()
     plan = plan_for(features(0).half(), GRID, "scope", merging(run, 1, "a"))
     assert plan is not None

@@ -1,4 +1,4 @@
-"""Test tensors with four bits per number: the error is small, and the estimate of memory is exact."""
+"""Test that quantising tensors to four bits per number has a small error, and that the estimate of memory is exact."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_channels_in_no_groups_are_copied() -> None:
 
 @loop("dtype", DTYPES)
 def test_numbers_far_from_zero_beside_their_spread(dtype: torch.dtype) -> None:
-    """A value that rounds up beyond the last code does not change the code of its neighbour."""
+    """Two codes share a byte. A value that is rounded beyond the largest code must not change the other code."""
     for far in (50, 300):
         x = (far + torch.randn(1, 500, 128, generator=torch.Generator().manual_seed(0))).to(dtype)
         packed = quantize(x)

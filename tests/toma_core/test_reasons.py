@@ -1,4 +1,4 @@
-"""Messages consist of ids and values; the core has no texts for them."""
+"""Test the messages of `toma_core`, which consist of an id and values. The core has no texts for users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Test plans of a run: made when due, shared, dropped at the end of the run, and made without host syncs."""
+"""Test that the plans of a run are made when due, without waiting for the device, are shared by blocks and conditions,
+and are dropped at the end of the run."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def test_a_plan_is_reused_until_it_is_too_old() -> None:
 
 @loop(("select", "weigh"), [(1, 1), (10, 5), (5, 10), (4, 3), (1000, 1000)])
 def test_how_often_over_a_run(select: int, weigh: int) -> None:
-    """In 20 steps destinations are selected ceil(20 / select) times, and weights are made whenever either is due."""
+    """In 20 steps each of the two scopes selects destinations ceil(20 / select) times. It computes weights at the steps
+    at which destinations or weights are due."""
     config = ToMAConfig(window_size=4, selection_interval=select, weight_interval=weigh)
     run = RunState(Schedule(config, tuple(float(20 - step) for step in range(20))))
     for sigma in range(20, 0, -1):
@@ -86,13 +88,14 @@ def test_keys_that_separate_plans() -> None:
     assert plans[3].merge_weights.dtype == torch.bfloat16
     assert plans[2].windows.height == 9
     assert plans[4].dest_slots.shape[0] == 2
-    # All plans still exist.
+    # None of these plans has replaced the first one.
     assert run.plan(x, GRID, "a", at(), (None,)) is plans[0]
     assert run.stats.selections == 6
 
 
 def test_unused_plans_are_dropped() -> None:
-    """Context windows move over the batch. The plan of an unused grid remains, because it will be drawn."""
+    """Plans of earlier selections are dropped when their grid gets new plans, as it does while context windows move
+    over a video. The plan of a grid that is no longer used remains, because it will be drawn."""
     run, x = run_of(), features(0)
     run.plan(x, (9, 7), "a", at(), (None,))
     for selection in range(4):
@@ -108,7 +111,7 @@ def test_unused_plans_are_dropped() -> None:
 
 @loop("images", [1, 2, 3])
 def test_cond_and_uncond_share_one_plan(images: int) -> None:
-    """Cond and uncond use the plan of the first chunk, in one batch or in two calls, in either order."""
+    """Cond and uncond, in one batch or in two calls, both get the plan that is made for the first of them."""
     cond, uncond = features(1, images), features(2, images)
     together, apart = run_of(), run_of()
     both = together.plan(torch.cat([cond, uncond]), GRID, "a", at(), (None, None))
@@ -116,7 +119,7 @@ def test_cond_and_uncond_share_one_plan(images: int) -> None:
     assert second is first
     assert same(both, stacked([first] * 2))
     assert together.stats.selections == apart.stats.selections == 1
-    # A later call of one chunk, or of three chunks, uses the same plan.
+    # Later calls, with one or three conditions, use the same plan.
     assert same(together.plan(uncond, GRID, "a", at(), (None,)), first)
     assert same(together.plan(torch.cat([uncond] * 3), GRID, "a", at(), (None,) * 3), stacked([first] * 3))
     assert together.stats.selections == 1
@@ -124,7 +127,7 @@ def test_cond_and_uncond_share_one_plan(images: int) -> None:
 
 
 def test_areas_have_plans_of_their_own() -> None:
-    """A batch of the areas l, r, l equals three separate calls."""
+    """The plan of a batch of the areas l, r and l equals the plans of three separate calls."""
     left, right, other = features(1, 2), features(2, 2), features(3, 2)
     run, apart = run_of(), run_of()
     mixed = run.plan(torch.cat([left, right, other]), GRID, "a", at(), ("l", "r", "l"))
@@ -141,8 +144,6 @@ def test_areas_have_plans_of_their_own() -> None:
 
 
 def test_plans_of_several_areas_are_put_together_once() -> None:
-    """The plans of several areas are stacked once for all blocks, and stacked again when one of the plans has new
-    weights."""
     run, x = run_of(), features(1, 3)
     plan_keys = ("l", "r", "l")
     first = run.plan(x, GRID, "a", at(), plan_keys)
@@ -165,14 +166,15 @@ def test_windows_shift_at_every_other_selection() -> None:
 @loop("similarity_from", ["tokens", "prediction"])
 @loop("keys", [("left", "right"), ("right", "left"), ("left",)], ids=str)
 def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, ...], similarity_from: str) -> None:
-    """If tokens do not change, a step that propagates caches selects mostly other tokens than the step before, until a
-    refresh computes all tokens. Steps that propagate nothing select the same tokens."""
+    """If tokens do not change, a step that propagates caches selects mostly tokens that the step before did not select.
+    After a refresh, which computes all tokens, the first selection is repeated. Steps that propagate nothing always
+    repeat it."""
     run = run_of(kv_cache=True, full_step_interval=4, similarity_from=similarity_from)
     pictures = (torch.randn(1, 4, 14, 18, generator=torch.Generator().manual_seed(3)),)
     given = pictures if similarity_from == "prediction" else ()
 
     def kept(selection: int, mode: StepMode = StepMode.MERGED_CACHED) -> set[int]:
-        step = StepPlan(0, mode, 0.5, selection)  # windows of even selections are equal
+        step = StepPlan(0, mode, 0.5, selection)  # all selections here are even, so windows are equal
         plans = [run.plan(features(0), GRID, "a", step, (key,), pictures=given) for key in keys]
         assert all(same(plan, plans[0]) for plan in plans)
         return set(plans[0].destinations[0].tolist())
@@ -206,7 +208,7 @@ def test_closing_drops_every_tensor() -> None:
 
 
 def test_draw_shows_the_plan_made_last() -> None:
-    """Scopes a and b share one grid. If a is selected again, a's new destinations are drawn."""
+    """Scopes a and b have plans of the same grid. The last of these plans is the second one of a."""
     run = run_of()
     for scope, seed, selection in (("a", 0, 0), ("b", 1, 0), ("a", 2, 1)):
         plan = run.plan(features(seed), GRID, scope, at(selection=selection), (None,))
@@ -217,7 +219,7 @@ def test_draw_shows_the_plan_made_last() -> None:
 
 
 def test_threads_of_one_run_get_good_plans() -> None:
-    """If several devices share a run, each thread gets the plan that a single thread would get."""
+    """Several devices may share a run, with one thread each."""
     run, alone = run_of(), run_of()
     wanted = {scope: alone.plan(features(scope), GRID, scope, at(), (None,)) for scope in range(8)}
     start, failures = threading.Barrier(4), []
@@ -240,7 +242,7 @@ def test_threads_of_one_run_get_good_plans() -> None:
     assert run.stats.weighings >= 8
 
 
-# Operations that wait for the device on a GPU. NoWaiting also detects them on the CPU.
+# Operations that make the host wait for a GPU. `NoWaiting` detects them on any device.
 _WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "check_errors", "aten.equal")
 
 
@@ -281,7 +283,8 @@ def test_the_trap_snaps(wait: Any) -> None:
 @loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @loop("similarity_from", ["tokens", "prediction"])
 def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], similarity_from: str) -> None:
-    """The layouts of a grid are made before sampling. Then nothing synchronises, whatever the age of a plan."""
+    """The first two selections make and cache the window layouts of a grid. After that, making a plan, with or without
+    a new selection, and merging must not wait."""
     run = run_of(similarity_from=similarity_from)
     x, picture = features(0, 2, grid), torch.randn(2, 3, 2 * grid[0], 2 * grid[1])
     for selection in range(2):
@@ -300,7 +303,7 @@ def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], s
 @loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @loop("similarity_from", ["tokens", "prediction"])
 def test_planning_and_merging_need_no_values(grid: tuple[int, int], similarity_from: str) -> None:
-    """Tensors of the meta device have no values, so any read raises an error."""
+    """The tokens are on the meta device, where reading a value raises an error."""
     run = run_of(similarity_from=similarity_from)
     x = torch.empty(4, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
     with pytest.raises(RuntimeError, match="meta"):
@@ -330,7 +333,7 @@ def test_planning_and_merging_never_wait_for_a_real_device() -> None:
 
 
 def test_blocks_of_several_ratios_keep_their_plans() -> None:
-    """If one ratio changes, the plans of the other ratios remain."""
+    """If the ratio of block b changes, the plan of block a, which has another ratio, remains."""
     run, x = run_of(), features(0)
 
     def decided(selection: int = 0, **ratios: float) -> StepPlan:

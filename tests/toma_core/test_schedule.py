@@ -17,7 +17,7 @@ from toma_core.config import Granularity, ToMAConfig
 from toma_core.reasons import Reason
 from toma_core.schedule import Schedule, StepMode, StepPlan
 
-# Four steps of an SDXL-like schedule. Samplers also have the final 0.
+# The sigmas at which four steps begin, as with SDXL. The last step ends at sigma 0.
 SIGMAS = (14.6, 5.0, 2.0, 0.5)
 
 
@@ -29,9 +29,9 @@ def between(a: float, b: float) -> float:
     ("calls", "steps"),
     [
         pytest.param(SIGMAS, [0, 1, 2, 3], id="euler"),
-        # Each step has a second evaluation at the next sigma; the last step goes to 0 without one.
+        # Each step but the last has a second evaluation, at the sigma of the next step.
         pytest.param((14.6, 5.0, 5.0, 2.0, 2.0, 0.5, 0.5), [0, 1, 1, 2, 2, 3, 3], id="heun"),
-        # Each step has a second evaluation at a midpoint below its sigma.
+        # Each step but the last has a second evaluation, at a sigma between its own and the next.
         pytest.param(
             (14.6, between(14.6, 5.0), 5.0, between(5.0, 2.0), 2.0, between(2.0, 0.5), 0.5),
             [0, 0, 1, 1, 2, 2, 3],
@@ -49,7 +49,6 @@ def test_steps_of_samplers(calls: tuple[float, ...], steps: list[int]) -> None:
 
 @loop("direction", [-1, 1])
 def test_sigmas_survive_rounding_to_fp32(direction: int) -> None:
-    """A sigma that is one fp32 step higher or lower still has its step."""
     schedule = Schedule(ToMAConfig(), SIGMAS)
     for step, sigma in enumerate(SIGMAS):
         neighbour = torch.nextafter(torch.tensor(sigma), torch.tensor(direction * math.inf)).item()
@@ -58,7 +57,7 @@ def test_sigmas_survive_rounding_to_fp32(direction: int) -> None:
 
 
 def test_steps_of_a_schedule_from_low_to_high() -> None:
-    """In unsampling the first step is the first one that runs, and the interval starts there."""
+    """In unsampling, sigmas rise. Step 0 is the step that runs first, with the lowest sigma, and it is full."""
     schedule = Schedule(ToMAConfig(full_step_interval=3), SIGMAS[::-1])
     assert [schedule.step_at(sigma) for sigma in (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)] == [0, 0, 1, 2, 3, 3]
     assert [schedule.decide(sigma).merged_ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
@@ -93,7 +92,6 @@ def test_active_from_start_to_just_before_end() -> None:
 
 
 def test_active_everywhere_by_default() -> None:
-    """ComfyUI's percent_to_sigma(0) is 999999999.9 for SDXL, but 1.0 for Flux, whose first sigma is 1.0 too."""
     schedule = Schedule(ToMAConfig(), SIGMAS)
     assert [schedule.decide(sigma).ratio for sigma in (1e12, *SIGMAS, 0.0)] == [0.5] * 6
     assert schedule.span == (0, 3)
@@ -121,7 +119,7 @@ def test_full_steps_in_between() -> None:
 
 
 def test_last_step_is_full_if_the_picture_is_finished() -> None:
-    """The last step is full for any interval and range, unless the settings merge every step."""
+    """It is full for any interval and range. Only settings without full steps merge it."""
     for config in (ToMAConfig(full_step_interval=4, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=4)):
         whole = [step for step, d in enumerate(ten_steps(config, finishes=True)) if not d.merged_ratio]
         assert whole == [0, 4, 8, 9]
@@ -139,8 +137,8 @@ LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 
 @loop(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
 def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[int]) -> None:
-    """If the first sigmas are nearly equal, full steps move to the end of the run. The number of full steps does not
-    change."""
+    """If the first sigmas of a run are nearly equal, all full steps but the first move to the end of the run. Their
+    number does not change."""
     config = ToMAConfig(full_step_interval=every)
 
     def full_steps(sigmas: tuple[float, ...], **given: Any) -> list[int]:
@@ -160,7 +158,7 @@ def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[
 
 
 def test_full_steps_refresh_the_residual_cache() -> None:
-    """Steps that are full without a residual cache are refreshes with a residual cache."""
+    """With a residual cache, refreshes take place at the steps that would be full without the cache."""
     settings: dict[str, Any] = {"ratio": 0.75, "full_step_interval": 3}
     plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
     reused = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
@@ -216,7 +214,7 @@ def profiled(config: ToMAConfig, *ratio_schedule: tuple[float, dict[str, float]]
 
 
 def test_blocks_have_ratios_by_sigma() -> None:
-    """Sigmas above 6.5 are steps 0 to 3."""
+    """The first sigma range of the profile, above 6.5, covers steps 0 to 3."""
     decisions = profiled(ToMAConfig(), (6.5, {"a": 0.75, "b": 0.25}), (0.0, {"a": 0.5}))
     assert [d.ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
     assert [d.of("a").ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
@@ -237,8 +235,8 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
 
 
 def test_blocks_keep_their_ratio_between_full_steps() -> None:
-    """Steps 0, 3, 6 and 9 are full. The sigma range changes within the first interval, whose cache has the ratio of its
-    first step."""
+    """Steps 0, 3, 6 and 9 are full, and a full step has the ratio of the merged steps that follow. Step 6, at sigma 4,
+    thus has the ratios for sigmas below 3.5."""
     config = ToMAConfig(full_step_interval=3)
     decisions = profiled(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
@@ -253,7 +251,8 @@ def test_a_sigma_range_without_merging() -> None:
 
 
 def test_every_ratio_has_a_kind() -> None:
-    """A kernel for a ratio that is not in `kinds` would be compiled in the middle of a run."""
+    """Kernels for all `kinds` are compiled at the first plan. If a ratio were missing, its kernels would be compiled in
+    the middle of the run."""
     ratio_schedule = ((6.5, {"a": 0.75, "b": 0.25, "c": 0.0}), (0.0, {"a": 0.5}))
     config = ToMAConfig(selection_interval=1)
     kinds = Schedule(config, tuple(float(10 - step) for step in range(10)), ratio_schedule=ratio_schedule).kinds
@@ -303,8 +302,8 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
 def test_the_last_of_two_steps_that_continue_another_run_is_merged(
     sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
 ) -> None:
-    """If the last step were full, the second half of a run of four steps would have no merged step. The last step is
-    full with `full_step_interval` 2, and without a KV cache."""
+    """The first step of such a run is full, so the run would have no merged step if the last one were full too. The
+    last step is still full without a KV cache or with `full_step_interval` 2."""
     config = ToMAConfig(full_step_interval=every, kv_cache=looks)
     schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

@@ -1,4 +1,5 @@
-"""Equal images are found by comparing latents, in one call and in later calls, without host syncs."""
+"""Test that images with equal latents share a plan, within a call and between calls, and that latents are compared
+without waiting for the device."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_a_later_call_reuses_equal_images_in_any_order() -> None:
 
 
 def test_all_earlier_calls_are_searched() -> None:
-    """Tiles of the second condition come in another order."""
+    """The plan for a latent may be that of any earlier call, because tiles may come in another order for the second
+    condition than for the first."""
     run, x, later = run_of(), tokens(1, 2, 3), tokens(4, 5, 6)
     earlier = tuple(TileBatch(drawn(seed)) for seed in (7, 8, 9))
     for place, piece in enumerate(earlier[:2]):
@@ -116,7 +118,7 @@ def test_a_single_number_distinguishes_two_images() -> None:
 
 
 def test_nothing_is_read_from_the_device() -> None:
-    """Tensors of the meta device have no values, so any read raises an error."""
+    """The tensors are on the meta device, where reading a value raises an error."""
     run, x = run_of(), torch.empty(2, 32, 5, device="meta")
     earlier = TileBatch(torch.empty(2, 4, 6, 6, device="meta"))
     planned(run, x, earlier)

@@ -1,4 +1,4 @@
-"""Every token is in exactly one window, every budget is exact, and padding is never selected."""
+"""Test that every token is in exactly one window, that every budget is exact, and that padding is never selected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_partition(windows: Windows) -> None:
     assert real.sum(1).tolist() == list(windows.counts)
     assert windows.source.flatten()[windows.inverse].tolist() == list(range(tokens))
     assert real.flatten()[windows.inverse].all()
-    # A padding slot repeats a token of its own window.
+    # Padding slots repeat the first token of their window.
     assert (windows.source == windows.source[:, :1])[~real].all()
 
 
@@ -97,7 +97,7 @@ def test_an_empty_grid_is_refused(height: int, width: int) -> None:
 
 
 def test_layouts_made_in_inference_mode_serve_training_later() -> None:
-    """ComfyUI samples in inference mode and trains outside of it, in one process. Layouts are cached for both."""
+    """One process may first sample in inference mode and then train outside of it. Cached layouts must serve both."""
     grid = (11, 23)
     with torch.inference_mode():
         budget = make_budget(make_windows(*grid, WindowShape.TILE, 4).counts, 0.41)
@@ -128,7 +128,7 @@ def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shi
 
 @loop("ratio", [0.0, 0.33, 0.5, 0.9])
 def test_frames_keep_as_many_tokens_each(ratio: float) -> None:
-    """Frames have equal budgets, also if the ratio leaves a fraction of a token per frame."""
+    """All frames have equal budgets, even if the ratio does not give a whole number of tokens per frame."""
     counts = make_windows(13, 9, WindowShape.TILE, 4).counts
     one, budget = make_budget(counts, ratio), make_budget(counts * 3, ratio, 3)
     assert budget.counts == one.counts * 3
@@ -147,8 +147,8 @@ def check_budget(counts: tuple[int, ...], ratio: float) -> Budget:
     if not any(floored):
         assert budget.total == wanted
     elif budget.total > wanted:
-        # The total is larger than asked for, because each window has at least one destination after the others are
-        # rounded down.
+        # Each window has at least one destination. If this alone exceeds the wanted total, all other shares are rounded
+        # down.
         assert all(num_dest == max(1, int(share)) for num_dest, share in zip(budget.counts, shares, strict=True))
     return budget
 
@@ -187,11 +187,11 @@ def test_any_budget_is_exact(counts: tuple[int, ...], ratio: float) -> None:
 
 
 def test_budget_by_hand() -> None:
-    """10 tokens in windows of 6, 3 and 1, half of them destinations: the shares are 3, 1.5 and 0.5. The last share is
-    raised to 1, which leaves 1 for the second: 3 + 1 + 1 = 5, as required."""
+    """Windows of 6, 3 and 1 tokens have 5 destinations at ratio 0.5, so their shares are 3, 1.5 and 0.5. The last share
+    is raised to 1, which leaves 1 destination for the second window."""
     budget = make_budget((6, 3, 1), 0.5)
     assert budget.counts == (3, 1, 1)
-    # The ratio asks for 4 destinations in 8 windows of one token; each window keeps one, which makes 8.
+    # The ratio gives 4 destinations to 8 windows of one token, but each window has at least one, so there are 8.
     assert make_budget((1,) * 8, 0.5).total == 8
 
 
@@ -201,7 +201,7 @@ def test_impossible_ratios_are_refused(ratio: float) -> None:
         make_budget((4, 4), ratio)
 
 
-# The grid (5, 7) at size 4 has windows of 2 or 3 rows and 3 or 4 columns, so both kinds of padding occur in one layout.
+# The grid (5, 7) has windows of several sizes at size 4, so both its windows and its budget need padding.
 
 
 def plan_of(x: torch.Tensor, windows: Windows, budget: Budget) -> MergePlan:

@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Case:
-    """A grid of tokens, its windows and its budget. adaptive: windows of images have different budgets."""
+    """A grid of tokens, its windows and its budget. adaptive: a window's budget depends on the spread of its tokens."""
 
     height: int
     width: int
@@ -45,7 +45,7 @@ class Case:
         return x.flatten(2).transpose(1, 2).contiguous().to(DEVICE, self.dtype)
 
     def layout(self) -> tuple[Windows, Budget]:
-        """Return windows and budget. An adaptive budget is that of a picture whose left half is nearly constant."""
+        """Return windows and budget. An adaptive budget is made for tokens that hardly differ in the left half."""
         device = torch.device(DEVICE)
         windows = make_windows(self.height, self.width, self.kind, self.size).to(device)
         budget = make_budget(windows.counts, self.ratio).to(device)
@@ -65,7 +65,7 @@ def each(*cases: Case) -> Any:
 
 
 def printed(source: str, folder: Path, *arguments: str) -> str:
-    """Return the output of a program in a separate process, in which Triton compiles."""
+    """Run the program `source` in a separate process without Triton's interpreter, and return its output."""
     pytest.importorskip("triton.backends.nvidia.compiler")
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder)}
     program = folder / "program.py"

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton has no build for this system")
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill fresh memory with NaN and out-of-range indices, so that values that a kernel fails to write are noticed."""
+    """Fill fresh memory with NaN and out-of-range indices, so that tests fail if a kernel leaves a value unwritten."""
     empty = torch.empty
 
     def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
@@ -31,7 +31,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Run on one thread, because the interpreter works on small arrays."""
+    """Run on one thread; the interpreter's arrays are too small to gain from several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

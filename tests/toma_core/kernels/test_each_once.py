@@ -1,4 +1,5 @@
-"""Test every kernel once, on small windows. The folder `triton` has all cases."""
+"""Test selection, merging and four-bit kernels once, on small windows. The tests in the folder `triton` cover all
+kernels and many more sizes."""
 
 from __future__ import annotations
 

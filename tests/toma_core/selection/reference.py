@@ -10,14 +10,15 @@ from toma_core.selection import tie_step
 
 
 def naive_value(similarity: Tensor, dest_slots: list[int]) -> float:
-    """Return f(A) = sum_i max_{j in A} (1 + S_ij) of one (S, S) window, and 0 for the empty set."""
+    """Return f(A) = sum_i max_{j in A} (1 + S_ij) for the slots A of one window, and 0 if A is empty."""
     if not dest_slots:
         return 0.0
     return sum(max(1.0 + float(similarity[i, j]) for j in dest_slots) for i in range(similarity.shape[0]))
 
 
 def naive_greedy(similarity: Tensor, dest_slots: int) -> list[int]:
-    """Return the greedy slots of one (S, S) window, best first. Ties go to the lowest slot, see `tie_step`."""
+    """Return the slots that a greedy search selects in one window, best first. Ties, see `tie_step`, go to the lowest
+    slot."""
     slots = similarity.shape[1]
     step = tie_step(slots)
     chosen: list[int] = []
@@ -28,5 +29,5 @@ def naive_greedy(similarity: Tensor, dest_slots: int) -> list[int]:
 
 
 def best_value(similarity: Tensor, dest_slots: int) -> float:
-    """Return the largest value of all sets of `dest_slots` destinations in a small window, by brute force."""
+    """Return the largest value that any set of `dest_slots` destinations has in a small window, by brute force."""
     return max(naive_value(similarity, list(a)) for a in combinations(range(similarity.shape[0]), dest_slots))

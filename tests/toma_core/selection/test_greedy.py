@@ -1,7 +1,7 @@
 """Test greedy facility location, against plain loops, brute force and apricot-select.
 
-apricot-select breaks ties differently, so only the values of its sets are compared. Slots are compared with those of
-the plain loops.
+Slots must equal those of the plain loops. apricot-select breaks ties differently, so only the value of its set of
+slots is compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ def features(seed: int, *shape: int) -> torch.Tensor:
 
 
 def test_the_very_picks_where_they_are_unique() -> None:
-    """S_ij is not symmetric and has distinct sums, so no two gains are equal."""
     S = torch.rand(4, 13, 13, generator=torch.Generator().manual_seed(3)) * 2 - 1
     order = greedy_facility_location(S, None, 8)
     assert order.tolist() == [naive_greedy(S[g], 8) for g in range(4)]
@@ -45,7 +44,7 @@ def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, dest_sl
     assert torch.equal(
         greedy_facility_location(padded, valid, dest_slots), greedy_facility_location(S, None, dest_slots)
     )
-    # If the budget exceeds the number of tokens, valid slots are repeated.
+    # If the budget exceeds the number of tokens, the search repeats valid slots.
     every = greedy_facility_location(padded, valid, slots + padding)
     assert every.max() < slots
     assert all(len(set(row[:slots])) == slots for row in every.tolist())
@@ -127,8 +126,7 @@ def test_ties_go_to_the_lowest_slot() -> None:
 
 
 def test_nearly_equal_gains_are_ties() -> None:
-    """Of two slots the lower one is selected, unless the gain of the higher one exceeds the lower one's by more than
-    the tie step."""
+    """A slot is selected before a lower slot only if its gain is larger by more than the tie step."""
     S = torch.eye(4)
     S[0, 2] = S[2, 0] = 0.5
     for more, order in ((0.0, [0, 1]), (1e-6, [0, 1]), (1e-3, [1, 0])):
@@ -150,8 +148,10 @@ def smooth(seed: int, windows: int, side: int, channels: int = 16) -> torch.Tens
 
 
 def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of a search in fp64 and the lead of each over the next best, as a fraction of gains above 1: (G,
-    number)."""
+    """Return the slots that a greedy search in fp64 selects, and their leads: (windows, dest_slots) each.
+
+    A lead is the difference between the two largest gains, divided by the largest gain if that is above 1.
+    """
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     S = unit @ unit.transpose(1, 2)
     penalty = (-step * torch.arange(S.shape[1], dtype=torch.float64)).repeat(len(S), 1)
@@ -169,8 +169,9 @@ def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, 
 
 @loop(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
 def test_ties_fall_by_slot_for_any_rounding(side: int, dest_slots: int) -> None:
-    """Late in a search, two tokens that represent only each other tie up to rounding in nearly every window. Slots must
-    be the same for features that are rounded differently, for a single window, and on any number of threads."""
+    """Late in a search, nearly every window has two tokens that represent only each other, so their gains differ only
+    by rounding. The search must select the same slots however features are rounded, for a single window as for eight,
+    and on any number of threads."""
     x = smooth(3, 8, side)
     order, won = leads(x, dest_slots, tie_step(side * side))
     assert won.min() > 2e-6, "these features leave a tie that is none of two mutual neighbours: take others"

@@ -1,5 +1,4 @@
-"""Test the facility location objective against loops and apricot-select, and the two properties on which the bound of
-greedy search rests."""
+"""Test cosine similarity, and the facility location objective against plain loops."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def test_cosines_are_computed_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_half_precision_features_do_not_overflow() -> None:
-    """The squares of fp16 features above 256 are beyond fp16."""
+    """In fp16 the squares of features above 256 would be infinite."""
     x = torch.full((1, 2, 64), 3e4, dtype=torch.float16)
     torch.testing.assert_close(cosine_similarity(x), torch.ones(1, 2, 2))
 
@@ -43,11 +42,12 @@ def test_zero_tokens_are_like_nothing() -> None:
 
 
 def test_value_by_hand() -> None:
-    """Tokens at 0, 90 and 180 degrees: the first gives (1 + 1) + (1 + 0) + (1 - 1) = 3, the first two 2 + 2 + 1."""
+    """The tokens lie at 0, 90 and 180 degrees. The set of the first has the value (1 + 1) + (1 + 0) + (1 - 1) = 3, the
+    set of the first two has 2 + 2 + 1 = 5."""
     S = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]]))
     assert facility_location(S, torch.tensor([[0]])).item() == pytest.approx(3)
     assert facility_location(S, torch.tensor([[0, 1]])).item() == pytest.approx(5)
-    # If the last token is padding, it adds nothing.
+    # If the last token is padding, its 1 does not count.
     valid = torch.tensor([[True, True, False]])
     assert facility_location(S, torch.tensor([[0, 1]]), valid).item() == pytest.approx(4)
 
@@ -64,7 +64,7 @@ def test_value_is_that_of_the_loops(seed: int, slots: int, data: st.DataObject) 
 
 @loop("most", [1, 100, 10**9])
 def test_windows_may_come_in_parts(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """7 windows of 2 images are processed in parts of at most `most` elements, but of at least one window."""
+    """`in_parts` splits the 7 windows of 2 images into parts of at most `most` elements, but of at least one window."""
     x, dest_slots = torch.randn(2, 7, 9, 5), torch.randint(9, (2, 7, 4))
     seen = []
 

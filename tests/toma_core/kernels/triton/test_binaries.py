@@ -1,6 +1,6 @@
-"""All binaries of a run are compiled at its first plan.
+"""Test that all Triton binaries that a run needs are compiled at its first plan.
 
-Triton compiles for a simulated GPU in a separate process, because this process runs kernels in the interpreter.
+Triton compiles for a simulated GPU in a separate process, because the test process runs kernels in the interpreter.
 """
 
 from __future__ import annotations
@@ -72,11 +72,12 @@ print(json.dumps(counts))
 
 
 def test_no_kernel_is_made_after_the_first_plan(tmp_path: Path) -> None:
-    """Shifted windows first occur at the second selection, and the residual cache first at merged steps."""
+    """This includes binaries that run later: for shifted windows, from the second selection on, and for the residual
+    cache, at merged steps."""
     counts = json.loads(printed(PROGRAM, tmp_path))
     for name, steps in counts.items():
         assert len(set(steps)) == 1, (name, steps)
-    # There are binaries of search, merge and restore, each for full windows and for ragged ones. With a KV cache there
-    # are also binaries of change and propagate, each with rotations and without.
+    # SDXL needs six binaries: search, merge and restore, each for full windows and for ragged windows. A KV cache adds
+    # binaries of change and propagate, each with rotations and without.
     assert counts["sdxl"][0] == counts["sdxl 832x1216"][0] == 6
     assert counts["flux"][0] == counts["flux 832x1216"][0]

@@ -1,5 +1,5 @@
-"""Every kernel compiles for every generation of GPU, without a GPU. Triton's interpreter checks neither types nor
-limits of GPUs."""
+"""Test that every kernel compiles for three generations of NVIDIA GPUs. No GPU is needed. Triton's interpreter, which
+runs kernels in most tests, checks neither types nor the limits of a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.toma_core.kernels.cases import printed
 
-# Shared memory of a block on RTX 30 and 40 cards. Other cards have more.
+# Bytes of shared memory of a thread block on RTX 30 and 40 cards, the least of all supported cards.
 SHARED = 99 * 1024
 
 PROGRAM = """
@@ -111,8 +111,8 @@ print(json.dumps(found))
 
 
 def test_weights_are_read_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """Windows have 56 tokens and 28 destinations, in one image or in a batch. Without padding, rows of weights would be
-    read two bytes at a time."""
+    """A window has 56 tokens and 28 destinations. Without padding (`close`), rows of 28 weights are not aligned to 16
+    bytes, and the kernels read two bytes at a time."""
     close, apart = json.loads(printed(WEIGHTS, tmp_path))
     assert min(close) > 0
     assert apart == [0, 0]

@@ -1,5 +1,5 @@
-"""Test the decision whether a run uses kernels, and the reason that is given. Results with kernels equal results
-without kernels."""
+"""Test whether a run uses Triton kernels or plain PyTorch, that the reason is reported, and that kernels and PyTorch
+give equal results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def evaluation(given: Choice | None = None, **settings: Any) -> Evaluation:
 
 
 def on(kernels: Any, **settings: Any) -> Evaluation:
-    """Return an evaluation with these kernels, or without kernels, on any device."""
+    """Return an evaluation that uses `kernels` on any device, or plain PyTorch if `kernels` is None."""
     return evaluation(Choice(kernels, None if kernels else NoTriton.NO_CUDA()), **settings)
 
 
@@ -77,13 +77,12 @@ def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return tokens without values whose device is a GPU."""
+    """Return a fake tensor of tokens, whose device is a GPU. It has no memory, so no GPU is needed."""
     with FakeTensorMode():
         return torch.empty(1, 60, 24, dtype=dtype, device="cuda")
 
 
 def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, tokens without values stand in for those on a GPU."""
     assert Dispatch().choose(on_a_gpu(torch.float64), *CASE.layout()).reason == NoTriton.DTYPE(dtype="float64")
     if DEVICE == "cpu":
         assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.FAILED(error="TRITON_INTERPRET=1")
@@ -100,7 +99,7 @@ def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestFirstUse:
-    """A GPU on which the first kernel fails to compile."""
+    """Test what happens when a process tries a kernel for the first time."""
 
     @pytest.fixture(autouse=True)
     def seems_fine(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +138,7 @@ class TestFirstUse:
 
     @pytest.mark.parametrize("fails", [True, False, None])
     def test_packing_falls_back(self, fails: bool | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """PyTorch quantises if the kernel fails to run or gives wrong results."""
+        """If the kernel fails to run or gives wrong results, PyTorch quantises."""
         x, used = torch.randn(1, 70, 64).to(DEVICE), []
         own = type(kernels).quantize
 
@@ -167,8 +166,7 @@ class TestFirstUse:
     def test_all_that_a_run_will_need_is_tried_at_its_first_plan(
         self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """All kernels that the run will need are tried at its first plan. They are tried once per process, and a log
-        line announces the trials."""
+        """A second run in the same process tries no kernel again. One log line announces the trials."""
         made = []
         for name in ("select_weigh", "weigh", "merge", "unmerge_residual"):
             method = getattr(type(kernels), name)
@@ -215,7 +213,7 @@ class TestFirstUse:
 
 
 def test_a_run_on_kernels_equals_one_without(kernels: Any) -> None:
-    """Select destinations, then make weights again from other tokens."""
+    """The second step makes new weights for the same destinations."""
     fast, plain = (on(used, sharpness=30.0) for used in (kernels, None))
     for seed, weighing in ((0, 0), (1, 1)):
         x = CASE.tokens(seed)
@@ -255,7 +253,7 @@ def test_gradients_go_through_plain_pytorch(kernels: Any) -> None:
 
 
 def test_other_dtypes_than_the_plans_go_through_plain_pytorch(kernels: Any) -> None:
-    """PyTorch raises its own error, as without kernels, instead of computing mixed dtypes."""
+    """For fp16 tokens and an fp32 plan, PyTorch raises its error for mixed dtypes, as it does without kernels."""
     plan = plan_of(CASE.tokens(), on(kernels))
     with pytest.raises(RuntimeError, match="same dtype"):
         reduce(CASE.tokens().half(), plan)

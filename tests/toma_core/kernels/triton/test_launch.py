@@ -1,6 +1,6 @@
-"""A prepared launch calls the binary that Triton itself would find, for any arguments.
+"""Test that a prepared launch calls the binary that Triton would choose for the same arguments.
 
-Triton compiles for a simulated GPU in a separate process, because this process runs kernels in the interpreter.
+Triton compiles for a simulated GPU in a separate process, because the test process runs kernels in the interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test kernels for merge, unmerge and the restored residual, against the plain PyTorch of `merge` in fp32."""
+"""Test the kernels that merge, unmerge and restore tokens, against the plain PyTorch of `toma_core.merge` in fp32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = (
     Case(13, 19, 8, 0.9, 64, FULL),
     Case(16, 24, 8, 0.25, 640, HALF),
     Case(9, 11, 4, 0.5, 40, HALF, kind=WindowShape.STRIPE),
-    # A window has more than 64 tokens and more than 64 destinations, so sums take several steps.
+    # In these two cases a window has more than 64 tokens and destinations, so a kernel needs several steps for a sum.
     Case(13, 19, 16, 0.25, 40, BRAIN),
     Case(20, 17, 32, 0.5, 77, FULL, batch=3),
     Case(1, 3, 2, 0.5, 1, FULL),
@@ -36,7 +36,7 @@ CASES = (
 
 
 def random_plan(case: Case) -> MergePlan:
-    """Make a plan with random weights, and zeros in padding and in unused slots."""
+    """Return a plan with random weights; those of padding and of unused slots are zero."""
     windows, budget = case.layout()
     generator = torch.Generator().manual_seed(7)
     shape = (case.batch, len(windows.counts), budget.slots, windows.slots)
@@ -62,7 +62,7 @@ def in_double(plan: MergePlan) -> MergePlan:
 
 
 def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
-    """Check that the error is one rounding for each store in the dtype. Sums are fp32."""
+    """Check that `actual` has the error of at most `roundings` roundings to the dtype; kernels add up in fp32."""
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     atol = roundings * {FULL: 2e-6, HALF: 1e-3, BRAIN: 8e-3}[dtype]
@@ -110,7 +110,6 @@ def test_a_block_that_adds_nothing_changes_nothing(case: Case, kernels: Any) -> 
 
 @each(Case(5, 7, 4, 0.5, 40, HALF, batch=2))
 def test_any_strides(case: Case, kernels: Any) -> None:
-    """Tokens are parts of longer sequences, as in Flux, or have strided channels."""
     plan, x = random_plan(case), case.tokens()
     layout = plan.windows, plan.budget
     out, reduced = normal(case, plan.num_destinations, 1), normal(case, plan.num_destinations, 2)
@@ -133,7 +132,6 @@ def test_any_strides(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
-    """Weights of one image are broadcast to all images, as in matrix products."""
     plan, x = random_plan(case), case.tokens()
     M, back = plan.merge_weights[:1], plan.unmerge_weights[:1]
     merged = kernels.merge(x, M, plan.windows, plan.budget)
@@ -144,7 +142,7 @@ def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 40, FULL, adaptive=True))
 def test_one_adaptive_plan_for_a_batch(case: Case, kernels: Any) -> None:
-    """The budget of one image is used for all images; no kernel may read past its end."""
+    """No kernel may read past the end of the budget, which is that of one image."""
     plan, x = random_plan(case), case.tokens().expand(3, -1, -1)
     merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
     assert torch.equal(merged, merged[:1].expand(3, -1, -1))
@@ -191,8 +189,7 @@ def test_full_size(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 24, HALF), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True), Case(16, 16, 8, 0.5, 40, FULL))
 def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
-    """Kernels read one plan for every copy of an image, as for cond and uncond. The result equals that of copied
-    plans."""
+    """A plan that is stacked three times is not copied. Results equal those with three copies."""
     plan = replace(random_plan(case), kernels=kernels)
     many, copied = stacked([plan] * 3), stacked([replace(plan) for _ in range(3)])
     x, out = normal(replace(case, batch=3), plan.tokens, 0), normal(replace(case, batch=3), plan.num_destinations, 1)
@@ -214,10 +211,10 @@ def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 8, FULL, batch=2, adaptive=True))
 def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
-    """The number of prepared launches must not grow with the number of plans, each of which has its own budget."""
+    """Launches are prepared once for all plans, although each plan has its own budget."""
     first, second = random_plan(case), random_plan(case)
     x = case.tokens()
-    # The second plan has the two images' numbers of destinations in reverse order.
+    # In the second plan, each of the two images has the other's budget.
     budget = second.budget
     assert budget.adaptive
     other = Budget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))

@@ -17,8 +17,8 @@ from toma_core.kernels.triton.launch import Launch
 from toma_core.latent_regression import Regression, Rotation, regress
 from toma_core.merge import stacked
 
-# (case, features, pairs of a head, images of the rotations). With 0 pairs, the tensors are values or residuals, which
-# are not rotated.
+# (case, number of features, rotated pairs of channels per head, number of images with rotations of their own). Cases
+# with 0 pairs represent values and residuals, which are not rotated.
 CASES = (
     (Case(5, 7, 4, 0.5, 40, FULL), 5, 0, 0),
     (Case(5, 7, 4, 0.5, 40, FULL, batch=2), 33, 10, 1),
@@ -37,8 +37,8 @@ TOLERANCE = {FULL: 2e-6, HALF: 2e-3, BRAIN: 1.6e-2}
 
 
 def regression_of(case: Case, features: int, kernels: Any) -> Regression:
-    """Return a regression on random features, whose last one is constant 1. Destinations are the first slots of each
-    window."""
+    """Return a regression on random features, the last of which is 1 for every token. The first slots of each window
+    are its destinations."""
     plan = replace(random_plan(case), kernels=kernels)
     slots = torch.arange(plan.budget.slots, device=DEVICE).expand_as(plan.dest_slots)
     if plan.budget.valid is not None:
@@ -50,7 +50,7 @@ def regression_of(case: Case, features: int, kernels: Any) -> Regression:
 
 
 def rotation_of(case: Case, regression: Regression, pairs: int, images: int) -> Rotation | None:
-    """Return fp32 rotations of keys, by angles that differ between tokens, pairs and images."""
+    """Return fp32 rotations of keys by random angles, or None if `pairs` is 0."""
     if not pairs:
         return None
     plan = regression.plan
@@ -64,7 +64,7 @@ def rotation_of(case: Case, regression: Regression, pairs: int, images: int) -> 
 
 
 def reference(regression: Regression, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> Tensor:
-    """Return the result of plain PyTorch in fp32 for the same rounded operands."""
+    """Return what plain PyTorch computes in fp32 from the same operands."""
     exact = Regression(in_fp32(regression.plan), regression.fit.float(), regression.spread.float())
     assert exact.plan.kernels is None
     return exact.propagate(cached.float(), fresh.float(), rotation and replace(rotation, dtype=torch.float32))
@@ -85,7 +85,7 @@ def test_propagate(case: Case, features: int, pairs: int, images: int, kernels: 
     assert ours.is_contiguous()
     assert off(ours, reference(regression, cached, fresh, rotation)) < TOLERANCE[case.dtype]
     assert all(torch.equal(a, b) for a, b in zip((cached, fresh), copies, strict=True)), "inputs are left alone"
-    # The second call is a prepared launch, with rotations in the dtype of keys.
+    # The second call is a prepared launch.
     assert torch.equal(regression.propagate(cached, fresh, rotation), ours)
     if rotation is not None:
         rounded = replace(rotation, **dict(zip(("tokens", "destinations"), rotation._in_dtype, strict=True)))
@@ -96,7 +96,6 @@ def test_propagate(case: Case, features: int, pairs: int, images: int, kernels: 
 @each(Case(5, 7, 4, 0.5, 40, HALF, batch=2))
 @pytest.mark.parametrize("pairs", [0, 20])
 def test_any_strides(case: Case, pairs: int, kernels: Any) -> None:
-    """Keys and rotations are parts of longer sequences, or keys have heads before tokens."""
     regression = regression_of(case, 33, kernels)
     cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)
     rotation = rotation_of(case, regression, pairs, min(pairs, 2))
@@ -122,7 +121,6 @@ def test_any_strides(case: Case, pairs: int, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 24, FULL), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True))
 def test_one_image_several_times(case: Case, kernels: Any) -> None:
-    """Cond and uncond share a plan, so its destinations serve both."""
     one = regression_of(case, 33, kernels)
     plan = stacked([replace(one.plan, kernels=kernels)] * 3)
     both = Regression(plan, one.fit.expand(3, -1, -1), one.spread.expand(3, -1, -1))
@@ -143,7 +141,7 @@ def test_what_has_not_changed_stays_bit_for_bit(case: Case, kernels: Any) -> Non
 
 @pytest.mark.parametrize("pairs", [0, 20])
 def test_three_launches(pairs: int, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the launches of propagating one tensor: two kernels and one `bmm`."""
+    """Propagating a tensor takes two kernels and one `bmm`."""
     case, launched = Case(13, 19, 8, 0.5, 40, BRAIN), []
     regression = regression_of(case, 33, kernels)
     cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)

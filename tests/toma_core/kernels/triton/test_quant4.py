@@ -1,5 +1,5 @@
-"""Test kernels that quantise to four bits per number. The kernels have the same error as PyTorch. Kernels dequantise
-PyTorch's results, and PyTorch dequantises the kernels' results."""
+"""Test the kernels that quantise to four bits per number, and that kernels and PyTorch can dequantise each other's
+results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokens(channels: int, dtype: torch.dtype, size: float = 1.0) -> Tensor:
 
 
 def near(found: Tensor, x: Tensor, packed: Int4Tensor) -> bool:
-    """Return whether the error is within half a step plus rounding to the dtype."""
+    """Return whether `found` differs from x by at most half a quantisation step, plus rounding to the dtype."""
     steps = packed.step.float().repeat_interleave(x.shape[-1] // packed.step.shape[-1], -1)
     rounding = 8 * torch.finfo(x.dtype).eps * float(x.float().abs().max())
     return bool(((found.float() - x.float()).abs() <= 0.51 * steps + rounding).all())
@@ -45,7 +45,7 @@ def test_there_and_back(dtype: torch.dtype, channels: int, size: float, kernels:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_heads_side_by_side(dtype: torch.dtype, kernels: Any) -> None:
-    """Tokens have other strides, or are the part of longer rows that belongs to the image."""
+    """Strided tokens, and tokens that are a part of a longer sequence, give the same result as contiguous tokens."""
     x = tokens(128, dtype)
     expected = torch.cat([x[:, :9], x], 1)
     for strided in (x.transpose(1, 2).contiguous().transpose(1, 2), expected[:, 9:]):

@@ -1,5 +1,5 @@
-"""Test kernels for selection and weights in one launch, against the plain PyTorch of `selection` and `merge.weigh` in
-fp32."""
+"""Test the kernel that selects destinations and computes weights in one launch, against the plain PyTorch of
+`selection` and `merge.weigh` in fp32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES = (
     Case(9, 11, 4, 0.5, 40, HALF, kind=WindowShape.STRIPE),
     Case(9, 10, 16, 0.75, 40, BRAIN),
     Case(3, 3, 2, 0.9, 5, FULL),
-    # Nearly every token is a destination: 61 of 64, 81 of 90.
+    # In these two cases nearly every token of a window is a destination: 61 of 64 and 81 of 90.
     Case(9, 8, 8, 0.05, 40, HALF),
     Case(9, 10, 16, 0.1, 24, BRAIN),
     Case(12, 10, 16, 0.9, 77, HALF),
@@ -40,8 +40,10 @@ CASES = (
 
 
 def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[list[int], float]:
-    """Return the slots of a greedy search in one window in fp64, and the smallest lead of a slot over the next best, as
-    a fraction of gains above 1."""
+    """Return the slots that a greedy search in fp64 selects in one window, and the smallest lead of a selected slot.
+
+    The lead is the difference between the two largest gains, divided by the largest gain if that is above 1.
+    """
     step = tie_step(len(valid))
     similarity = similarity.double()[valid][:, valid]
     represented = torch.full((len(similarity),), -1.0, dtype=torch.float64, device=similarity.device)
@@ -61,8 +63,8 @@ def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[li
 
 
 def check_slots(dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Check that every window has as many slots as its budget, ascending, distinct and without padding. Unused slots
-    repeat the first one."""
+    """Check that every window has as many destinations as its budget, ascending, distinct and without padding, and
+    that unused slots repeat the first destination."""
     for image, kept_here in zip(dest_slots.tolist(), destinations_of(budget, len(dest_slots)), strict=True):
         for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))
@@ -76,7 +78,7 @@ def oracle_plan(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget)
 
 def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
     expected = oracle_plan(x, dest_slots, windows, budget)
-    # At sharpness 300 an error of 1e-7 in a cosine becomes 3e-5 in a weight. Rounding to the stored dtype is added.
+    # An error of 1e-7 in a cosine becomes 3e-5 in a weight at sharpness 300. Weights are then rounded to the dtype.
     tolerance = {FULL: 1e-4, HALF: 1e-3, BRAIN: 8e-3}[x.dtype]
     assert M.dtype == back.dtype == x.dtype
     torch.testing.assert_close(M.float(), expected.merge_weights, rtol=0, atol=tolerance)
@@ -123,8 +125,8 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(11, 11, 11, 0.7, 24, FULL))
 def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
-    """If two tokens are each other's nearest neighbours, their gains tie up to rounding, and the first one must be
-    selected. Windows fit into registers or, with 156 tokens, are processed in tiles."""
+    """The gains of two tokens that are each other's nearest neighbours differ only by rounding. The kernel must select
+    the first of the two, however features are rounded."""
     x, (windows, budget) = case.tokens(1), case.layout()
     similarity = cosine_similarity(windows.split(x))
     expected = select(similarity, windows, budget)
@@ -144,7 +146,7 @@ def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
 
 @each(CASES[0], CASES[2], Case(13, 10, 4, 0.5, 40, FULL, batch=3, adaptive=True))
 def test_priority(case: Case, kernels: Any) -> None:
-    """Tokens that were computed recently have a lower priority. Equal priorities change nothing."""
+    """Equal priorities change nothing. A lower priority of the selected tokens makes the kernel select others."""
     x, (windows, budget) = case.tokens(1), case.layout()
     before, M, back = kernels.select_weigh(x, windows, budget, SCALE)
     places = windows.source.expand(len(x), -1, -1).gather(2, before).flatten(1)
@@ -173,13 +175,12 @@ def test_weigh_alone(case: Case, kernels: Any) -> None:
 def test_weights_of_selected_and_of_given_picks_are_the_same(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(2), case.layout()
     dest_slots, M, back = kernels.select_weigh(x, windows, budget, SCALE)
-    # Two compiled kernels may round the last digit differently on a GPU.
+    # Not compared bit for bit: on a GPU, two compiled kernels may round the last digit differently.
     torch.testing.assert_close(kernels.weigh(x, dest_slots, windows, budget, SCALE), (M, back))
 
 
 @each(Case(5, 6, 8, 0.5, 40, HALF, batch=2))
 def test_any_strides(case: Case, kernels: Any) -> None:
-    """Image tokens are between text and reference tokens, as in Flux, or have strided channels."""
     x, (windows, budget) = case.tokens(), case.layout()
     expected = kernels.select_weigh(x, windows, budget, SCALE)
     noise = torch.full((2, 7, 40), float("nan"), dtype=x.dtype, device=DEVICE)
@@ -206,7 +207,7 @@ def test_ties_go_to_the_lowest_slot(case: Case, value: float, kernels: Any) -> N
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 10, 16, 0.9, 16, HALF))
 def test_broken_tokens_cannot_point_outside(case: Case, value: float, kernels: Any) -> None:
-    """A model that computes NaN gives a broken picture, but must not cause an invalid address."""
+    """Tokens that are NaN or infinite break the picture, but slots must still lie within their windows."""
     x, (windows, budget) = case.tokens(), case.layout()
     x[:, ::3] = value
     check_slots(kernels.select_weigh(x, windows, budget, SCALE)[0], windows, budget)
