@@ -1,4 +1,4 @@
-"""What all benchmarks share: conditions of a measurement, interleaved timing, and rows as tables and JSON."""
+"""Tools of all benchmarks: the conditions of a measurement, interleaved timing, and rows as tables and JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def device_here() -> torch.device:
 
 
 def say(text: str) -> None:
-    """Print a line that is not part of any result."""
+    """Print a line to stderr, apart from the results."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -71,7 +71,7 @@ def _processor() -> str:
 
 @dataclass
 class Timing:
-    """Measurements of one case, one entry for each turn."""
+    """The measurements of one case of `interleave`. Lists have one entry for each turn."""
 
     seconds: list[float] = field(default_factory=list)
     output: Tensor | None = None
@@ -79,12 +79,12 @@ class Timing:
     handed: list[float] = field(default_factory=list)  # seconds until the host has launched all operations
 
     def quantile(self, share: float) -> float:
-        """Return the quantile of the turns' times, interpolated."""
+        """Return the quantile of the turns' seconds at `share`, from 0 to 1."""
         return quantile(self.seconds, share)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Interpolate linearly between the two values around `share`."""
+    """Return the quantile of the values at `share`, from 0 to 1. Between two values, interpolate linearly."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     low = int(position)
@@ -105,10 +105,11 @@ def interleave(
     warmups: int = 1,
     limit: float = float("inf"),
 ) -> dict[str, Timing]:
-    """Time cases in turns, so that a machine that slows down slows all cases equally. Warm-up turns do not count.
+    """Time all cases once in each turn, so that a machine that slows down slows all cases equally. Warm-up turns do not
+    count.
 
-    limit: seconds for all turns, warm-up included. A turn begins only if it would end in time, judged by the previous
-    turn's duration; at least one turn counts.
+    limit: seconds for all turns, including warm-up turns. A turn begins only if another turn as long as the previous
+    one fits into the limit. At least one turn counts.
     """
     timings = {name: Timing() for name in cases}
     begin = last = time.monotonic()
@@ -152,17 +153,17 @@ class Row:
     p20: float = 0.0  # percentiles of the turns' seconds
     p50: float = 0.0
     p80: float = 0.0
-    # Time of the unpatched model / time of the variant, as the median of the turns; None if `gate` has a reason.
+    # Median over the turns of (time of the unpatched model / time of the variant); None if `gate` has a reason.
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
     ceiling: float | None = None  # FLOPs of the unpatched model / FLOPs of the variant
-    error: float | None = None  # relative error of the output
+    error: float | None = None  # relative error of the output against the unpatched model's
     host: float | None = None  # seconds until the host has launched all operations
     gpu: float | None = None  # seconds of the kernels, if profiled
     peak_mb: float | None = None
     shares: dict[str, float] = field(default_factory=dict)  # shares of a step's time, by part
-    gate: str = ""  # why no speed-up may be reported, empty if it may
+    gate: str = ""  # the reason why no speed-up is reported, empty if there is none
     note: str = ""
     profile: str = ""  # the slowest operations, as text
 
@@ -173,8 +174,8 @@ def relative_error(output: Tensor, base: Tensor) -> float:
 
 
 def compared(row: Row, timing: Timing, base: Timing, problems: Sequence[str] = ()) -> Row:
-    """Return the row with its times, and with its speed-up over `base` unless its output is broken or there are
-    `problems`."""
+    """Return the row with its times, and with its speed-up over `base` unless there are `problems`, or its output has a
+    wrong shape or is not finite."""
     found = list(problems)
     assert timing.output is not None and base.output is not None
     if timing.output.shape != base.output.shape:
@@ -217,7 +218,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def red(rows: Sequence[Row]) -> list[str]:
-    """List the reasons for which these rows report no speed-up."""
+    """List the reason of each row that reports no speed-up."""
     return [f"{row.section}, {row.model} {row.size}, {row.variant}: {row.gate}" for row in rows if row.gate]
 
 
@@ -229,12 +230,12 @@ def write(
     shown: Sequence[Row] | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Write PATH.json and PATH.md. text: further text of the page. shown: rows of the page's table, all if None. notes:
-    sentences stored with the rows."""
+    """Write PATH.json and PATH.md. text: text of PATH.md above its table. shown: rows of this table, all rows if None.
+    notes: sentences to store in PATH.json."""
     shown = rows if shown is None else shown
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"conditions": conditions, "rows": [asdict(row) for row in rows], "notes": list(notes)}
-    part = path.with_suffix(".part")  # an interrupted write leaves the previous file
+    part = path.with_suffix(".part")  # written first, so that an interrupted write leaves the previous PATH.json
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     part.replace(path.with_suffix(".json"))
     shown_conditions = ", ".join(f"{key}: {value}" for key, value in conditions.items())
@@ -243,7 +244,8 @@ def write(
 
 
 def command_line(about: str | None, name: str, repeats: int) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark: --repeats, --dtype, --out. about: the module's docstring."""
+    """Return a parser with the options of every benchmark: --repeats, --dtype, --out. about: docstring of the
+    benchmark's module."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
@@ -252,7 +254,7 @@ def command_line(about: str | None, name: str, repeats: int) -> argparse.Argumen
 
 
 def finish(rows: Sequence[Row], conditions: dict[str, Any], path: Path | None) -> None:
-    """Print the rows, write them if there is a path, and exit with an error if a row reports no speed-up."""
+    """Print the rows, write them if there is a path, and exit with an error if the speed-up of a row was refused."""
     print(table(rows))
     if path:
         write(path, conditions, rows)

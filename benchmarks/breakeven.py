@@ -1,10 +1,10 @@
 """Measure the number of tokens from which merging pays on this device: `python -m benchmarks.suite --only break-even`.
 
 This benchmark times chains of transformer blocks at both resolutions of SDXL, unmerged and merged, on token grids of
-growing side. A third of a plan (one plan in three steps, as in the balanced preset) is added to the merged time. Every
-grid is merged, however small, and each row also has Auto's decision (`min_tokens` = 0). Auto is right if it merges
-exactly the grids with a speed-up above 1. On a CPU the time is that of the process, so that other programs on the
-machine matter less.
+growing side. The preset `balanced` makes one plan for several steps; one step's share of a plan's time is added to the
+merged time. Every grid is merged, however small, and the note of its row has the decision of Auto (`min_tokens` = 0).
+Auto is right if it merges exactly the grids with a speed-up above 1. On a CPU, the CPU time of the process is measured,
+so that other programs on the machine matter little.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks import bench
 from benchmarks.bench import Row, Timing
 from scripts.comfy_pack import pack_module
 
-# Width and depth of a stack at each resolution of SDXL.
+# Channels and number of transformer blocks of a stack, at each resolution of SDXL.
 STACKS = ((640, 2), (1280, 10))
 
 
@@ -51,7 +51,7 @@ def stack(width: int, depth: int, dtype: torch.dtype, device: torch.device) -> l
 
 
 def _auto(x: Tensor, ratio: float) -> str:
-    """Return whether Auto would merge tokens x (B, N, C), B conditions of one image."""
+    """Return as text whether Auto would merge the tokens x: (B, N, C), from B conditions of one image."""
     core = pack_module("toma_core")
     run = core.RunState(core.Schedule(core.ToMAConfig(ratio=ratio, min_tokens=0)))
     evaluation = core.Evaluation(run, run.schedule.decide(1.0), (None,) * len(x))
@@ -78,7 +78,8 @@ def measure(
     device: torch.device,
     batch: int = 2,
 ) -> list[Row]:
-    """Measure one row for each side: the speed-up of a chain of blocks that is merged once, over the unmerged chain."""
+    """Return one row for each side of the token grid: the speed-up of a merged chain of blocks over the unmerged
+    chain."""
     core = pack_module("toma_core")
     plans_per_step = 1 / core.UserSettings("balanced").resolved().selection_interval
     blocks = stack(width, depth, dtype, device)

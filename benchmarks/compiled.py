@@ -1,12 +1,12 @@
-"""Measure the additional gain of torch.compile over merging where the host limits the speed.
+"""Measure what torch.compile gains in addition to merging, where the host limits the speed.
 
     python -m benchmarks.compiled [--model sdxl flux] [--repeats 15] [--backend inductor] [--out FOLDER]
 
 SDXL and Flux have their full depth, but are narrow and run on small pictures. An evaluation then takes as long as the
-host needs to launch it, and compiling saves this launching time. The suite's section `compile` has models of full
-width. On a CPU such models show nothing, because Inductor's products in bf16 are slower there than PyTorch's own. Times
-are wall-clock times in fp32 with PyTorch's attention (ComfyUI's own for CPUs breaks graphs). The first run of a
-compiled variant takes a minute.
+host needs to launch its operations, and compiling saves launches. The suite's section `compile` measures models of full
+width. On a CPU, models of full width show no gain, because Inductor's matrix products in bf16 are slower there than
+PyTorch's own. Times are wall-clock times in fp32 with PyTorch's attention (ComfyUI's own attention for CPUs breaks
+graphs). The first run of a compiled variant takes a minute.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from testbed import models, stand_ins
 from testbed.fullsize import Shape
 
 SIDE = 256
-# Transformer blocks of SDXL at each resolution and in the middle; Flux's double and single blocks.
+# Numbers of blocks: SDXL's transformer blocks at each resolution and in the middle; Flux's double and single blocks.
 DEPTHS, MIDDLE, DOUBLE, SINGLE = (0, 2, 10), 10, 19, 38
 
 
 def main() -> None:
-    """Measure the chosen models, print and write."""
+    """Measure the chosen models, and print and write the rows."""
     parser = bench.command_line(__doc__, "compiled", repeats=15)
     parser.add_argument("--model", nargs="*", choices=["sdxl", "flux"], default=["sdxl", "flux"])
     parser.add_argument("--backend", default="inductor", help="of torch.compile; eager: to see that it runs")

@@ -1,8 +1,9 @@
-"""Count the cost of one evaluation of a model: FLOPs, bytes and operations of every variant.
+"""Count the cost of one evaluation of a model in a variant: FLOPs, bytes and launched operations.
 
 Models are built on PyTorch's meta device, whose tensors have shapes but no values, so a complete Flux at 4096 x 4096
 pixels is counted in a second. Attention counts as one fused operation, as on a GPU. `python -m benchmarks.cost NAME`
-prints the launches of the blocks of a small model in `testbed.models`, for `toma_core.cost_model`.
+prints how many operations the blocks of a small model in `testbed.models` launch; `toma_core.cost_model` uses these
+numbers.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from testbed import fullsize
 from testbed.fullsize import Shape
 from testbed.meter import META, Cost, Meter
 
-# Steps of the run whose evaluations are counted.
+# Number of steps of the run to which a counted evaluation belongs.
 STEPS = 50
 
 
 @functools.lru_cache(maxsize=4)
 def on_meta(name: str, blocks: tuple[int, ...] | None = None) -> Any:
-    """Return a `ModelPatcher` around a complete model in bf16, without values."""
+    """Return a `ModelPatcher` around a complete model in bf16, on the meta device."""
     return fullsize.patcher(name, torch.bfloat16, META, blocks=blocks)
 
 
-# Clear the cache before the interpreter exits, because a model that is freed later finds parts of ComfyUI missing.
+# Free the models before the interpreter exits: freeing a model uses parts of ComfyUI that no longer exist during the
+# exit.
 atexit.register(on_meta.cache_clear)
 
 
 class Fused:
-    """Stands in for `TritonKernels`, which need a GPU: returns tensors of the right shapes, and counts every launch as
-    one operation that reads its operands and writes its result. Products inside a launch are not counted."""
+    """A stand-in for `TritonKernels`, which need a GPU. It returns tensors of the right shapes, and counts every launch
+    as one operation that reads its operands and writes its result. FLOPs of a launch are not counted."""
 
     name = "triton"
 
@@ -95,7 +97,7 @@ class Fused:
 
     def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
         made = fresh.new_empty(fresh.shape)
-        # Of the cached tensor, only the destinations are read.
+        # Count `made` in place of `cached`, because the kernel reads only the destinations of `cached`.
         self._launched("change", (made,), fresh, made, destinations, R)
         return made
 
@@ -127,11 +129,11 @@ def count(
 ) -> Cost:
     """Count the cost of one evaluation of a full-width model.
 
-    kernels: count ToMA's fused Triton kernels, see `Fused`, in place of plain PyTorch.
-    plan: whether the evaluation makes its plans, or uses existing ones.
-    step: the evaluation's index in a run of `STEPS`.
-    regression: whether changes are regressed on the latent.
-    blocks: number of blocks of each kind, all if None.
+    kernels: whether ToMA merges with its Triton kernels (see `Fused`) or with plain PyTorch.
+    plan: whether the evaluation makes its plans or uses existing plans.
+    step: the evaluation's index in a run of `STEPS` steps.
+    regression: whether changes of cached tensors are regressed on the latent.
+    blocks: number of blocks of each kind, all blocks if None.
     modules: class name of a module -> part under which its work is counted.
     """
     patched = variant.patch(on_meta(shape.model, blocks))
@@ -146,7 +148,7 @@ def count(
         latents = unpack_latents(x, shapes)
         x = latents[0]
     if shape.model == "h3":
-        t = torch.full(t.shape, 0.7)  # the model reads sigma from t
+        t = torch.full(t.shape, 0.7)  # H3 reads sigma from t, so t needs a value
     references = [latent.to(torch.bfloat16) for latent in given.pop("ref_latents", ())]
     given |= {"y": given["y"].to(torch.bfloat16)} if "y" in given else {}
     given |= {"ref_latents": references} if references else {}
@@ -168,19 +170,20 @@ def count(
         if run is not None:
             decision = run.schedule.decide(run.schedule.sigmas[step])
             change = pack_module("toma_core.latent_regression").LatentChange(x, x) if regression else None
-            # The evaluation is the one after a step with a prediction.
+            # `pictures` stands for the prediction of the previous step.
             evaluation = pack_module("toma_core").Evaluation(run, decision, pictures=pictures, change=change)
         chosen = () if evaluation is None else find(model).select(x, evaluation, options, None, references)
         with torch.no_grad(), hooks.installed(chosen):
             model(latents, t, context=context, **given, transformer_options=dict(options))
 
-    # First run the earlier steps, and the work that a model does only in its first call.
+    # Run uncounted steps first: they fill caches and do what a model does only in its first call. Without `plan` they
+    # include the step itself, to make its plans.
     for before in range(1 if run is None else step if plan else step + 1):
         with meter:
             forward(before)
     meter.cost = Cost()
     with ExitStack() as stack:
-        if shape.model == "ernie":  # these blocks get no options, so their attention cannot be overridden
+        if shape.model == "ernie":  # ERNIE's blocks get no options, so no override reaches their attention
             attention = functools.partial(meter.attention, None)
             stack.enter_context(mock.patch("comfy.ldm.ernie.model.optimized_attention", attention))
         for module in model.modules():
@@ -199,7 +202,7 @@ def _run(config: Any, kernels: Fused | None) -> Any:
 
 
 def main() -> None:
-    """Print the launches of one block of each kind, in bf16."""
+    """Print how many operations one block of each kind launches, in bf16."""
     import argparse
 
     from scripts.comfy_pack import load_pack, use_comfyui

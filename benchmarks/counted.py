@@ -34,12 +34,12 @@ def by_preset(name: str, ratio: float = 0.5) -> variants.Variant:
     return variants.preset(name, ratio=ratio)
 
 
-# Results are stored, because tables share many counts.
+# Cache the counts, because several tables use the same ones.
 count = functools.lru_cache(cost.count)
 
 
 def parts() -> str:
-    """Tabulate the work of one evaluation by part."""
+    """Tabulate the work of one evaluation by part of the model."""
 
     def rows() -> Iterator[list[str]]:
         for model, modules in (
@@ -73,7 +73,7 @@ def times_of(base: Cost, merged: Cost) -> str:
 
 
 def ceilings() -> str:
-    """Tabulate the ceiling by size and ratio."""
+    """Tabulate the highest possible speed-up (unmerged FLOPs / merged FLOPs) by picture size and ratio."""
 
     def rows() -> Iterator[list[str]]:
         for model, name, settings in (
@@ -90,8 +90,8 @@ def ceilings() -> str:
     return markdown(["model", "side, px", "TFLOP", *(f"ratio {r:g}" for r in RATIOS)], rows())
 
 
-# Videos with sound, at the sizes of ComfyUI's templates. 121 frames are 16 frames of LTX's latent, 73 frames are 22 of
-# H3's.
+# Videos with sound, at the sizes of ComfyUI's templates. 121 frames are 16 latent frames of LTX, 73 frames are 22
+# latent frames of H3.
 _SOUND = {
     "ltx_av": {
         "640 x 352 x 121": Shape("ltx_av", 352, 640, frames=16),
@@ -102,7 +102,7 @@ _SOUND = {
 
 
 def sizes_of(model: str) -> list[tuple[str, Shape]]:
-    """Return a model's native size and larger ones."""
+    """Return the sizes at which a model is counted, as (name, shape)."""
     if model == "wan":  # 81 frames are 21 frames of the latent
         sizes = ((832, 480), (1280, 720))
         return [(f"{w} x {h} x 81", Shape(model, height=h, width=w, frames=21)) for w, h in sizes]
@@ -113,14 +113,15 @@ def sizes_of(model: str) -> list[tuple[str, Shape]]:
 
 
 def families() -> str:
-    """Tabulate the savings on transformers, with all blocks merged and with the balanced preset."""
+    """Tabulate the FLOPs that merging saves in transformers, with all blocks merged and in a merged step of
+    `balanced`."""
 
     def rows() -> Iterator[list[str]]:
         for model in TITLES:
             for size, shape in sizes_of(model) if model != "sdxl" else ():
                 base = count(shape)
                 every = [count(shape, by_toma(ratio=ratio, **ALL_BLOCKS), kernels=True) for ratio in (0.5, 0.75)]
-                # The first step of this preset is full.
+                # Count the second step, because the first step of `balanced` is full.
                 balanced = [count(shape, by_preset("balanced", ratio), kernels=True, step=1) for ratio in (0.5, 0.75)]
                 plain = count(shape, by_toma(**ALL_BLOCKS))
                 yield [
@@ -140,7 +141,7 @@ def families() -> str:
 
 
 def editing() -> str:
-    """Tabulate the savings with reference images, unmerged and merged."""
+    """Tabulate the FLOPs that merging saves with reference images, which are unmerged or merged."""
 
     def rows() -> Iterator[list[str]]:
         for model in EDITORS:
@@ -165,8 +166,8 @@ def editing() -> str:
 
 
 def videos() -> str:
-    """Tabulate the cost by frames, and the savings of a merged step whose destinations attend to all tokens (as in
-    presets) or only to each other."""
+    """Tabulate the cost of videos by number of frames, and the FLOPs saved by a merged step whose destinations attend
+    to all tokens (as in presets) or only to each other."""
 
     def rows() -> Iterator[list[str]]:
         for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
@@ -188,8 +189,8 @@ def videos() -> str:
 
 
 def templates() -> str:
-    """Tabulate the savings of complete runs of ComfyUI's templates of videos with sound: LTX-2.3 by stage and in total,
-    H3 at two sizes."""
+    """Tabulate the FLOPs that merging saves in complete runs of ComfyUI's templates for videos with sound: LTX-2.3 by
+    stage and in total, H3 at two sizes."""
     half, full = _SOUND["ltx_av"].values()
     small, large = _SOUND["h3"].values()
     graphs: dict[str, list[tuple[Shape, int]]] = {
@@ -215,7 +216,7 @@ def templates() -> str:
 
 
 def attending(shape: Shape, ratio: float) -> Cost:
-    """Return the cost of a merged step of the presets, whose blocks attend to all tokens."""
+    """Return the cost of a merged step of `balanced`, in which blocks attend to all tokens."""
     return count(shape, variants.preset("balanced", ratio=ratio, min_tokens=4), kernels=True, step=1)
 
 
@@ -225,7 +226,7 @@ def settings_of(model: str, preset: str) -> Any:
 
 
 def merged_steps(model: str, preset: str, steps: int) -> list[int]:
-    """Return which of this number of steps a preset merges."""
+    """Return the indices of the steps that a preset merges in a run of `steps` steps."""
     sigmas = tuple(float(steps - step) for step in range(steps))
     schedule = pack_module("toma_core").Schedule(settings_of(model, preset), sigmas, finishes=True)
     return [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio]

@@ -2,10 +2,10 @@
 together.
 
 Every variant runs through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
-median of the turns' ratios. Turns reuse the plans of a warm-up turn. If merged blocks attend to all tokens, an untimed
-full step precedes the timed turns. Weights are random, so the error only shows that the merged model computes nearly
-the same function. A speed-up is not reported if the output is broken, nothing was merged, or the unpatched model
-changed.
+median over the turns of (unpatched time / variant's time). Turns reuse the plans of a warm-up turn. If merged blocks
+attend to all tokens, an untimed full step fills the KV cache before the timed turns. Weights are random, so a small
+error only shows that the merged model computes nearly the same function as the unpatched one. A speed-up is not
+reported if the output is broken, nothing was merged, or the unpatched model changed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Runner:
             self.sampling.run.coverage.clear()
 
     def tokens(self) -> str:
-        """Return the tokens before and after merging on every grid."""
+        """Return the number of tokens of every grid before and after merging."""
         if self.stats is None:
             return "all"
         grids = sorted(self.stats.grids.items(), reverse=True)
@@ -146,10 +146,10 @@ def measure(
     farthest: float = FARTHEST,
     profiles: bool = False,
 ) -> list[Row]:
-    """Time all variants at one shape, in turn with the unpatched model.
+    """Time all variants and the unpatched model in turns, at one shape.
 
-    check_kernels: also compare ToMA's fused kernels with plain PyTorch, if they run here. profiles: also measure the
-    time of the host until everything is launched, and the time of the GPU.
+    check_kernels: also compare ToMA's Triton kernels with plain PyTorch, where these kernels run. profiles: also
+    measure the seconds until the host has launched all operations, and the seconds of the GPU.
     """
     inputs = shape.inputs(device)
     runners, skipped_by_settings = {}, []
@@ -198,8 +198,8 @@ def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = Non
 
 
 def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:
-    """Compare a variant on kernels with the same variant in plain PyTorch. Their outputs must differ by less than the
-    error of merging."""
+    """Compare a variant on Triton kernels with the same variant in plain PyTorch. Return the problem if the two outputs
+    differ by half the error of merging or more."""
     plain = Runner(runner.variant, patcher, plain=True)(inputs).float().cpu()
     apart, merged = bench.relative_error(output, plain), bench.relative_error(plain, base)
     return (

@@ -3,10 +3,11 @@ time is the cost of merging.
 
     python -m benchmarks.hosttime [--repeats 40] [--out FOLDER]
 
-No GPU is needed: Triton compiles for a GPU offline and its driver is stubbed: a launch ends before the launcher in C.
-The time of that launcher and of CUDA's driver is excluded, for torch.add too. Plain PyTorch runs on CPU tensors of only
-20 tokens, so that nearly all time is that of the calls. A turn times some hundred calls of torch.add, of an operation,
-and of torch.add again, by this thread's CPU time, and divides the times. A row is the median of its turns.
+No GPU is needed: Triton compiles for a GPU offline, and a stubbed driver ends each launch before Triton's launcher in
+C. The times of that launcher and of CUDA's driver are excluded, as they are for torch.add on the CPU. Tensors have only
+20 tokens, so that nearly all time is spent on the calls themselves. A turn measures this thread's CPU time for 200
+calls of torch.add, of an operation, and of torch.add again, and divides the second time by the mean of the first and
+third. A row is the median of its turns.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from scripts.comfy_pack import pack_module
 from testbed import offline, stand_ins
 
 RESULTS = "hosttime"
-# Tokens of a picture, in full windows; a row has more windows than plain PyTorch merges as one product.
+# Tokens of a picture whose windows are all full. A row has 5 windows, too many for plain PyTorch to merge in one
+# product.
 _GRID, _WINDOW, _CHANNELS = (2, 10), 2, 16
 _CALLS = 200
 
@@ -55,7 +57,7 @@ def in_adds(call: Callable[[], object], repeats: int, calls: int = _CALLS) -> fl
 
 
 def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
-    """Return the calls that make a plan, and that merge a block or stack with a plan. kernels: None for plain
+    """Return the calls to time: making a plan, and merging and unmerging with a plan. kernels: None for plain
     PyTorch."""
     config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
     layout, state = pack_module("toma_core.windows"), pack_module("toma_core.run")
@@ -73,7 +75,7 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     def plan() -> Any:
         return run._selected(x, x, _GRID, decision, even=True)
 
-    # Set the slots to 0, because a stubbed kernel writes none.
+    # Set the destination slots to 0, because a stubbed kernel writes none.
     made = replace(first := plan(), dest_slots=torch.zeros_like(first.dest_slots))
     y = torch.randn(1, made.num_destinations, _CHANNELS, generator=torch.Generator().manual_seed(1))
     assert made.strips is None
@@ -108,7 +110,7 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure the rows, print them, and write them to the output folder."""
     parser = bench.command_line(__doc__, RESULTS, repeats=40)
     args = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)

@@ -4,8 +4,8 @@ cache pays.
     python -m benchmarks.memory_table
 
 The pack plans the cache and ComfyUI estimates the memory, as on an NVIDIA card with PyTorch's attention, for models of
-real size without weights. The time of a step is computed, not measured: from its operations, and from the bytes that
-cross the bus at the same time.
+real size without weights. The time of a step is computed, not measured: from its FLOPs, and from the bytes that cross
+the bus at the same time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "settings.md"
 TABLE, ADVICE = "memory", "advice"
 CARDS_GIB = (8, 12, 16, 24, 32)
 MAIN_GIB = {8: 32, 12: 32, 16: 32, 24: 64, 32: 64}  # main memory of a computer with such a card
-STEPS = {"z_image": 8, "ltx_av": 8, "h3": 8, "qwen_image21": 25}  # steps of the usual run; 20 for other models
+STEPS = {"z_image": 8, "ltx_av": 8, "h3": 8, "qwen_image21": 25}  # steps of a usual run; 20 for models not listed here
 # Operations per second of a card in bf16, and bytes per second in each direction of PCIe 4.0 x16.
 RATE, BUS = 100e12, 25e9
 WORTHWHILE = 1.15  # speed-up from which the cache is advised
@@ -48,7 +48,7 @@ class Case:
         shape: the model and the size of its latents.
         weights: dtype of the weights; fp8 also stands for int8. All models compute in bf16.
         cfg: guidance scale. 1 evaluates one condition in a step, a higher scale two.
-        merged: number of merged steps if the sampler's noise makes other steps full; None if the schedule decides.
+        merged: number of merged steps, if the sampler's noise makes more steps full than the schedule; None otherwise.
     """
 
     title: str
@@ -72,7 +72,7 @@ CASES = (
     Case("the same with guidance", Shape("wan", 480, 832, frames=21), FP8, 5.0),
     Case("LTX-2.3, fp8, 640 x 352 x 121", Shape("ltx_av", 352, 640, frames=16), FP8),
     Case("LTX-2.3, fp8, 1280 x 704 x 121", Shape("ltx_av", 704, 1280, frames=16), FP8),
-    # LTX-2.5 is as large as LTX-2.3 and is sampled with `euler_ancestral`.
+    # LTX-2.5 is as large as LTX-2.3, but its sampler `euler_ancestral` adds noise.
     Case("LTX-2.5, fp8, 1280 x 704 x 121", Shape("ltx_av", 704, 1280, frames=16), FP8, merged=3),
     Case("MiniMax H3, int8, 864 x 480 x 73", Shape("h3", 480, 864, frames=22), FP8),
     Case("MiniMax H3, int8, 1344 x 768 x 73", Shape("h3", 768, 1344, frames=22), FP8),
@@ -82,7 +82,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of a run on one card, in bytes.
+    """The result of a run on one card; sizes are in bytes.
 
     Attributes:
         kind: form of the KV cache: "full", "4-bit" or "none".
@@ -108,14 +108,15 @@ class Choice:
 
     @property
     def advice(self) -> str:
-        """One word: "use"; "smaller" if all blocks have their cache only at a smaller size; "off"."""
+        """One word: "use"; "smaller" if the card has room for the cache of all blocks only at a smaller picture; "off"
+        if the run is hardly faster."""
         if self.faster < WORTHWHILE:
             return "off"
         return "smaller" if self.kind == "none" or self.skipped else "use"
 
 
 def built(case: Case) -> Any:
-    """Return the model of a case without weights, on a card that `card` describes."""
+    """Return the model of a case without weights, for the NVIDIA card that `card` simulates."""
     model = patcher(case.shape.model, case.weights, torch.device("meta"))
     model.load_device = torch.device("cuda")
     if case.weights != BF16:
@@ -125,7 +126,7 @@ def built(case: Case) -> Any:
 
 @contextmanager
 def card(gib: int) -> Iterator[None]:
-    """Make ComfyUI see an NVIDIA card with this memory, in a computer of `MAIN_GIB`."""
+    """Make ComfyUI see an NVIDIA card with this memory, in a computer with the main memory of `MAIN_GIB`."""
     import comfy.model_management as management
 
     memory = pack_module("nodes.adapters.kv_memory")
@@ -148,7 +149,7 @@ def choose(model: Any, case: Case, gib: int) -> Choice:
     guider, noise = CFGGuider(merged), torch.empty(1, *case.shape.latent, device="meta")
     guider.conds = {name: convert_cond(_conditioning(case.shape)) for name in ("positive", "negative")}
     guider.set_cfg(case.cfg)
-    # ComfyUI packs several streams into this shape.
+    # ComfyUI packs a latent of several streams into one tensor of this shape.
     packed = (1, 1, sum(map(prod, case.shape.streams))) if len(case.shape.streams) > 1 else noise.shape
     with card(gib):
         config, plan = run.run_config(run.attachment_of(merged), guider, noise, sampler_object("euler"), packed)
@@ -167,8 +168,8 @@ def choose(model: Any, case: Case, gib: int) -> Choice:
 def _counted(
     model: Any, case: Case, config: Any, cached: bool, in_main: int, left_off: float, left_off_merged: float
 ) -> tuple[int, float, float]:
-    """Return the number of merged steps, and the factors by which work and time are less. left_off, left_off_merged:
-    weights off the card without ToMA and with it."""
+    """Return the number of merged steps, and the work and the time of the unmerged run divided by those of the merged
+    run. left_off, left_off_merged: bytes of weights off the card, without ToMA and with ToMA."""
     registry, core = pack_module("nodes.adapters.registry"), pack_module("toma_core")
     hooks, steps = registry.find(model.model.diffusion_model), STEPS.get(case.shape.model, 20)
     latent = torch.empty(1, *case.shape.latent, device="meta")
@@ -209,7 +210,7 @@ def cell(choice: Choice) -> str:
 
 @functools.cache
 def chosen(cases: tuple[Case, ...] = CASES) -> tuple[tuple[Case, tuple[Choice, ...]], ...]:
-    """Return the results of runs on each of `CARDS_GIB`; models are built once for consecutive cases."""
+    """Return the results of runs on each of `CARDS_GIB`. Consecutive cases of one model share the built model."""
     found, key, model = list[tuple[Case, tuple[Choice, ...]]](), None, None
     for case in cases:
         if key != (key := (case.shape.model, case.weights)):
@@ -240,7 +241,7 @@ def _shown(shown: Callable[[Choice], str]) -> str:
 
 
 def main() -> None:
-    """Count and write."""
+    """Compute both tables and write them into the page."""
     stand_ins.prepare(own_attention=False)
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), {TABLE: table, ADVICE: advice}), encoding="utf-8")
     bench.say(f"{TABLE}, {ADVICE}: written to {PAGE}")

@@ -1,11 +1,11 @@
 """Time the four operations of the method alone: selection, weights, merge, unmerge.
 
 Every shape is timed in plain PyTorch, and with the Triton kernels if they run here. Calls cycle through more copies of
-their operands than any cache can hold. On a GPU, calls are replayed from a CUDA graph, which measures only GPU time;
-`host` rows time the call as a model makes it. The limit of a call is the least time in which the device can read and
-write its operands once and multiply, at the speeds of a large copy and a large matrix product measured at the start. A
-speed-up is not reported if results differ from fp32 PyTorch, or if the selected destinations are worse than those of
-the search in fp64.
+their operands than the device's cache can hold. On a GPU, calls are replayed from a CUDA graph, which measures only GPU
+time; `host` rows time the call as a model makes it. The limit of a call is the least time in which the device can read
+and write its operands once and multiply, at the speeds of a large copy and a large matrix product measured at the
+start. A speed-up is not reported if results differ from fp32 PyTorch by more than rounding, or if the selected
+destinations are worse than those of the search in fp64.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SCALE = 300.0
 _REPLAYED = 60
 # Bytes of tokens that calls cycle through: several times the last-level cache of any card.
 _ROTATED = 300_000_000
-# Selected destinations are right if their objective is more than the share `_WORTH` of the objective in fp64, and if
-# other destinations (by ties in half precision) are selected in less than the share `_APART` of windows.
+# Selected destinations are right if two conditions hold: their objective exceeds `_WORTH` times that of the search in
+# fp64, and they differ from that search (by ties in half precision) in less than the share `_APART` of windows.
 _WORTH, _APART = 0.9999, 0.1
 
 
@@ -57,7 +57,7 @@ class Grid:
         return x.flatten(2).transpose(1, 2).contiguous().to(device, dtype)
 
 
-# Both resolutions of SDXL at 1024x1024, one of 832x1216, Flux at 1024x1024.
+# Both resolutions of SDXL at 1024x1024, the finer one at 832x1216, and Flux at 1024x1024.
 GRIDS = tuple(map(Grid.parse, ("64x64x640", "32x32x1280", "52x76x640", "64x64x3072")))
 
 
@@ -90,7 +90,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of a call. x, old: (B, N, C) tokens. out, reduced: (B, D, C)."""
+    """The operands of a call. x, old: current and cached tokens, (B, N, C). out, reduced: destinations, (B, D, C)."""
 
     x: Tensor
     plan: Any
@@ -101,8 +101,8 @@ class Operands:
 
 @dataclass(frozen=True)
 class Job:
-    """One call. flops, moved: its least FLOPs and bytes. reference: the result in fp32 PyTorch, or a function that
-    judges the result; None if there is neither."""
+    """One operation to time. flops, moved: the least FLOPs and bytes that it needs. reference: the result in fp32
+    PyTorch, or a function that judges the result; None if the result is not checked."""
 
     part: str
     name: str
@@ -139,7 +139,7 @@ def operands(
     picks = selection.select(similarity, windows, budget)
     copies = []
     for n in range(min(_REPLAYED, max(2, -(-_ROTATED // x.nbytes)))):
-        # The channels are permuted, which leaves the similarity and so the plan unchanged.
+        # Rotating the channels leaves the similarity and the selected destinations unchanged.
         mine = x.roll(n, -1)
         plan = core.weigh(windows.split(mine), picks.clone(), windows, budget, SCALE, dtype)
         assert plan.destinations.numel(), "made now, and kept: not while a call is timed"
@@ -149,7 +149,8 @@ def operands(
 
 
 def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
-    """Return every operation in every form that runs here. first: the operands whose results are checked."""
+    """Return every operation in plain PyTorch, and in Triton if there are kernels. first: the operands whose results
+    are checked."""
     core = pack_module("toma_core.merge")
     selection = pack_module("toma_core.selection")
     propagate = pack_module("toma_core.propagation").unmerge_residual_cached
@@ -228,8 +229,8 @@ def measure(
     grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device, limits: Limits, repeats: int,
     kernels: Any = None, limit: float = float("inf"),
 ) -> list[Row]:  # fmt: skip
-    """Time all jobs of one shape; on a GPU twice: replayed, and called by the host. limit: seconds, see
-    `bench.interleave`."""
+    """Time all jobs of one shape; on a GPU twice: replayed from a CUDA graph, and called by the host. limit: seconds,
+    see `bench.interleave`."""
     with torch.no_grad():
         copies, windows, budget = operands(grid, ratio, batch, dtype, device)
         todo = jobs(copies[0], windows, budget, kernels)
@@ -266,7 +267,7 @@ def measure(
 
 
 def _off(result: Any, reference: Tensor | Callable[[Tensor], str] | None, dtype: torch.dtype) -> str:
-    """Return the error against fp32 PyTorch if it is above the rounding of the dtype."""
+    """Return the error against the reference if it exceeds the rounding of the dtype; empty otherwise."""
     if reference is None:
         return ""
     if not isinstance(reference, Tensor):

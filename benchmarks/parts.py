@@ -14,7 +14,7 @@ from scripts.comfy_pack import pack_module
 
 # Modules of the adapters that call the functions in `PARTS`.
 ADAPTERS = ("active_chain", "families.unet_layers")
-# Functions that the adapters call -> the part of a step.
+# Function that the adapters call -> the part of a step to which it belongs.
 PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerge", "restore": "unmerge"}
 
 
@@ -65,8 +65,8 @@ def profile(call: Callable[[], Any], rows: int = 25) -> Profile:
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     total_label = f"{_LABEL}total"
-    # `record_function` is not used, because a kernel that no operator of PyTorch launches, such as Triton's, would have
-    # no label.
+    # Use this label, because `record_function` leaves kernels without a label that no operator of PyTorch launches,
+    # such as Triton's.
     label = torch._C._profiler._RecordFunctionFast
     with marked(lambda part: label(_LABEL + part)), torch.profiler.profile(activities=activities) as profiler:
         with label(total_label):

@@ -1,7 +1,7 @@
 """Write the tables of docs/performance.md and results/counts.md: `python -m benchmarks.performance [TABLE ...]`.
 
-Every number between the markers of both pages is either counted or measured: counts of FLOPs, bytes and launches on the
-meta device, and measured speed-ups from the committed results of `benchmarks.suite`.
+FLOPs, bytes and launches in the tables are counted on the meta device. Measured speed-ups come from the committed
+results of `benchmarks.suite`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def overhead() -> str:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             base = count(Shape(model))
             for granularity in ("block", "stack") if model == "flux" else ("module", "block", "stack"):
-                # With Triton, each merge and each unmerge is one launch.
+                # With Triton each merge and each unmerge is one launch, so launches count the calls.
                 fused = count(Shape(model), by_toma(granularity=granularity), kernels=True).parts
                 for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                     merged = count(Shape(model), by_toma(granularity=granularity), kernels=kernels)
@@ -82,7 +82,7 @@ def overhead() -> str:
 
 
 def attention() -> str:
-    """Tabulate the savings of a faster attention, unmerged and merged."""
+    """Tabulate how much a faster attention can save in the unmerged and in the merged model."""
 
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
@@ -124,8 +124,8 @@ _SETTINGS = (
 
 
 def runs() -> str:
-    """Tabulate the savings of a run by its number of steps: with each preset on SDXL and Flux, with the first preset on
-    other models."""
+    """Tabulate the FLOPs that merging saves in runs of different numbers of steps: with all `_SETTINGS` on SDXL and
+    Flux, with `balanced` on the other models."""
 
     def rows() -> Iterator[list[str]]:
         for model in TITLES:
@@ -149,9 +149,9 @@ def planning() -> str:
     def rows() -> Iterator[list[str]]:
         for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
             every = settings_of(model, "balanced").selection_interval
-            # A full step makes no plans if plans are made from its prediction.
+            # Count a merged step, because a full step makes no plans if plans are made from its prediction.
             step = merged_steps(model, "balanced", cost.STEPS)[0]
-            count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes windows, which later counts reuse
+            count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes the windows that the counts reuse
             for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                 made = count(Shape(model), by_preset("balanced"), kernels=kernels, plan=True, step=step)
                 plan = made.parts["plan"]
@@ -168,7 +168,7 @@ def planning() -> str:
     return markdown(head, rows())
 
 
-# From the drivers: compute capability, multiprocessors, boost clock.
+# Cards with compute capability, multiprocessors and boost clock in Hz, as reported by their drivers.
 CARDS = (
     ("NVIDIA B200", (10, 0), 148, 1.965e9),
     ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9),
@@ -223,7 +223,7 @@ def auto() -> str:
 
 
 def measured() -> str:
-    """Tabulate measured speed-ups with their ceilings, from all committed results."""
+    """Tabulate the measured speed-ups of all committed results, with the highest speed-ups possible by FLOPs."""
     results = []
     for path in sorted(RESULTS.glob("*/results.json")):
         results.append(json.loads(path.read_text(encoding="utf-8")))
@@ -282,7 +282,7 @@ def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
 
 
 def main(only: Sequence[str] | None = None) -> None:
-    """Count and write all tables, or those named."""
+    """Make all tables, or those named in `only`, and write them into their pages."""
     stand_ins.prepare(own_attention=False)
     for name in TABLES if only is None else only:
         page = page_of(name)

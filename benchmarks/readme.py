@@ -13,7 +13,7 @@ from scripts.comfyui import ROOT
 README, CHINESE, SETTINGS = ROOT / "README.md", ROOT / "README.zh.md", ROOT / "docs" / "settings.md"
 COUNTS = ROOT / "benchmarks" / "results" / "counts.md"
 _COLUMNS = {"4": 4, "8": 5, "20": 6, "50": 7}  # steps -> column of the table of runs
-# Words of the tables, in the order of replacement: longer words come first.
+# English words of the tables -> Chinese words. Replacement follows this order, so longer words come first.
 _IN_CHINESE = {
     "less work (counted)": "计算量减少 (计数)",
     "two models of 2 steps": "两个模型各 2 步",
@@ -34,14 +34,14 @@ _CARDS = ("8 GB", "12 GB", "16 GB", "24 GB")
 
 @dataclass(frozen=True)
 class Gain:
-    """A row of README's table of gains, and where its numbers are."""
+    """A row of README's table of gains, and where to find its numbers."""
 
     title: str
     steps: str
     run: tuple[str, str] | str  # (model, size) in the table of runs, or the name of a run of a template
     cache: str = ""  # row in the table of KV caches, "" if the model has none
     four_bits: bool = False  # whether the cache is counted in four bits, as it is stored for videos
-    memory: str = ""  # row in the table of cards
+    memory: str = ""  # start of its row in the table of cards, "" if it has none
 
 
 GAINS = (
@@ -84,14 +84,14 @@ GAINS = (
 
 
 def rows_of(page: Path, head: str) -> list[list[str]]:
-    """Return the cells, without the head, of the first table of a page whose head begins like this."""
+    """Return the cells of the first table of a page whose head begins with `head`, without the head."""
     lines = page.read_text(encoding="utf-8").split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith(head)) + 2
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]
 
 
 def saved(gain: Gain) -> str:
-    """Return how much less work the preset `balanced` needs at ratio 0.5."""
+    """Return how much less work `balanced` needs at ratio 0.5 than an unmerged run."""
     if isinstance(gain.run, str):
         return next(row[3] for row in rows_of(COUNTS, "| run | merged steps |") if row[0] == gain.run)
     rows = rows_of(COUNTS, "| model | side, px | setting |")
@@ -139,7 +139,7 @@ def chinese(line: str) -> str:
 
 
 def written(text: str, page: Path = README) -> str:
-    """Return the text of a page with its tables written again."""
+    """Return the text of a page with its tables renewed."""
     for name, lines in (("gains", gains()), ("cards", cards())):
         shown = [chinese(line) for line in lines] if page == CHINESE else lines
         body = "\n".join([f"<!-- {name} -->", "", *shown, "", "<!-- end -->"])

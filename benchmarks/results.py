@@ -19,7 +19,7 @@ KERNELS = "kernels"
 class Results:
     """The rows of a suite and the files that hold them."""
 
-    folder: Path  # of the files
+    folder: Path  # where the files lie
     conditions: dict[str, Any]  # conditions of the measurement, see `bench.conditions`
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # sentences that accompany the rows

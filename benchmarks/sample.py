@@ -1,7 +1,7 @@
 """Time complete sampling runs through ComfyUI's sampler: unpatched, with ToMA, with step caches, and stacked.
 
-A run goes from the noise to the last latent and includes the cost of plans. Weights are random, so a step cache skips
-another number of steps than in a trained model; the measured time is real. A speed-up is not reported if the output is
+A run goes from the noise to the last latent and includes the cost of plans. Weights are random, so a step cache does
+not skip as many steps as in a trained model; the measured time is real. A speed-up is not reported if the output is
 broken or nothing was merged.
 """
 
@@ -24,7 +24,7 @@ from testbed.fullsize import Shape
 
 @torch.inference_mode()  # as when ComfyUI runs prompts
 def sample(model: Any, shape: Shape, steps: int, cfg: float, seed: int = 5) -> Tensor:
-    """Sample latents of the shape's `latent` from noise with the Euler sampler."""
+    """Sample latents of shape `shape.latent` from noise with the Euler sampler."""
     import comfy.sample
 
     latent = torch.zeros(shape.batch, *shape.latent)
@@ -42,14 +42,15 @@ def stats_of(model: Any) -> Any | None:
 
 
 def usual_variants(ratio: float, **more: Any) -> list[Variant]:
-    """Return the variants: every step merged, `balanced`, each step cache, and the first stacked with each cache."""
+    """Return the variants: every step merged, `balanced`, each step cache, and every step merged with each step
+    cache."""
     every = variants.toma(f"every step, ratio {ratio:g}", ratio=ratio, **more)
     caches = [variants.step_cache("EasyCache"), variants.step_cache("LazyCache")]
     balanced = variants.preset("balanced", ratio=ratio, **more)
     return [every, balanced, *caches, *(variants.stacked(every, cache) for cache in caches)]
 
 
-# Steps of a profiled run: as many as share a plan, so that plans take as large a share of time as in a longer run.
+# Most steps of a profiled run.
 PROFILED = 5
 
 
@@ -64,7 +65,7 @@ def measure(
     shares: bool = False,
     limit: float = float("inf"),
 ) -> list[Row]:
-    """Time all variants, in turn with the unpatched model. shares: also profile a run of the first variant, of at most
+    """Time all variants and the unpatched model in turns. shares: also profile the first variant in a run of at most
     PROFILED steps. limit: seconds, warm-up included, see `bench.interleave`."""
     section = f"sample, {steps} steps, cfg {cfg:g}"
     models, rows = {}, []

@@ -47,14 +47,14 @@ class Suite:
         return self._built[key]
 
     def shape(self, name: str, side: int, batch: int = 1, width: int = 0, frames: int = 1) -> Shape:
-        """Return the shape of a square picture, of a picture with this width, or of a video with this many latent
-        frames; the picture is small in a dry run."""
+        """Return the shape of a picture, or of a video with this number of latent frames. A width of 0 means a square.
+        In a dry run the picture is small."""
         height, width = (max(side // DRY, _LEAST) if self.dry else side for side in (side, width or side))
         return Shape(name, height, width, batch, self.dry, frames=frames)
 
     @property
     def more(self) -> dict[str, Any]:
-        """Return settings with which ToMA merges tiny models."""
+        """Return the settings with which ToMA merges the tiny models of a dry run."""
         return variants.TINY if self.dry else {}
 
     def toma(self, name: str, **settings: Any) -> Variant:
@@ -71,8 +71,8 @@ class Suite:
         share: float = 1,
         shares: bool = True,
     ) -> None:
-        """Measure complete sampling runs, within this share of the section's time."""
-        steps = min(steps, 3) if self.dry else steps  # under presets the first and the last step are full
+        """Measure complete sampling runs, within this share of the section's remaining time."""
+        steps = min(steps, 3) if self.dry else steps  # presets make the first and the last step full
         what, limit = (self.patcher(name), self.shape(name, side), steps, cfg), self.left() * share * _TIMED
         self.results.add(*sample.measure(*what, chosen, self.repeats(9), self.device, shares, limit))
 
@@ -89,7 +89,7 @@ class Suite:
         self.results.add(*rows)
 
     def repeats(self, most: int) -> int:
-        """Return the maximum number of turns."""
+        """Return the highest number of turns: `most`, or 1 in a dry run."""
         return 1 if self.dry else most
 
     def balanced(self) -> Variant:
@@ -110,7 +110,7 @@ class Section:
 
     name: str
     run: Run
-    needs: float  # seconds that must be left; if fewer are, the section is skipped
+    needs: float  # the section is skipped if fewer seconds are left
     limit: float = float("inf")  # seconds after which the section is stopped, start and warm-up included
     # Whether the section begins only if enough time is left for all later sections that are not extra.
     extra: bool = False
@@ -135,7 +135,7 @@ def operations(suite: Suite) -> None:
 
 
 def whole_runs(name: str, side: int, steps: int, cfg: float) -> Run:
-    """Measure sampling runs; with a cfg of 1 the batch has one image."""
+    """Return a section of complete sampling runs. With a cfg of 1 an evaluation has one image, otherwise two."""
     return lambda suite: suite.runs(name, side, steps, cfg, suite.every_and_balanced())
 
 
@@ -145,13 +145,13 @@ def host(suite: Suite) -> None:
     every = {"min_tokens": 4, **suite.more}
     chosen = [variants.toma("stack", ratio=RATIO, **every), variants.preset("balanced", ratio=RATIO, **every)]
     shapes = ((1024, 1), (1024, 2), (256, 1), (256, 2))
-    for side, batch in shapes[:2] if suite.dry else shapes:  # in a dry run all shapes have the same small size
+    for side, batch in shapes[:2] if suite.dry else shapes:  # in a dry run all sides become the same small side
         shape = suite.shape("sdxl", side, batch)
         suite.evaluations(shape, chosen, 8, section="host", limit=suite.left() / 5, profiles=True)
 
 
 def sdxl_steps(suite: Suite) -> None:
-    """Measure runs of 4 and 8 steps with step caches, ToMA and both, and of 50 steps."""
+    """Measure runs of 4 and 8 steps with step caches, with ToMA and with both, and runs of 50 steps with ToMA."""
     for steps, share in ((4, 0.3), (8, 0.4), (50, 0.9)):
         chosen = sample.usual_variants(RATIO, **suite.more) if steps < 20 else suite.every_and_balanced()
         suite.runs("sdxl", 1024, steps, 7.0, chosen, share, shares=False)
@@ -172,7 +172,7 @@ def compiled(suite: Suite) -> None:
     compiler, merged = variants.compiled("eager" if suite.dry else "inductor"), suite.toma("stack")
     shape = suite.shape("sdxl", 1024, 2)
     turns = [[merged, compiler], [variants.stacked(merged, compiler)], [variants.stacked(compiler, merged)]]
-    for chosen in turns[1:2] if suite.dry else turns:  # tracing takes long, and a dry run gains nothing from it
+    for chosen in turns[1:2] if suite.dry else turns:  # a dry run traces one variant, because tracing takes long
         suite.evaluations(shape, chosen, 15, section="torch.compile", limit=suite.left() * 0.4)
         torch.compiler.reset()
 
@@ -211,7 +211,7 @@ def cpu_flux(suite: Suite) -> None:
     suite.few(suite.shape("flux", 1024), (1, 2), chosen, limit=suite.left() * 0.2)
 
 
-# The models have their native sizes; the most used ones come first.
+# Models with their native side in pixels, the most used first.
 FAMILIES = (
     ("z_image", 1024),
     ("qwen_image", 1328),
@@ -229,8 +229,9 @@ _FAR = 0.8
 
 
 def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool = False, **shape: int) -> Run:
-    """Measure two or three full-width blocks on a CPU (or `blocks`), all merged. keys: also a merged step of
-    `balanced`, whose blocks attend to all tokens, with a full and a 4-bit KV cache."""
+    """Return a section that measures a few full-width blocks on a CPU, all merged. blocks: number of blocks of each
+    kind, by default `ModelSpec.few`. keys: also measure a merged step of `balanced`, in which blocks attend to all
+    tokens, with a full and a 4-bit KV cache."""
 
     def section(suite: Suite) -> None:
         chosen, few = forward.toma_variants([RATIO], ["stack"], suite.more), blocks or SPECS[name].few

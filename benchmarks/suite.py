@@ -3,11 +3,12 @@
     python -m benchmarks.suite [--gpu] [--minutes 12] [--only sdxl micro] [--dry-run] [--out FOLDER]
 
 On a GPU (`make bench-gpu`, 12 minutes), the most important sections come first: every kernel against fp64; runs of SDXL
-with guidance, and its rivals; single operations; the host's time; runs of Flux.1, Z-Image, Qwen-Image and SDXL 2048;
-with more --minutes, further sizes; torch.compile last. On a CPU (`make bench`, 15 minutes), only the sections that fit
-run. Each section is a separate process with a time limit, so that a failing, hanging or device-breaking section does
-not affect the others; files are written after every result. --dry-run runs all sections with tiny models in a minute,
-on any machine, and reports no speed. `benchmarks/gpu/visit.sh` runs the suite on a machine without network.
+with guidance, and its rivals; single operations; the time of the host's launches; runs of Flux.1, Z-Image, Qwen-Image
+and SDXL 2048; larger sizes if --minutes allows them; torch.compile. On a CPU (`make bench`, 15 minutes), only sections
+that fit into the time run. Each section is a separate process with a time limit, so that a failing, hanging or
+device-breaking section does not affect the others; files are written after every result. --dry-run runs all sections
+with tiny models in a minute, on any machine, and reports no speed. `benchmarks/gpu/visit.sh` runs the suite on a
+machine without network.
 
 Besides PyTorch the suite needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML,
 Pillow and the packages of `make gpu-kit`.
@@ -117,7 +118,7 @@ def main() -> None:
     chosen = [s for s in table if not args.only or s.name.startswith(tuple(args.only))]
     if not chosen:
         raise SystemExit(f"no section begins so: there are {', '.join(s.name for s in table)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # this also stops the section
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # `_run` then kills the section
     conditions = bench.conditions(dtype=str(dtype).removeprefix("torch."))
     if args.dry_run:
         conditions["models"] = "tiny: a dry run, no speed"

@@ -27,25 +27,25 @@ class Variant:
     patch: Patch
     note: str = ""  # remark for readers of the row
     unchanged: bool = False  # whether the output must equal that of the unpatched model
-    # Whether the KV cache has four bits; for single evaluations, in which no run decides the form of the cache.
+    # Whether the KV cache has four bits. Only for single evaluations; in a run, the pack chooses the form of the cache.
     packs: bool = False
-    in_host_memory: bool = False  # whether its keys and values lie in main memory, not on the card
+    in_host_memory: bool = False  # whether the KV cache lies in main memory, not on the card
 
 
-# Small models have small grids and few blocks, and these settings merge all of them.
+# Settings that merge all grids and blocks of small models, which have small grids and few blocks.
 TINY: dict[str, Any] = {"min_tokens": 4, "skip_first_blocks": 0}
 
 UNPATCHED = Variant("unpatched", lambda model: model, unchanged=True)
 
 
-# Merges every step, independent of the defaults.
+# Settings that merge every step, whatever the defaults are.
 EVERY_STEP: dict[str, Any] = {"start_percent": 0.0, "end_percent": 1.0, "full_step_interval": 0}
 
 
 def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
     """Return ToMA with these settings of `ToMAConfig`. By default every step and every block is merged, except the
-    blocks of Flux that the released method does not merge. selector: the rule of `selectors` that selects
-    destinations."""
+    blocks of Flux that the released method does not merge. selector: the rule of `testbed.selectors` that selects
+    destinations, ToMA's own if empty."""
 
     def patch(model: Any) -> Any:
         hooks = pack_module("nodes.adapters.registry").require(model.get_model_object("diffusion_model"))
@@ -57,7 +57,7 @@ def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
 
 
 def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
-    """Return ToMA with a preset, in which some settings are replaced. selector: see `toma`."""
+    """Return ToMA with a preset, some of whose settings are replaced by `settings`. selector: see `toma`."""
 
     def patch(model: Any) -> Any:
         return pack_module("nodes.adapters.patch_model").apply_toma(
@@ -68,7 +68,7 @@ def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
 
 
 def chain(*patches: Patch) -> Patch:
-    """Apply several variants to one model; the first one is next to the loader."""
+    """Return a patch that applies `patches` in this order."""
 
     def patch(model: Any) -> Any:
         for each in patches:
@@ -79,13 +79,13 @@ def chain(*patches: Patch) -> Patch:
 
 
 def stacked(*variants: Variant) -> Variant:
-    """Apply several variants to one model; the first one is next to the loader."""
+    """Return a variant that applies `variants` in this order."""
     notes = "; ".join(v.note for v in variants if v.note)
     return Variant(" + ".join(v.name for v in variants), chain(*(v.patch for v in variants)), notes)
 
 
 def core_node(module: str, node: str, *args: Any) -> Patch:
-    """Call one of ComfyUI's own nodes, V1 or V3."""
+    """Return a patch that runs one of ComfyUI's own nodes, written for its API V1 or V3."""
 
     def patch(model: Any) -> Any:
         stand_ins.use_stand_ins()
@@ -105,8 +105,8 @@ def tome_node(ratio: float) -> Variant:
 
 
 def tome(ratio: float) -> Variant:
-    """Apply ToMe's bipartite matching around self-attention at every resolution that has it; queries, keys and values
-    are merged."""
+    """Apply ToMe's bipartite matching around self-attention at every resolution with attention; queries, keys and
+    values are merged."""
 
     def patch(model: Any) -> Any:
         stand_ins.use_stand_ins()
@@ -180,7 +180,8 @@ def _todo_flux(model: Any, rows: int, columns: int) -> Any:
 
 
 def hypertile() -> Variant:
-    """Apply ComfyUI's own HyperTile node: tiles of 256 at two resolutions, drawn from two tilings."""
+    """Apply ComfyUI's own HyperTile node: tiles of 256 pixels at two resolutions, each time one of two tilings at
+    random."""
     patch = core_node("nodes_hypertile", "HyperTile", 256, 2, 1, False)
     return Variant("HyperTile 256, depth 1", patch, "tiles queries, not keys and values")
 
@@ -221,7 +222,7 @@ def block_cache(threshold: float) -> Variant:
         def double(index: int, args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
             if index:
                 return args if held["skips"] else extra["original_block"](args)
-            given = args["img"].clone()  # blocks write into this tensor
+            given = args["img"].clone()  # a copy, because blocks write into this tensor
             out: dict[str, Any] = extra["original_block"](args)
             change, before = out["img"] - given, held.get("change")
             held["skips"] = (

@@ -2,9 +2,9 @@
 
     python -m benchmarks.fidelity [--model dit deep] [--only "selector:" "preset:"]
 
-All settings share scenes and noise. Rows that are already in the result folder are not computed again, so a run can be
-stopped and resumed. Results are deterministic. The cost is the share of matrix-multiplication FLOPs that remains,
-counted by PyTorch.
+All settings use the same scenes and noise. Rows that are already in the result folder are not computed again, so a run
+can be stopped and resumed. Results are deterministic. The cost of a setting is its matrix-multiplication FLOPs divided
+by those of the unmerged run, counted by PyTorch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Parse the command line, measure the missing rows, and write everything after each row."""
+    """Parse the command line, measure the missing rows, and write each row at once."""
     args = _arguments(given)
     start(args)
     for kind in args.model:

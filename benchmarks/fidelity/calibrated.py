@@ -1,8 +1,9 @@
 """Measure calibrated models on scenes that Calibrate did not use: `python -m benchmarks.fidelity.calibrated`.
 
-For each number of steps and each target, the trained deep UNet is calibrated at the work of a preset. Then preset,
-calibration and `SINGLE` are compared on other scenes. The table is in results/fidelity/calibrated.md. Transformers have
-no rows, because for them the node returns the preset without measuring.
+For each number of steps and each target, Calibrate finds ratios for the trained deep UNet that need as much work as the
+target's preset. Then the preset, the calibrated model and the settings `SINGLE` are compared on scenes that Calibrate
+did not use. The table is in results/fidelity/calibrated.md. Transformers have no rows, because Calibrate returns the
+preset for them without measuring.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from scripts.comfy_pack import pack_module
 from .start import SCENES, command, start
 
 KIND = "deep"
-# Settings without a calibration that need about as much work as `balanced`.
+# Settings that need about as much work as `balanced`, with one ratio for all blocks.
 SINGLE = {"ratio": 0.75, "start_percent": 0.3}
 
 
@@ -34,7 +35,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Measure the rows that the file lacks, and print them."""
+    """Measure, print and store the rows that the result file lacks."""
     args = _arguments(given)
     start(args)
     rows: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
@@ -52,8 +53,8 @@ def _name(steps: int, target: str) -> str:
 
 
 def _measured(steps: int, targets: list[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return a row for each target: mean errors on the reported scenes, shares of the matrix products that remain, and
-    the matrix products of the calibration, in units of an unmerged picture's."""
+    """Return a row for each target: the mean error and the FLOPs (1 = unmerged) of each of the three `ways` on the
+    reported scenes, and the calibration's FLOPs in numbers of unmerged pictures."""
     if not targets:
         return {}
     from demo.checker import FIRST_TEST_SEED
@@ -70,7 +71,7 @@ def _measured(steps: int, targets: list[str], args: argparse.Namespace) -> dict[
     settings = pack_module("toma_core").UserSettings
     model, options = load(KIND, args.weights / f"{KIND}.safetensors", "fp32"), defaults(KIND, steps)
     size, overrides = options["size"], {"min_tokens": FEWEST}
-    chosen = [SCENES["choose"]]  # the scene that the calibration measures
+    chosen = [SCENES["choose"]]  # seed of the scene on which the model is calibrated
     reported = [SCENES["report"] + i for i in range(args.images)]
 
     def scenes(seeds: list[int]) -> list[Any]:

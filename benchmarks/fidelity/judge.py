@@ -1,4 +1,4 @@
-"""One model, its scenes, the unmerged reference pictures, and the measurements of a setting."""
+"""Measure the pictures of a setting against the unmerged pictures of the same model and scenes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from .metrics import measure
 from .settings import Setting
 
-# Number of pictures that are shown for each setting.
+# Number of pictures of each setting that are stored for the contact sheets.
 SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of the measurements. images: pictures in each of `seeds` sets. weights: a digest of the files."""
+    """The conditions of the measurements. seeds: number of sets of pictures. images: pictures in a set. weights: digest
+    of the weight files."""
 
     model: str
     weights: str
@@ -36,7 +37,7 @@ class Conditions:
 
 
 def load(kind: str, path: Path, dtype: str) -> Any:
-    """Load the model with weights and activations in `dtype`. By default ComfyUI computes in fp32 on a CPU."""
+    """Load the model with weights and activations in `dtype`, although ComfyUI by default computes in fp32 on a CPU."""
     from comfy.cli_args import args
 
     from demo import sampling
@@ -53,7 +54,7 @@ def load(kind: str, path: Path, dtype: str) -> Any:
 
 @dataclass
 class Drawn:
-    """Pictures of one setting. latents: one tensor per set. flops: FLOPs per picture."""
+    """Pictures of one setting. latents: one tensor for each set of pictures. flops: FLOPs per picture."""
 
     latents: list[Tensor]
     flops: float
@@ -84,14 +85,14 @@ class Judge:
         return generate(model, scenes, seeds, steps=steps, batch=self.conditions.batch, **self.options)
 
     def _drawn(self, model: Any, steps: int) -> Drawn:
-        with counting() as counter:  # counting takes time, so only the first set is counted
+        with counting() as counter:  # count only the first set, because counting takes time
             latents = [self._generate(model, steps, 0)]
         latents += [self._generate(model, steps, group) for group in range(1, len(self.seeds))]
         return Drawn(latents, counter.get_total_flops() / self.conditions.images)
 
     def rounding(self, count: int = 4) -> float:
-        """Return the error of the unmerged pictures against those in fp32. Merging errors below this value are rounding
-        noise."""
+        """Return the error of the unmerged pictures against the same pictures computed in fp32. Merging errors below
+        this value are rounding noise."""
         from .metrics import relative_error
 
         exact = load(self.conditions.model, self.path, "fp32")
@@ -99,7 +100,7 @@ class Judge:
         return float(relative_error(self.plain.latents[0][:count], latent).mean())
 
     def row(self, setting: Setting | None) -> tuple[dict[str, Any], Tensor]:
-        """Return the row of one setting (None: the unmerged model) with every column, and the first pictures."""
+        """Return all metrics of one setting (None: the unmerged model), and its first pictures."""
         from demo.checker import accuracy, frechet_distance
         from demo.latents import decode
         from demo.models import token_pixels
@@ -124,7 +125,7 @@ class Judge:
 
     @cached_property
     def features(self) -> Tensor:
-        """Return the checker's features of the scenes as drawn by code."""
+        """Return the checker's features of the scenes as drawn by `render_batch`, without a model."""
         from demo.checker import for_checker
         from demo.scenes import render_batch
 
@@ -132,7 +133,7 @@ class Judge:
         return self.checker.features(real)
 
     def _for_checker(self, latents: list[Tensor]) -> Tensor:
-        """Resize pictures to the checker's size, in -1..1."""
+        """Decode latents into pictures of the checker's size, in -1..1."""
         from demo.checker import for_checker
         from demo.latents import decode
 
@@ -141,7 +142,7 @@ class Judge:
 
 @contextmanager
 def counting() -> Iterator[FlopCounterMode]:
-    """Count matrix multiplications, including those of attention on a CPU."""
+    """Count the FLOPs of matrix multiplications, including those of attention on a CPU."""
 
     def attention(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         return int(sdpa_flop_count(q, k, v))

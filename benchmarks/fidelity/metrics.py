@@ -8,12 +8,12 @@ import torch
 from skimage.metrics import structural_similarity
 from torch import Tensor
 
-# Side in pixels of the tokens at the finest resolution of the two tiny models that need many steps.
+# Side of a token in pixels, at the finest resolution of all trained models but `few` and `wan`.
 PIXELS_PER_TOKEN = 4
 
 
 def relative_error(latent: Tensor, reference: Tensor) -> Tensor:
-    """Compute |a - b| / |b| of each latent: (n, ...) -> (n,)."""
+    """Compute |latent - reference| / |reference| of each latent: (n, ...) -> (n,)."""
     difference = (latent - reference).flatten(1).norm(dim=1)
     return difference / reference.flatten(1).norm(dim=1)
 
@@ -33,17 +33,18 @@ def ssim(image: Tensor, reference: Tensor) -> Tensor:
 
 
 def high_frequency_energy(image: Tensor) -> Tensor:
-    """Compute the energy that a 3 x 3 mean removes. This energy falls with blur and rises with residual noise. (n, 3,
-    H, W) -> (n,)."""
+    """Compute the energy that a 3 x 3 mean removes from each picture. This energy falls with blur and rises with
+    residual noise. (n, 3, H, W) -> (n,)."""
     smooth = torch.nn.functional.avg_pool2d(image, 3, stride=1)
     return (image[..., 1:-1, 1:-1] - smooth).square().flatten(1).mean(1)
 
 
 def seam_energy(image: Tensor, window: int, token: int = PIXELS_PER_TOKEN) -> Tensor:
-    """Compute the squared differences of pixels across the borders of windows of `window` tokens of `token` pixels,
-    divided by those across other token borders.
+    """Compute the mean squared difference of neighbouring pixels across window borders, divided by that across the
+    token borders inside windows: (n, 3, H, W) -> (n,).
 
-    A value of 1 means that borders of windows do not differ from other token borders. (n, 3, H, W) -> (n,).
+    A value of 1 means that window borders are as smooth as token borders. window: side of a window in tokens. token:
+    side of a token in pixels.
     """
     ratios = []
     for steps in (image.diff(dim=-1), image.diff(dim=-2).transpose(-1, -2)):
@@ -58,8 +59,8 @@ def seam_energy(image: Tensor, window: int, token: int = PIXELS_PER_TOKEN) -> Te
 def measure(
     image: Tensor, latent: Tensor, twin_image: Tensor, twin_latent: Tensor, window: int, token: int = PIXELS_PER_TOKEN
 ) -> dict[str, Tensor]:
-    """Compute every per-picture metric, each (n,). Energies are relative to those of the unmerged picture. window: side
-    of a window in tokens. token: side of a token in pixels."""
+    """Compute every metric of each picture, as tensors (n,). Energies are divided by those of the unmerged picture.
+    window: side of a window in tokens. token: side of a token in pixels."""
     return {
         "error": relative_error(latent, twin_latent),
         "ssim": ssim(image, twin_image),

@@ -1,7 +1,7 @@
 """Write the measured results into docs/fidelity.md and results/fidelity/*.md: `python -m benchmarks.fidelity.page`.
 
-A page names the settings in its tables; their numbers, their order and all plots come from the result files. Sheets of
-pictures are made if this machine has the pictures.
+The tables of the pages name the settings. The numbers and the order of the rows, and all plots, come from the result
+files. Sheets of pictures are made if this machine has the pictures.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ RESULTS = Path("benchmarks/results/fidelity")
 PAGE, TABLES, GAINED = Path("docs/fidelity.md"), RESULTS / "tables.md", RESULTS / "calibrated.md"
 IMAGES = PAGE.parent / "images"
 CALIBRATIONS, SAMPLER_ROWS = "calibrated.json", "samplers.json"
-# The head of a table identifies its results: "| DiT, 8 steps | error | ...". Each entry maps a model's name on the
-# pages to the start of its results' names, and to the size and number of its pictures.
+# Model in the head of a table, such as "| DiT, 8 steps | error | ..." -> start and end of the name of its result file,
+# here dit-8steps-128px-22x3.json.
 MODELS = {
     "DiT": ("dit", "128px-22x3"),
     "Few-step DiT": ("few", "64px-22x3"),
@@ -29,14 +29,14 @@ MODELS = {
     "Wan": ("wan", "report"),
 }
 HEAD = re.compile(rf"\| ({'|'.join(MODELS)}), (\d+) steps \| error \|")
-# Head of a table of advice for N steps: "| DiT | setting | error | ...", with a row "| 4 steps | balanced | ...". A
-# setting is identified by the end of its name; columns that are not in FORMATS stay unchanged.
+# Head of a table of advice for N steps: "| DiT | setting | error | ...", with a row "| 4 steps | balanced | ...". A row
+# names a setting by the end of its name in the results. Columns that are not in FORMATS stay unchanged.
 ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| error \|")
 # Head of the table of calibrations: "| Deep UNet | `balanced` | calibrated | ...", with a row "| 4 steps | ...".
 GAINS = re.compile(r"\| Deep UNet \| `(\w+)` \| calibrated \|")
 # Head of the table of samplers: "| sampler | few-step DiT, 4 steps | ...", with a row "| `er_sde` | ...".
 SAMPLERS = re.compile(r"\| sampler \| .*, \d+ steps \|")
-# A column's name -> the key of its rows, see `samplers.RUNS`.
+# Column of the table of samplers -> its run in `samplers.RUNS`.
 SAMPLED = {
     "few-step DiT, 4 steps": "few4",
     "few-step DiT, 8 steps": "few8",
@@ -44,7 +44,8 @@ SAMPLED = {
     "Wan, 8 steps": "wan8",
 }
 PLOTS = {"fidelity.png": "dit-20steps-128px-22x3", "fidelity-few.png": "few-4steps-64px-22x3"}
-# By file name of a sheet of pictures: the name of the results, and row titles by setting; {cost} is the remaining work.
+# File of a sheet of pictures -> name of its result file, and setting -> title of its row. {cost} is the setting's cost
+# in percent.
 SHEETS: dict[str, tuple[str, dict[str, str]]] = {
     "fidelity-pictures.jpg": (
         "dit-20steps-128px-22x3",
@@ -81,7 +82,8 @@ FORMATS = {
 
 
 def results_of(head: str) -> str | None:
-    """Return the name of the results for a table with this head; None if it is not a table of settings."""
+    """Return the name of the result file for a table with this head; None if this is not the head of a table of
+    settings."""
     found = HEAD.match(head)
     if found is None:
         return None
@@ -90,7 +92,7 @@ def results_of(head: str) -> str | None:
 
 
 def renewed(text: str, folder: Path = RESULTS) -> str:
-    """Return the page with the numbers of the results, settings ordered by their error.
+    """Return the page with its tables filled from the results, and with the rows of settings ordered by error.
 
     Raises FileNotFoundError for a table without results, KeyError for a row or a column that the results lack.
     """
@@ -127,14 +129,15 @@ def _rows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _gain(steps: str, row: dict[str, Any]) -> str:
-    """Return the row of a number of steps: error and work with the preset, with the calibration and with
+    """Return the row for a number of steps: error and work with the preset, with the calibration and with
     `calibrated.SINGLE`."""
     ways = [f"{row[way]:.3f} for {row[f'{way} cost']:.2f}" for way in ("preset", "calibrated", "single")]
     return f"| {' | '.join((steps, *ways, format(row['pictures'], '.1f')))} |"
 
 
 def _sampler(shown: str, columns: list[dict[str, Any]]) -> str:
-    """Return the row of a sampler, whose name is the first word in code: merged steps, mean and worst error."""
+    """Return the row of a sampler: merged steps, mean and worst error in each column. shown: the row's first cell,
+    which has the sampler's name in backticks."""
     name = shown.split("`")[1]
     rows = [rows[name.replace(", eta ", "@")] for rows in columns]
     cells = [f"{row['merged']}: {row['mean']:.3f}, {row['worst']:.2f}" if row["merged"] else "full" for row in rows]
@@ -142,7 +145,7 @@ def _sampler(shown: str, columns: list[dict[str, Any]]) -> str:
 
 
 def _answer(kind: str, pictures: str, line: str, columns: list[str], folder: Path) -> str:
-    """Return a row of advice with the numbers for the number of steps in its first cell."""
+    """Return a row of a table of advice with its numbers renewed. Its first cell has the number of steps."""
     steps, setting, *shown = _cells(line)
     rows = _rows(folder, f"{kind}-{steps.split()[0]}steps-{pictures}")
     plain = setting.strip("*")
@@ -164,7 +167,8 @@ def _line(setting: str, row: dict[str, Any], columns: list[str]) -> str:
 
 
 def sheet(name: str) -> Image.Image | None:
-    """Draw a sheet of pictures of a few settings, one row each; None if this machine does not have the pictures."""
+    """Draw the sheet of pictures of this name, one row for each setting; None if this machine does not have the
+    pictures."""
     from scripts.cache import cache_dir
 
     from . import report

@@ -23,7 +23,8 @@ def pareto(rows: Rows) -> list[str]:
 
 
 def plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:
-    """Plot the error over the cost, with the Pareto front. The settings on the front are named in the margin."""
+    """Plot the error over the cost, with the Pareto front. The margin names the settings on the front, the presets and
+    the rivals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,7 +42,7 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:
         axes.scatter(*values, label=group, marker=marker, s=size, color=colours(index % 20), edgecolors="k", lw=0.3)
     front = pareto(rows)
     axes.plot([rows[n]["cost"] for n in front], [rows[n]["error"] for n in front], color="black", lw=0.8, zorder=0)
-    # Points have numbers and the names stand beside the plot, because names at the points would overlap.
+    # Number the points, and list their names beside the plot, because names at the points would overlap.
     named = dict.fromkeys([*front, *(n for n in rows if n.startswith(("rival", "preset")))])
     for at, numbers in _apart([(rows[n]["cost"], rows[n]["error"]) for n in named], axes.transData.transform):
         axes.annotate("\n".join(map(str, reversed(numbers))), at, fontsize=7, xytext=(4, 4), textcoords="offset points")
@@ -58,8 +59,8 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:
 
 
 def _apart(points: list[Point], to_pixels: Callable[[Point], Any]) -> list[tuple[Point, list[int]]]:
-    """Return where to write the numbers of points, counted from 1. Points within ten pixels of each other share a
-    label."""
+    """Return labels for the points: the position of a label, and the numbers of its points, counted from 1. Points
+    within ten pixels of each other share a label."""
     labels: list[tuple[Point, list[int]]] = []
     for number, point in enumerate(points, 1):
         x, y = to_pixels(point)
@@ -74,7 +75,7 @@ def _apart(points: list[Point], to_pixels: Callable[[Point], Any]) -> list[tuple
 
 
 def sheet(strips: dict[str, Image.Image]) -> Image.Image:
-    """Arrange rows of pictures, each with its name above it."""
+    """Arrange rows of pictures, with the name of each row above it."""
     height = 16
     width = max(strip.width for strip in strips.values())
     page = Image.new("RGB", (width, sum(strip.height + height for strip in strips.values())), "white")

@@ -1,9 +1,10 @@
 """The error of merged pictures by sampler: `python -m benchmarks.fidelity.samplers [--run few8 wan8] [--sampler lcm]`.
 
-Each merged picture is compared with the unmerged one of the same scene, noise and sampler. The error is that of the
-final latent, relative to the norm of the unmerged one. A sampler's name may include its eta: `euler_ancestral@0.25`. If
-a sampler makes all steps full, only one batch is measured. Rows in the result file are not measured again; after a
-change of the code, remove them. Choose settings with `--scenes choose`, report on `--scenes report`.
+Each merged picture is compared with the unmerged one of the same scene, noise and sampler. The error is the L2 distance
+of their final latents, divided by the norm of the unmerged latent. A sampler's name may include its eta:
+`euler_ancestral@0.25`. If a sampler's noise makes all steps full, only one batch is measured. Rows in the result file
+are not measured again; after a change of the code, remove them. Settings are chosen with `--scenes choose`; results for
+the pages are measured with `--scenes report`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from scripts.comfy_pack import pack_module
 from .settings import FEWEST
 from .start import SCENES, command, start
 
-# Samplers without new noise, samplers with a known share of it, and samplers that model cards name.
+# The samplers of the pages: some add no new noise, some add a known share of noise, and some are named by model cards.
 REPORTED = ("euler", "er_sde", "euler_ancestral@0.25", "euler_ancestral", "dpmpp_2m_sde", "sa_solver", "lcm")
 # Name of a run -> trained model and number of steps.
 RUNS = {"few4": ("few", 4), "few8": ("few", 8), "wan8": ("wan", 8), "few8_all": ("few", 8)}
@@ -47,12 +48,12 @@ def load(kind: str) -> Any:
 
 
 def patched(kind: str, model: Any) -> Any:
-    """Return the model with the preset `balanced`, which also merges tiny grids."""
+    """Return the model with the preset `balanced` and a low `min_tokens`, so that tiny grids are merged."""
     return variants.preset("balanced", min_tokens=16 if kind == "wan" else FEWEST).patch(model)
 
 
 def drawn(kind: str, model: Any, seeds: list[int], steps: int, sampler: str) -> Tensor:
-    """Sample one latent for each seed, as the model was trained: (n, 16, ..., h, w) fp32."""
+    """Sample one latent for each seed, with the model's own scheduler and guidance: (n, 16, ..., h, w) fp32."""
     from comfy.sample import sample_custom
     from comfy.samplers import calculate_sigmas
 
@@ -83,7 +84,7 @@ def drawn(kind: str, model: Any, seeds: list[int], steps: int, sampler: str) -> 
 
 
 def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> dict[str, Any]:
-    """Measure a sampler: mean, median and worst error, the merged steps, and why the other steps are full."""
+    """Measure a sampler: mean, median and worst error, the number of merged steps, and why steps are full."""
     from .metrics import relative_error
 
     model, errors = load(kind), list[float]()
@@ -93,7 +94,8 @@ def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> di
         own = drawn(kind, model, part, steps, sampler)
         errors += relative_error(drawn(kind, merged, part, steps, sampler), own).tolist()
         stats = pack_module("nodes.adapters.attachment").last_stats(merged)
-        # Other batches merge no step either, because the share of noise depends only on the sampler.
+        # Stop if the first batch has no merged step: later batches have none either, because the noise depends only on
+        # the sampler.
         if not stats.merged_steps:
             break
     return {

@@ -1,6 +1,6 @@
-"""The settings that the pages compare: presets, every step merged, other selections, and rivals.
+"""The settings that docs/fidelity.md compares: presets, every step merged, other selectors of destinations, and rivals.
 
-A name is "group: value"."""
+A setting's name is "group: value"."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ class Setting:
     """A setting to measure: how it patches the model, and how it samples."""
 
     patch: Patch
-    steps: float = 1.0  # share of the sampling steps
-    window: int = 8  # side of the setting's windows in tokens, for the metric of seams
+    steps: float = 1.0  # number of sampling steps, relative to the unmerged run
+    window: int = 8  # side of the setting's windows in tokens, for `metrics.seam_energy`
 
 
-# Tokens of the smallest merged grids of tiny models.
+# `min_tokens` for tiny models, whose grids are smaller than those of real models.
 FEWEST = 64
 
 
 def toma(**settings: Any) -> Patch:
-    """Return ToMA with every step merged and these settings."""
+    """Return a patch with ToMA that merges every step, and with these settings."""
     return lambda model: variants.toma("", **{**tiny(model), **settings}).patch(model)
 
 
 def preset(name: str, **settings: Any) -> Patch:
-    """Return ToMA with a preset that also merges tiny grids."""
+    """Return a patch with a preset of ToMA that also merges the grids of tiny models."""
     return lambda model: variants.preset(name, **{"min_tokens": FEWEST, **settings}).patch(model)
 
 
 def packed(patch: Patch) -> Patch:
-    """Wrap `patch` so that while its model samples, keys and values are cached in four bits, as for larger models and
-    videos."""
+    """Wrap `patch` so that keys and values are cached in four bits, as they are for large models and videos."""
 
     def patched(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP
@@ -47,7 +46,7 @@ def packed(patch: Patch) -> Patch:
             with replaced(pack_module("nodes.adapters.kv_memory"), {"memory_left": lambda *_: 0}):
                 return executor(*args, **kwargs)
 
-        # This wrapper is added first, so that it is the outermost one; the pack's own run begins inside it.
+        # Add this wrapper before the pack's own, so that the pack's run begins inside it.
         model = model.clone()
         model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "packed", run)
         return patch(model)
@@ -56,8 +55,8 @@ def packed(patch: Patch) -> Patch:
 
 
 def tiny(model: Any) -> dict[str, Any]:
-    """Return the numbers of skipped blocks for a Flux of two or three double and five or six single blocks: their share
-    is that of Flux."""
+    """Return settings for a tiny model. A tiny Flux skips its first block of each kind, which is about the share that
+    Flux skips."""
     flux = type(model.model.diffusion_model).__name__ == "Flux"
     return {"min_tokens": FEWEST, **({"skip_first_blocks": 1} if flux else {})}
 
@@ -71,7 +70,7 @@ def settings(kind: str) -> dict[str, Setting]:
             table[f"{group}: {name}"] = Setting(patch, **extra)
 
     unet = kind in ("unet", "deep")
-    side = 8 if unet else 4  # windows of the presets
+    side = 8 if unet else 4  # side of the presets' windows in tokens
     cache = variants.step_cache("EasyCache", 0.2).patch
     add("preset", {name: preset(name) for name in pack_module("toma_core").PRESETS if name != "paper"}, window=side)
     add("preset", {"paper": preset("paper")})

@@ -1,4 +1,4 @@
-"""The start of all commands in this folder: options, threads, ComfyUI and the pack."""
+"""Start a command of this folder: parse the common options, set the threads, and load ComfyUI and the pack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from scripts.comfy_pack import load_pack, use_comfyui
 
-# The trained models that draw pictures, as in `demo.sampling.PICTURES`, which needs ComfyUI.
+# The trained models that draw pictures. `demo.sampling.PICTURES` lists the same models, but importing it needs ComfyUI.
 PICTURES = ("dit", "few", "unet", "deep")
 # First seeds of the scenes on which settings are chosen, and of the scenes on which results are reported. Neither
 # training nor another table uses these scenes.

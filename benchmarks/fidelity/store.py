@@ -1,4 +1,4 @@
-"""The file of a measurement: rows, each written immediately so that a stopped run can resume, and pictures."""
+"""Store the results of a measurement: rows in a file, each at once so that a stopped run can resume, and pictures."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def read(self) -> dict[str, Any]:
-        """Return the rows and other data stored under these conditions; empty rows if there are none."""
+        """Return the content of the file; without rows if the file is missing or was measured under other
+        conditions."""
         stored = json.loads(self.file.read_text()) if self.file.exists() else {}
         if stored.get("conditions") != asdict(self.conditions):
             return {"conditions": asdict(self.conditions), "rows": {}}
         return dict(stored)
 
     def add(self, name: str, row: dict[str, Any], **more: Any) -> None:
-        """Add one row."""
+        """Add one row to the file. more: values to store beside the rows."""
         stored = {**self.read(), **more}
         stored["rows"][name] = row
         partial = self.file.with_suffix(".partial")

@@ -1,14 +1,14 @@
 """The error of merged clips against unmerged ones: `python -m benchmarks.fidelity.video --weights wan.safetensors`.
 
-All settings use the same clips and noise, and rows in the result folder are not measured again. Choose settings with
-`--scenes choose`, report on `--scenes report`.
+All settings use the same clips and noise. Rows in the result file are not measured again. Settings are chosen with
+`--scenes choose`; results for the pages are measured with `--scenes report`.
 
-error       mean error of the final latents, relative to the norm of the unmerged ones
+error mean L2 distance of merged and unmerged final latents, divided by the norm of the unmerged latent
 spread      standard error of the mean error over the clips
 flicker     energy of the changes from frame to frame, divided by that of the unmerged clip
 seams       `metrics.seam_energy` of all frames, divided by that of the unmerged clip
 attributes  share of the prompt's attributes that the checker finds in the middle frame
-cost        share of the matrix products that remains
+cost FLOPs of the matrix products, divided by those of the unmerged clips
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from .start import SCENES, command, start
 
 # Side of windows in tokens, in a frame of 16 x 16 tokens.
 WINDOW = 8
-# Makes plans at every step, from the previous step's prediction.
+# Settings that make plans at every step, from the previous step's prediction.
 PREDICTED: dict[str, Any] = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of clips. steps: share of the sampling steps. runs: see `demo.video.draw_clips`."""
+    """A setting to measure. steps: number of sampling steps, relative to the unmerged run. runs: see
+    `demo.video.draw_clips`."""
 
     patch: Patch
     steps: float = 1.0
@@ -46,7 +47,8 @@ class Setting:
 
 
 def settings() -> dict[str, Setting]:
-    """Return the settings by name. `min_tokens` is low, because grids are much smaller than those of a real model."""
+    """Return the settings by name. `min_tokens` is low, because the grids of the trained model are much smaller than
+    those of a real model."""
 
     def preset(name: str, **given: Any) -> Setting:
         return Setting(variants.preset(name, min_tokens=16, **given).patch)
@@ -71,12 +73,13 @@ def settings() -> dict[str, Setting]:
 
 
 def flicker(clips: Tensor) -> Tensor:
-    """Compute the energy of the changes between frames: (n, 3, T, H, W) -> (n,)."""
+    """Compute the mean squared change from frame to frame: (n, 3, T, H, W) -> (n,)."""
     return clips.diff(dim=2).square().flatten(1).mean(1)
 
 
 def seams(clips: Tensor) -> Tensor:
-    """Compute `metrics.seam_energy` of all frames for tokens of two pixels: (n, 3, T, H, W) -> (n,)."""
+    """Compute the mean `metrics.seam_energy` of the frames, whose tokens have a side of two pixels: (n, 3, T, H, W) ->
+    (n,)."""
     from .metrics import PIXELS_PER_TOKEN, seam_energy
 
     frames = clips.movedim(2, 1).flatten(0, 1)
@@ -92,8 +95,8 @@ def measured(
     tried: dict[str, Setting],
     known: dict[str, dict[str, float]],
 ) -> dict[str, dict[str, float]]:
-    """Return a row for each of these settings; rows that are already known are returned unchanged. draw: a function of
-    a model, a number of steps and a number of runs, which returns the latents of all clips."""
+    """Return a row for each setting of `tried`; rows in `known` are returned unchanged. draw: a function of a model, a
+    number of steps and a number of runs, which returns the latents of all clips."""
     from demo.checker import accuracy, load_checker
     from demo.scenes import CANVAS
     from demo.video import decode_clips
@@ -133,7 +136,7 @@ def measured(
 
 
 def main(given: list[str] | None = None) -> None:
-    """Measure and write the figures."""
+    """Parse the command line, measure the missing rows, and write all rows."""
     parser = command(__doc__)
     parser.add_argument("--weights", type=Path, default=Path("demo/weights/wan.safetensors"))
     parser.add_argument("--steps", type=int, default=4)

@@ -1,2 +1,2 @@
-"""Measurements that need a GPU: properties of the card, kernels against fp64, and the script for a machine without
+"""Measurements that need a GPU: kernels against fp64, the KV cache in main memory, and a script for a machine without
 network."""

@@ -1,5 +1,5 @@
-"""Check every kernel against fp64 on this device, on poisoned memory, and for bit-identical repetition. Count the
-launches of propagating a tensor.
+"""Check every Triton kernel on this device: against fp64, with NaN in free memory, and for bit-identical repetition.
+Count the launches that propagate a cached tensor.
 
 The suite's section `kernels` has one row for each check, whose `gate` names a failure. In Triton's interpreter, on a
 CPU, only tiny cases run.
@@ -27,14 +27,14 @@ _B, _H, _F = torch.bfloat16, torch.float16, torch.float32
 _EPS = {_B: 4e-3, _H: 6e-4, _F: 2e-6}
 # Free bytes that are needed for tensors of more than 2^31 elements.
 _LARGE = 30e9
-# The features of a token (Flux's latent, its change, and 1), and the pairs of a head.
+# Number of a token's features in the regression (Flux's latent, its change, and 1), and of a head's rotated pairs.
 _FEATURES, _PAIRS = 129, 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """A grid of (frames,) rows, columns. adaptive: whether the budget is adaptive. beside: number of other tokens,
-    which hold NaN, that lie before those of the grid in memory, as in a common stream."""
+    """A grid of tokens. grid: (frames,) rows, columns. adaptive: whether the budget is adaptive. beside: number of text
+    tokens, filled with NaN, that precede the image's tokens in memory, as in a stream of text and image."""
 
     name: str
     grid: tuple[int, ...]
@@ -99,7 +99,7 @@ def measure(dry: bool, device: torch.device, left: Callable[[], float]) -> Itera
     if dry:
         jobs.append((Case("large, as dry run", (2, 8, 8), 32), large))
     elif torch.cuda.mem_get_info(device)[0] > _LARGE:
-        # Tensors of more than 2^31 elements, for 64-bit addresses.
+        # This case has tensors of more than 2^31 elements, which need 64-bit addresses.
         jobs.insert(4, (Case("large: Wan 720p", (21, 45, 80), 5120, batch=6), large))
     for case, run in jobs:
         if not dry and left() < 12:
@@ -133,7 +133,8 @@ _empty = torch.empty
 
 
 def _poisoned(*shape: Any, **options: Any) -> Tensor:
-    """Fill free memory with NaN, so that kernels do not read zeros by chance."""
+    """Replace torch.empty: fill the tensor with NaN, so that a kernel cannot read zeros by chance where nothing was
+    written."""
     t = _empty(*shape, **options)
     return t.fill_(255) if t.dtype is torch.uint8 else t.fill_(torch.nan if t.is_floating_point() else -(2**40))
 
@@ -152,7 +153,7 @@ def _weights(x: Tensor, dest_slots: Tensor, windows: Any, budget: Any) -> tuple[
 
 
 def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
-    """Check all kernels on one layout."""
+    """Check all kernels on one case."""
     x, eps = case.tokens(device), _EPS[case.dtype]
     windows, budget = case.layout(device)
     if case.adaptive:
@@ -165,7 +166,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
         dest_slots, M, back = plans[0]
         given = kernels.weigh(x, dest_slots, windows, budget, micro.SCALE)
         out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))
-        # Each kernel runs twice: by Triton's launch, and by a prepared launch.
+        # Run each kernel twice: first by Triton's launch, then by the launch that was prepared from it.
         merged, spread, restored = (
             [call() for _ in range(2)]
             for call in (
@@ -232,7 +233,7 @@ def propagations(case: Case, cached: Tensor, plan: tuple[Any, ...], kernels: Any
 
 
 def launches(call: Callable[[], object]) -> int:
-    """Return the launches of a call: operations of PyTorch, and kernels, which are not run."""
+    """Return the number of launches in a call: operations of PyTorch, and Triton kernels, which do not run."""
     launch = pack_module("toma_core.kernels.triton.launch").Launch
     with mock.patch.object(launch, "_launch") as launched, Meter() as meter:
         call()

@@ -1,4 +1,4 @@
-"""Time a merged step with keys and values on the card and in main memory, and time the copies."""
+"""Time a merged step with its KV cache on the card and in main memory, and time copies between the two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COPIED = 256 << 20  # bytes of the copies that are timed
 
 
 class _NoStream:
-    """A stream for a device without streams: all work is done immediately."""
+    """Replaces a stream on a device without streams, where all work is done immediately."""
 
     def record_event(self) -> None:
         return None
@@ -31,7 +31,7 @@ class _NoStream:
 
 @dataclass(frozen=True)
 class PlainCopier:
-    """Copies of a device without streams, for dry runs."""
+    """Copies tensors on a device without streams, for dry runs."""
 
     def current(self, device: torch.device) -> _NoStream:
         return _NoStream()
@@ -56,7 +56,8 @@ def host_memory(device: torch.device) -> Any:
 
 
 def chosen(ratio: float, **settings: Any) -> list[Variant]:
-    """Return a merged step of `balanced` for each form and place of its keys and values."""
+    """Return variants of `balanced` whose keys and values have full precision or four bits, on the card or in main
+    memory."""
     full = variants.preset("balanced", ratio=ratio, **settings)
     four_bits = replace(full, name=f"{full.name}, keys in four bits", packs=True)
     away = (replace(each, name=f"{each.name}, {HOST}", in_host_memory=True) for each in (full, four_bits))
@@ -64,7 +65,8 @@ def chosen(ratio: float, **settings: Any) -> list[Variant]:
 
 
 def copy_speeds(device: torch.device, dry: bool) -> str:
-    """Return the speed of copies of 256 MiB down, up, and in both directions at once, in GB/s."""
+    """Return the speed of copies of 256 MiB in GB/s: from the card (down), to the card (up), and in both directions at
+    once."""
     size = _COPIED >> 12 if dry else _COPIED
     card = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]

@@ -40,15 +40,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def template_of(args: argparse.Namespace) -> Template:
-    """Return the graph of the options."""
+    """Return the template of the user's graph, or of a graph for the user's checkpoint."""
     if args.graph is not None:
         return Template(read_graph(args.graph), args.output)
     return Template(checkpoint_graph(args.checkpoint, args.width, args.height, args.steps, args.cfg))
 
 
 def settings_of(args: argparse.Namespace, template: Template, server: Server) -> list[Setting]:
-    """Return every combination of ratio and preset. A ratio or preset that is not given is read from the graph, else it
-    is the node's default. If neither is given, the graph's profile is used."""
+    """Return every combination of ratio and preset. A ratio or preset that the options lack is read from the graph's
+    ToMA node, or is the node's default. If the options have neither, the profile in the graph is used."""
     profile = template.own("profile") if args.ratio is args.preset is None else None
     if isinstance(profile, list):
         raise BenchmarkError(
@@ -65,7 +65,7 @@ def settings_of(args: argparse.Namespace, template: Template, server: Server) ->
 
 
 def run(args: argparse.Namespace) -> None:
-    """Make missing pictures, compare, print and write. Raises BenchmarkError."""
+    """Make the missing pictures, compare all pictures, and print and write the results. Raises BenchmarkError."""
     from .compare import loaded, measure, pairs_of, summarise
     from .pictures import Folder, make_missing, plan, read_prompts
     from .report import notes, table, write

@@ -18,9 +18,10 @@ from PIL import Image
 
 from .pictures import UNMERGED, Folder, Job, say
 
-# The unmerged picture of another seed, which shows how much unrelated pictures of one prompt differ.
+# Name of the comparison of unmerged pictures of two seeds, which shows how much unrelated pictures of one prompt
+# differ.
 OTHER_SEED = "another seed"
-# Stands for the infinite PSNR of equal pictures. 8-bit pictures that differ in one value have less.
+# Replaces the infinite PSNR of equal pictures. 8-bit pictures that differ in one value have a smaller PSNR.
 PSNR_OF_EQUAL = 120.0
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -36,7 +37,7 @@ class Pair:
     seed: int
     picture: Path
     twin: Path
-    seconds: float | None  # None if the time is not comparable
+    seconds: float | None  # None if not comparable with other times
     identical: bool = False  # whether all pixels are equal
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -87,7 +88,7 @@ METRICS: dict[str, Callable[[], Score]] = {"LPIPS": load_lpips, "PSNR": lambda: 
 
 
 def loaded() -> tuple[dict[str, Score], list[str]]:
-    """Return the metrics that are available here, and a note for each of the others."""
+    """Return the metrics that are available here, and a note for each metric that is not."""
     found: dict[str, Score] = {}
     notes = []
     for name, load in METRICS.items():

@@ -1,7 +1,7 @@
 """The queued graphs: a template, filled with prompt, seed and setting.
 
 A template is a graph in ComfyUI's API format with %prompt% in a text (required), %negative% (optional), and one ToMA
-node. The unmerged graph is the same graph without the ToMA node, not with a ratio of 0.
+node. Unmerged pictures come from the graph without its ToMA node, not from a ratio of 0.
 """
 
 from __future__ import annotations

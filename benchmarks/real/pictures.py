@@ -1,4 +1,4 @@
-"""The folder of pictures: lists the pictures that are wanted, and makes the missing ones."""
+"""List the wanted pictures, and make those that the output folder lacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Return the name of its files."""
+        """Return the name of the picture's files, without suffix."""
         return key_of(self.graph)
 
     @property
@@ -54,7 +54,7 @@ def plan(
     template: Template, prompts: Sequence[str], negative: str, seeds: Sequence[int], settings: Sequence[Setting]
 ) -> list[Job]:
     """Return every picture in the order of making. Settings alternate, and each comes first in turn, so that a machine
-    that gets warmer or busier favours none of them."""
+    that gets warmer or busier favours no setting."""
     jobs = []
     ways: list[Setting | None] = [None, *settings]
     for turn, (prompt, seed) in enumerate((prompt, seed) for prompt in prompts for seed in seeds):
@@ -65,7 +65,7 @@ def plan(
 
 
 class Folder:
-    """Pictures as KEY.png with KEY.json beside them; the JSON is written last, so a pair of files is complete."""
+    """Pictures as KEY.png with KEY.json beside them. The JSON is written last, so a picture with a JSON is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,7 +99,7 @@ class Folder:
         return found if self.picture(job).is_file() else None
 
     def save(self, job: Job, png: bytes, seconds: float | None, timed: bool) -> None:
-        """Store a picture. timed: whether the seconds are comparable with others."""
+        """Store a picture. timed: whether the seconds are comparable with those of other runs."""
         about = {"prompt": job.prompt, "seed": job.seed, "setting": job.name, "seconds": seconds, "timed": timed}
         self.write(self.picture(job), png)
         record = json.dumps({**about, "graph": job.graph}, indent=1)
@@ -128,7 +128,7 @@ def make_missing(server: Server, template: Template, folder: Folder, jobs: Seque
         start = time.monotonic()
         made = server.make(job.graph, template.picture)
         spent.append(time.monotonic() - start)
-        # The first run of a setting in a session includes one-time work (compiling, checks of kernels).
+        # The first run of a setting is not timed, because it includes one-time work (compiling, checks of kernels).
         timed = job.name in warm and made.seconds is not None and template.is_pure(job.graph, made.cached)
         warm.add(job.name)
         folder.save(job, made.png, made.seconds, timed)

@@ -14,7 +14,7 @@ from .pictures import UNMERGED, Folder
 
 
 def table(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Return a head and one row for each setting: means, and medians of seconds."""
+    """Return a head and one row for each setting: mean metrics, and median seconds."""
     rows = [["setting", "pictures", *METRICS, "seconds", "faster"]]
     for summary in summaries:
         figures = (summary.figures.get(name) for name in METRICS)
@@ -26,7 +26,7 @@ def table(summaries: Sequence[Summary]) -> list[list[str]]:
 
 
 def notes(summaries: Sequence[Summary], conditions: dict[str, Any]) -> list[str]:
-    """Return the notes of the table."""
+    """Return the notes below the table."""
     device, comfyui, pytorch = (conditions[name] for name in ("device", "comfyui", "pytorch"))
     found = [
         f"Measured on {device}, ComfyUI {comfyui}, PyTorch {pytorch}. Seconds: median of the server's own times for "
