@@ -30,7 +30,8 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     fresh_compiler: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Most families need at most three graphs, with a KV cache in full precision or in 4 bits."""
+    """The compiled model gives the uncompiled model's latent, with a KV cache in full precision or in 4 bits
+    (`packed`). Most families need at most three graphs."""
     model_of(kind)  # skips models that this ComfyUI lacks
     if packed:
         monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
@@ -47,9 +48,10 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
 
 
 def test_the_same_beside_the_prefix_cache_of_qwen_image_21(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
-    """Qwen-Image 2.1 compares prompts outside of the graph, and fills its own prefix cache in the first step."""
+    """The model fills its prefix cache in the first step. In each step it checks, outside of the graph, whether the
+    cache belongs to the step's prompt."""
     model, run = models.qwen_image21(layers=2), {"steps": 4, "cfg": 1.0}
-    del model.model_options["transformer_options"]["qwen_image21_cache"]  # switches the cache off
+    del model.model_options["transformer_options"]["qwen_image21_cache"]  # this option switches the prefix cache off
     plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), Counting(), inside=True)
     wanted = models.sample(plain, HEIGHT, WIDTH, **run)
     for _ in range(2):
@@ -71,7 +73,7 @@ def test_attention_without_overrides_is_noticed_inside_the_graphs(
 
 
 def test_keys_and_values_in_main_memory(fresh_compiler: None) -> None:
-    """Custom operators copy keys and values; graphs contain no code for these copies."""
+    """Custom operators copy keys and values to main memory and back, so that these copies need no additional graph."""
     model, backend = models.z_image(layers=2), Counting()
     card = compared("z_image", compiled(balanced(model), backend, inside=True), quantized=True, order=3, cfg=1.0)
     assert card.peak[1] > 0

@@ -1,5 +1,5 @@
-"""Provide the layout of the blocks' arguments in every family, and a merged block computed by plain indexing, as
-references for tests."""
+"""Provide expected results for tests: the layout of the blocks' arguments in every family, and a merged block that is
+computed by plain indexing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from scripts import comfyui
 
 HEIGHT, WIDTH, TEXT = 20, 28, 7
-CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, so fp32 sums in another order differ by 1e-5
+CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, so changing the order of an fp32 sum changes it by 1e-5
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,19 @@ class Layout:
     """Describe the arguments of a model's blocks. Layouts are written by hand from ComfyUI's source, independently of
     the adapters.
 
-    blocks: attribute of the model with the list of blocks.
-    tokens: argument with the image tokens.
-    names: names of the positional arguments, if the signature does not have them.
+    blocks: name of the model's attribute that holds the list of blocks.
+    tokens: name of the argument with the image tokens.
+    names: names of the positional arguments, if the signature of `forward` does not name them.
     before: number of tokens before the image in the argument `tokens`.
-    rope_arg, rope_token_dim: argument with the positions, and the axis of its tokens.
+    rope_arg, rope_token_dim: name of the argument with the positions, and its axis of tokens.
     above, below: number of positions before and behind those of `tokens`, such as those of a text stream.
-    keys: argument with a mask of the attention's keys, which begins with the image.
+    keys: name of the argument with the mask of the attention's keys; the mask begins with the image.
     out: index of the image tokens in the block's results.
-    rows: further arguments with a row for each token.
-    pairs: arguments and results are pairs whose first element is the image.
-    flat: tokens have no batch axis.
-    grid: tokens are (B, frames, height, width, C).
+    patch: side of a token in latent pixels.
+    rows: names of the arguments, besides tokens and positions, that have a row for each token.
+    pairs: whether arguments and results are pairs whose first element is the image.
+    flat: whether tokens lack a batch axis.
+    grid: whether tokens are (B, frames, height, width, C).
     """
 
     blocks: str
@@ -60,7 +61,7 @@ class Layout:
         return value[None] if self.flat and value.ndim == 2 else value
 
     def given(self, like: Any, tensor: Tensor) -> Any:
-        """Return an argument of the form of `like` that contains `tensor`."""
+        """Return `tensor`, tokens as (B, T, C), in the form of the argument `like`."""
         if self.pairs and isinstance(like, tuple):
             return (tensor, *like[1:])
         if self.grid and like.ndim == 5:
@@ -98,7 +99,7 @@ LAYOUTS = {
         ),
     ),
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), above=TEXT, out=1),),
-    # Pictures have a single frame. test_wan.py has videos.
+    # These are the layouts of pictures, which have a single frame; test_wan.py tests videos.
     "cosmos": (Layout("blocks", "x_B_T_H_W_D", rope_arg="rope_emb_L_1_1_D", rope_token_dim=1, grid=True),),
     "wan": (Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1),),
     "hunyuan": (replace(DOUBLE, patch=1), replace(SINGLE, patch=1)),
@@ -109,16 +110,16 @@ LAYOUTS = {
     # Before the video there are the text and two channels of five audio tokens.
     "h3": (Layout("blocks", "x", rope_arg="rope_freqs", rope_token_dim=1, before=TEXT + 10, flat=True),),
 }
-# Families whose latents have no batch.
+# Families that sample one latent at a time.
 ALONE = ("h3",)
-# Settings that make every plan from the previous step's prediction.
+# Settings that make every plan from the picture that the previous step predicted.
 PREDICTED: dict[str, Any] = {
     "similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1
 }  # fmt: skip
 
 
 def current() -> bool:
-    """Return whether this is the default ComfyUI, which has all families."""
+    """Return whether the tests run with the default ComfyUI release, which has all families."""
     return bool(importlib.import_module("comfyui_version").__version__ == comfyui.DEFAULT_RELEASE)
 
 
@@ -136,8 +137,8 @@ def merged_call(
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
     """Return the block's arguments with merged tokens, the image tokens, and the merged image tokens.
 
-    plans: the plan of the image, and the plans of merged references behind the image. M: one merge matrix for all
-    plans.
+    plans: the image's plan, then the plans of merged references, which follow the image. M: the merge matrix of all
+    these plans together.
     """
     x, tokens = layout.taken(given[layout.tokens]), sum(plan.tokens for plan in plans)
     image = x[:, layout.before : layout.before + tokens]

@@ -12,7 +12,7 @@ from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 
 
 def test_presets_merge_a_video_of_a_picture(model_of: Any, stats_of: Any) -> None:
-    """Image to video: the first frame is fixed and has its own sigma."""
+    """In image to video, the first frame is fixed and has its own sigma."""
     model = model_of("cosmos")
     settings = pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4})
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
@@ -26,7 +26,7 @@ def test_presets_merge_a_video_of_a_picture(model_of: Any, stats_of: Any) -> Non
 
 
 def test_patches_inside_a_block_see_all_tokens(model_of: Any, attach: Any) -> None:
-    """LLLite, the ControlNet of Anima, patches blocks in this way."""
+    """LLLite, the ControlNet of Anima, patches the inside of blocks."""
     model, seen = model_of("cosmos"), []
 
     def patch(args: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_anima_has_the_same_blocks(pack: Any) -> None:
     from comfy.ldm.anima.model import Anima
 
     config = models.cosmos().model.model_config.unet_config
-    device = torch.device("meta")  # the text encoder has a hundred million weights
+    device = torch.device("meta")  # allocates nothing: the text encoder has a hundred million weights
     network = Anima(**{**config, "device": device, "operations": comfy.ops.disable_weight_init})
     found = list(pack_module("nodes.adapters.registry").find(network).hook_pairs())
     assert [module for module, _ in found] == list(network.blocks)

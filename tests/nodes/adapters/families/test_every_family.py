@@ -1,6 +1,6 @@
 """Test every family on a small model of its real class.
 
-Add a new family to `testbed.models` and `LAYOUTS`. The last test names the entries that are missing.
+Add a new family to `testbed.models` and `LAYOUTS`. The last test here fails if one of them lacks a family.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_block_is_computed_on_merged_tokens(
 def test_consecutive_blocks_stay_merged(
     family: str, layout: Layout, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
-    """Flux also has references, which follow the image."""
+    """The run of Flux has references, whose tokens follow the image's."""
     model = model_of(family)
     references = of_references(model, layout, None) if family == "flux" else {}
     conds = {"positive": models.conditioning(model, seed=1, **references)}
@@ -86,7 +86,7 @@ def test_consecutive_blocks_stay_merged(
     merged_args, image, merged = merged_call(layout, given, [plan], M)
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
-        # All other arguments, such as modulation in Chroma, differ between blocks.
+        # Arguments without tokens, such as Chroma's modulation, differ between blocks; take them from the block's call.
         told_as_merged = layout.tokens, layout.rope_arg, *layout.rows, layout.keys
         others = {n: v for n, v in seen.items() if n not in told_as_merged}
         out = run(block, layout, {**merged_args, **others})
@@ -156,7 +156,7 @@ def test_plans_from_the_predicted_picture(
     stats_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # With a large shift, predictions would be too noisy to be used in any of the three steps.
+    # Accept noisier predictions. Otherwise a model with a large shift would predict nothing usable in three steps.
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     model, batch = model_of(family), 1 if family in ALONE else batch
     merged = attach(model, **PREDICTED)
@@ -172,7 +172,8 @@ def test_plans_from_the_predicted_picture(
 def test_conditions_in_calls_of_their_own(
     family: str, settings: Any, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free memory decides whether prompt and negative prompt share a call, which must not change the picture."""
+    """Depending on free memory, ComfyUI evaluates prompt and negative prompt in one call or in two. Two calls may
+    change the picture only by rounding."""
     model = model_of(family)
     merged = attach(model, **settings)
     joined = models.sample(merged, HEIGHT, WIDTH, steps=2)
@@ -254,7 +255,7 @@ def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of:
     model, seen = model_of(family), []
 
     def patch(args: dict[str, Any]) -> dict[str, Any]:
-        """Replace the image, or change it in place, as the patch of Uni3C does."""
+        """Replace the image in odd calls, and change it in place in even calls, as the patch of Uni3C does."""
         seen.append(args["img"].shape[1])
         return {**args, "img": args["img"] * 1.01 if len(seen) % 2 else args["img"].mul_(1.01)}
 
@@ -325,4 +326,5 @@ def test_every_supported_transformer_is_tried_here(pack: Any) -> None:
     registry = pack_module("nodes.adapters.registry")
     assert set(LAYOUTS) == set(models.TRANSFORMERS)
     families = {type(registry.find(make().model.diffusion_model)).__module__ for make in models.TRANSFORMERS.values()}
-    assert len(families) + 1 == len(registry._FAMILIES) == len(models.FAMILIES)  # UNets are one more family
+    # `families` lacks the family of the UNets.
+    assert len(families) + 1 == len(registry._FAMILIES) == len(models.FAMILIES)

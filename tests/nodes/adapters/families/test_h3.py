@@ -1,4 +1,5 @@
-"""Test MiniMax H3: tokens without a batch axis, modulation by segments of tokens, and other tokens before the video."""
+"""Test MiniMax H3: tokens have no batch axis, modulation is by segments of tokens, and text and audio come before the
+video."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ BEFORE: dict[str, tuple[dict[str, Any], int]] = {
 def test_a_block(
     what: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Only video tokens are merged, so the last segment gets shorter."""
+    """The last segment of modulation is the video. Only the video is merged, so only this segment becomes shorter."""
     model, (options, others) = model_of("h3"), BEFORE[what]
     block = model.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -107,8 +108,8 @@ def test_runs_of_the_preset(what: str, sampler: str, cfg: float, model_of: Any, 
 
 
 def in_int8(model: Any) -> Any:
-    """Convert the model as ComfyUI loads it from an int8 checkpoint: linear layers of the blocks have a scale per
-    row."""
+    """Return the model as ComfyUI loads it from an int8 checkpoint, which has a scale for each row of the blocks'
+    linear layers."""
     import comfy.sd
 
     found: dict[str, Tensor] = {}
@@ -127,7 +128,7 @@ def in_int8(model: Any) -> Any:
 
 
 def test_int8_weights_and_a_lora(stats_of: Any) -> None:
-    """Sample as ComfyUI's template does, with an int8 checkpoint and a LoRA for few steps."""
+    """ComfyUI's template has an int8 checkpoint and a LoRA that reduces the number of steps."""
     import comfy.sd
 
     plain = models.h3()

@@ -1,5 +1,5 @@
-"""Test MiniMax H3 with a mask, as in inpainting and in extending a video: each token of the video has its own row of
-modulation."""
+"""Test MiniMax H3 with a mask, as in inpainting or in extending a video. With a mask, each video token has its own row
+of modulation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def with_segments(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[C
         call = block.__call__
 
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > 2:  # arguments of the model's own calls, not of the test's
+            if len(args) > 2:  # a call by the model; the test's own calls pass keywords
                 if not lists or lists[-1][0] is not args[2]:
                     lists.append((args[2], change(args[2])))
                 args = (*args[:2], lists[-1][1], *args[3:])
@@ -56,7 +56,7 @@ def with_segments(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[C
 
 
 def levels(segments: list[Any]) -> Tensor:
-    """Return a row of modulation for each video token, chosen at random from two noise levels."""
+    """Return the index of a row of modulation for each video token, at random one of two noise levels."""
     first, last = segments[0][2], segments[-1][2]
     return torch.where(noise(TOKENS) > 0, first, last)
 
@@ -67,13 +67,13 @@ def by_token(segments: list[Any]) -> list[Any]:
 
 
 def by_token_of_both(segments: list[Any]) -> list[Any]:
-    """Give each audio token a row of modulation, too."""
+    """Give each audio token and each video token its own row of modulation."""
     *others, (a, b, row), (start, stop, _) = segments
     return [*others, (a, b, torch.full((b - a,), row)), (start, stop, levels(segments))]
 
 
 def by_frame(segments: list[Any]) -> list[Any]:
-    """Cut the video into two segments. Tokens of the second segment have separate rows of modulation."""
+    """Cut the video into two segments: the first has one row of modulation, the second has a row for each token."""
     *others, (start, stop, row) = segments
     middle, rows = start + 2 * FRAME, levels(segments)[: stop - start - 2 * FRAME]
     return [*others, (start, middle, row), (middle, stop, rows)]
@@ -140,7 +140,7 @@ def test_whatever_segments_are_they_are_no_error(segments: Any, pack: Any) -> No
 
 
 def masks(what: str) -> tuple[Tensor, Tensor]:
-    """Return masks of the video and of the audio. Values of 1 are generated, values of 0 are kept."""
+    """Return masks of the video and of the audio. The model generates where a mask is 1, and keeps where it is 0."""
     video, audio = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, 2, AUDIO // 2)
     if what == "a rectangle":
         video[..., :, :6, :8] = 0
@@ -157,7 +157,8 @@ def masks(what: str) -> tuple[Tensor, Tensor]:
 @loop("what", ["a rectangle", "an extension", "a soft edge", "all alike", "audio alone"])
 @loop("cfg", [1.0, 3.0])
 def test_a_masked_run(what: str, cfg: float, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model reads masks since ComfyUI 0.33.0. Older releases only blend latents by the mask, after the model."""
+    """Since ComfyUI 0.33.0 the model reads masks. Before 0.33.0, ComfyUI only blends latents by the mask, outside of
+    the model."""
     from comfy.nested_tensor import NestedTensor
 
     model, (video, audio) = model_of("h3"), masks(what)

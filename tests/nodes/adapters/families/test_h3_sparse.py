@@ -1,5 +1,5 @@
-"""Test MiniMax H3 with sparse attention, as in Fast-H3: in part of the schedule, a node passes the blocks an attention
-function. ComfyUI's node does this from 12,288 tokens on."""
+"""Test MiniMax H3 with sparse attention, as in Fast-H3: in a part of the schedule, a node passes an attention function
+to the blocks. ComfyUI's node does so only with 12,288 tokens or more."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ STEPS, BLOCKS = 8, 4
 
 @pytest.fixture
 def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int], list[int]]]:
-    """sparse(start_percent, dense): return a model with sparse attention, and lists of the token counts of sparse
-    attentions and of blocks.
+    """sparse(start_percent, dense): return a model with sparse attention, a list of the token counts of its sparse
+    attentions, and a list of the token counts of its blocks.
 
-    The attention stands in for ComfyUI's `BlockSparseAttention`, which is newer than 0.33. dense: indices of blocks
-    that are never sparse.
+    The attention stands in for `BlockSparseAttention`, which came after ComfyUI 0.33. start_percent: where sparse
+    attention begins. dense: indices of blocks that are never sparse.
     """
 
     def patched(start_percent: float, dense: set[int]) -> tuple[Any, list[int], list[int]]:
@@ -78,7 +78,7 @@ def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     [
         (0.2, set(), BLOCKS),  # only the second step is neither sparse nor full
         (0.6, set(), 3 * BLOCKS),
-        (0.2, {0, 3}, 5 * 2 + 2),  # blocks 0 and 3 are merged in every merged step
+        (0.2, {0, 3}, 5 * 2 + 2),  # blocks 0 and 3, never sparse, are merged in 5 steps
         (1.0, set(), 5 * BLOCKS),  # no step is sparse
     ],
 )

@@ -1,4 +1,4 @@
-"""Test HunyuanVideo: frames behind text and reference, a mask of the text, and modulation of single frames."""
+"""Test HunyuanVideo: frames that follow text and a reference, a mask of the text, and modulation by frame."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.nodes.adapters.families.layouts import (
 
 Reason = pack_module("toma_core.reasons").Reason
 
-# Version 1.5 has a token for each latent pixel, no single blocks and no pooled text.
+# HunyuanVideo 1.5 has a token for each latent pixel, no single blocks and no pooled text.
 NEW = {
     "base": "HunyuanVideo15",
     "kind": "HunyuanVideo15",
@@ -53,8 +53,8 @@ def hunyuan() -> Any:
 
 
 def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any) -> Tensor:
-    """Run a recorded block on tokens and positions that are merged by plain indexing. The mask gets the length of the
-    merged tokens."""
+    """Run a recorded block on tokens and positions that are merged by plain indexing. The attention mask is cut to the
+    length of the merged tokens."""
     M, U = dense(plan)
     merged_args, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
     if merged_args["attn_mask"] is not None:
@@ -110,8 +110,8 @@ def test_videos_and_guidance(
 
 
 def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, attach: Any, stats_of: Any) -> None:
-    """If image to video replaces the first frame, ComfyUI passes single blocks a token index that lies inside of a
-    frame."""
+    """If image to video replaces the first frame, ComfyUI modulates the first frame's number of tokens separately. In
+    single blocks it counts them from the first text token, so the last of them lies inside of a frame."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), models.sample(hunyuan, HEIGHT, WIDTH, **asked))

@@ -28,7 +28,8 @@ def sampled(model: Any, **options: Any) -> list[Tensor]:
 
 
 def video_mask(kind: str) -> Tensor:
-    """Return a mask for a given first frame, as in image to video, or for half of every frame."""
+    """Return a mask that fixes the first frame, as in image to video ("frame"), or that reduces the noise of the left
+    half of every frame ("half")."""
     mask = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
     if kind == "frame":
         mask[:, :, 0] = 0
@@ -51,7 +52,8 @@ def masked(family: str, kind: str, audio: float = 1.0) -> Any:
 def test_a_block_of_a_video(
     family: str, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Frames do not share destinations, and both RoPE tables have the rows of the destinations."""
+    """All frames have the same number of destinations. Merged tokens get the RoPE rows of their destinations, in LTX-2
+    from two tables (`v_pe` and `v_cross_pe`)."""
     model, (layout,) = model_of(family), LAYOUTS[family]
     block = model.model.diffusion_model.transformer_blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -80,7 +82,7 @@ def test_a_block_of_a_video(
 def test_modulation_follows_the_destinations(
     family: str, kind: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Modulation is per frame, as in LTX-2 with a given frame, or per token. Merged tokens have the modulation of their
+    """Modulation is per frame (LTX-2 with a fixed first frame) or per token. A merged token has the modulation of its
     destination."""
     model, (layout,) = model_of(family), LAYOUTS[family]
     block = model.model.diffusion_model.transformer_blocks[1]
@@ -124,9 +126,9 @@ def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) 
 
 
 def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Audio that attended to merged tokens would have a much larger error."""
+    """Audio that attended only to merged video tokens would have more than 1.4 times the error."""
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
-    # The priority of tokens that were not computed recently would hide a fault.
+    # Switch off the lower priority of the last step's destinations, because it would hide a fault.
     monkeypatch.setattr(pack_module("toma_core.run"), "RECENT", 1.0)
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     own = sampled(model, steps=8)
@@ -154,8 +156,8 @@ def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, 
 
 
 def guided(model: Any, strength: float) -> dict[str, Any]:
-    """Return conditioning with a guide of one frame, placed as ComfyUI's node does. strength: scales the attention to
-    the guide."""
+    """Return sampling options with a guide of one frame, as ComfyUI's node adds it. strength: factor of the attention
+    to the guide."""
     from comfy_extras.nodes_lt import LTXVAddGuide, _append_guide_attention_entry
 
     latent, mask = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
@@ -201,7 +203,8 @@ def test_guides_that_are_smaller_than_the_video(family: str, model_of: Any, atta
 
 
 def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of: Any) -> None:
-    """Guidance that switches off a stream may order its calls differently in each step."""
+    """Guidance may add calls in which a stream is switched off, in a different order in each step. Each kind of call
+    must find its own caches."""
     import comfy.samplers
     from comfy.model_patcher import create_model_options_clone
 
@@ -251,7 +254,7 @@ def test_context_windows(settings: str, model_of: Any, attach: Any, stats_of: An
     assert stats_of(merged).unmerged == {}
 
 
-# The stages of ComfyUI's templates for LTX-2.5, and the number of steps that `balanced` merges in each.
+# By stage of ComfyUI's templates for LTX-2.5: sigmas, and the number of steps that the preset `balanced` merges.
 STAGES = {
     "first": ((1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0), 3),
     "second": ((0.85, 0.725, 0.4219, 0.0), 0),
@@ -260,8 +263,8 @@ STAGES = {
 
 @loop("stage", list(STAGES))
 def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
-    """LTX-2.5 is the model of LTX-2.3 with other settings. The guider has separate scales for picture and sound. The
-    sampler draws so little new noise that steps are merged."""
+    """LTX-2.5 is the model of LTX-2.3 with the settings below. ComfyUI's guider has separate scales for picture and
+    sound. In the first stage, the sampler draws so little new noise that steps are merged."""
     import comfy.sample
     import comfy.samplers
     from comfy.ldm.lightricks.av_model import LTXAVModel

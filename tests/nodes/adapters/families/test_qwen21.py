@@ -1,4 +1,5 @@
-"""Test Qwen-Image 2.1: the ways in which the model calls its blocks, references, and nodes that change blocks."""
+"""Test Qwen-Image 2.1 with every way in which it calls its blocks, with references, and with nodes that change
+blocks."""
 
 from __future__ import annotations
 
@@ -16,18 +17,19 @@ from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, TEXT, WIDTH, errors, noise
 from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated
 
-REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # fewer tokens than the image, more tokens, and equally many
+REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # smaller than the image, larger than it, and as large
 CACHES = ("off", "auto", "cpu")
 PLACES = (*CACHES, "gpu")
-# Whether blocks add into their input in place. Such blocks are called twice while the prefix cache is filled, as in
-# later releases.
+# Whether blocks change their input in place. The model's first release has blocks that do not. Later releases have
+# blocks that do, and call each block twice while they fill the prefix cache.
 FORMS = (False, True)
 IMAGE = HEIGHT * WIDTH
 
 
 @pytest.fixture(scope="module")
 def made(pack: Any) -> Any:
-    """made(in_place): return a small model with blocks of either form. ComfyUI's own class has only one form."""
+    """made(in_place): return a small model whose blocks change their input in place or not. ComfyUI's own class has
+    only one of these forms; the stand-in for releases without this class has both."""
     found: dict[bool, Any] = {}
 
     def of(in_place: bool) -> Any:
@@ -116,7 +118,7 @@ def test_comfyuis_cache_in_fewer_bits(
 @loop("in_place", FORMS)
 @loop("cache", CACHES)
 def test_queries_of_destinations_see_keys_of_all(in_place: bool, cache: str, made: Any, attach: Any) -> None:
-    """Text attends to the tokens before the image, and the image attends to all keys at their own positions."""
+    """Text attends to text only. The image's destinations attend to the keys of all tokens."""
     model = at(made(in_place), cache)
     watch = Watch(1)
     evaluated(watch.on(attach(model, ratio=0.5, **KEYS)))
@@ -189,10 +191,11 @@ def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: p
     from comfy.samplers import CFGGuider, sampler_object
 
     memory, model = pack_module("nodes.adapters.kv_memory"), made(True)
-    prefix = (TEXT + 24 * 30) * 2 * 4 * 48 * 4  # tokens, keys and values, blocks, width, bytes
+    prefix = (TEXT + 24 * 30) * 2 * 4 * 48 * 4  # tokens * (keys and values) * blocks * width * bytes
 
     def planned(cache: str, dtype: str, cfg: float, room: float) -> bool:
-        """Return whether the KV cache fits in full precision."""
+        """Return whether the KV cache fits in full precision. room: free memory beside the KV cache, in sizes of a
+        prefix cache."""
         placed = at(model, cache, dtype)
         guider = CFGGuider(placed)
         guider.set_cfg(cfg)

@@ -1,4 +1,4 @@
-"""Test reference images behind the generated image: unmerged, or merged by separate plans."""
+"""Test reference images whose tokens follow the generated image: they stay unmerged, or have separate plans."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_references(
     family: str, method: str | None, too: bool, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any,
     stats_of: Any,
 ) -> None:  # fmt: skip
-    """The start of clean tokens, which the model passes to its blocks, moves with the number of tokens."""
+    """With `index_timestep_zero`, references have the modulation of clean images, and blocks receive the index of the
+    first reference token. Merging lowers this index by the number of tokens that it removes before it."""
     model = model_of(family)
     taken = inspect.signature(type(model.model.diffusion_model).forward).parameters
     if family == "krea2" and "ref_latents" not in taken:
@@ -57,7 +58,7 @@ def test_references(
     given = arguments(block, layout, call)
     num_tokens = given["transformer_options"].get("reference_image_num_tokens")
     assert num_tokens or not current()
-    too = too and bool(num_tokens)  # ComfyUI 0.16.3 does not pass the number of tokens
+    too = too and bool(num_tokens)  # without the number of their tokens (ComfyUI 0.16.3), references stay unmerged
     plans = [c.plan for c in plan_calls[call.first_plan :][: 3 if too else 1]]
     sizes = [(side // layout.patch) * (12 // layout.patch) for side in (8, 6)]
     assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)
@@ -90,7 +91,8 @@ def test_references(
 def test_modulation_is_of_the_tokens_that_a_block_has(
     granularity: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With granularity "module" the block has all tokens, so the start of clean tokens is unchanged."""
+    """With granularity "module" a block runs on all tokens, so the index of the first reference token must not
+    change."""
     layers = importlib.import_module("comfy.ldm.flux.layers")
     own, seen = layers.apply_mod, []
 
@@ -110,7 +112,7 @@ def test_modulation_is_of_the_tokens_that_a_block_has(
 
 @loop("family", ["flux", "flux2", "krea2", "qwen_image"])
 def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: Any, plan_calls: Any) -> None:
-    """The references of a condition use one plan per run, in all calls and blocks."""
+    """Each reference of a condition has one plan, which all calls and blocks of the run use."""
     model = model_of(family)
     options = of_references(model, LAYOUTS[family][0], "index" if family == "krea2" else None)
     conds = {
@@ -136,8 +138,8 @@ def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: 
 def test_reference_as_large_as_the_image(
     family: str, model_of: Any, attach: Any, plan_calls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Edit a picture. The reference keeps one plan for the run. The image gets a new plan in every step; both
-    conditions share this plan even if free memory splits their calls."""
+    """The reference keeps one plan for the run. The image gets a new plan in every step, which both conditions share,
+    even if ComfyUI evaluates them in separate calls for lack of memory."""
     model = model_of(family)
     channels, five = model.model.latent_format.latent_channels, family == "qwen_image"
     size = (1, channels, *((1,) if five else ()), HEIGHT, WIDTH)
@@ -146,8 +148,8 @@ def test_reference_as_large_as_the_image(
         "positive": models.conditioning(model, seed=1, **options),
         "negative": models.conditioning(model, seed=2, **options),
     }
-    # Destinations are on a fixed grid, because rounding in calls of another size may change the choice between nearly
-    # equal gains.
+    # Destinations are on a fixed grid, because a split call rounds differently from a joined call: the selection could
+    # choose a different one of two tokens with nearly equal gains.
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1, "selector": "grid"}
     joined = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)
     plan_calls.clear()
@@ -166,7 +168,8 @@ def test_reference_as_large_as_the_image(
 def test_each_reference_is_merged_that_can_be(
     model_of: Any, attach: Any, plan_calls: Any, stats_of: Any, least: int, cached: bool
 ) -> None:
-    """The references have 24 and 18 tokens, in either order. The report names the reference that is not merged."""
+    """The references have 24 and 18 tokens, in either order. A reference with fewer than `least` tokens is not merged,
+    and the report names it."""
     model = model_of("flux")
     options = of_references(model, LAYOUTS["flux"][0], None)
     settings = {"full_step_interval": 3, "kv_cache": True} if cached else {}
@@ -188,7 +191,7 @@ def test_each_reference_is_merged_that_can_be(
 
 @loop("family", ["z_image", "omnigen2"])
 def test_references_before_the_image(family: str, attach: Any, stats_of: Any) -> None:
-    """In Z-Image Omni, which also has captions, and in OmniGen2 references come before the image."""
+    """In Z-Image Omni and OmniGen2, references come before the image and are never merged."""
     model = models.TRANSFORMERS[family]()
     options = of_references(model, LAYOUTS[family][0], None)
     conds = {"positive": models.conditioning(model, seed=1, **options)}

@@ -1,4 +1,4 @@
-"""Test videos: windows lie within a frame, and all frames have the same number of destinations."""
+"""Test videos: each window lies within one frame, and all frames have the same number of destinations."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: A
 
 
 def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, stats_of: Any) -> None:
-    """Tokens behind the video would get the sigmas of wrong frames."""
+    """Frames behind the video (`time_dim_concat`) have no sigmas. ComfyUI stretches the video's sigmas over all frames,
+    so tokens have the sigmas of wrong frames, which merging cannot reproduce."""
     model = models.wan(**WAN22)
     behind = torch.randn(1, 48, 1, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(3))
     conds = {"positive": models.conditioning(model, seed=1, time_dim_concat=behind)}
@@ -93,7 +94,7 @@ def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, 
     out = held_first(merged, 3, steps=1, cfg=1.0, **conds)
     assert list(stats_of(merged).unmerged) == [Reason.OWN_MODULATION()]
     assert torch.equal(out, held_first(model, 3, steps=1, cfg=1.0, **conds))
-    # If all frames have the same sigma, wrong frames have no effect.
+    # Without a fixed first frame, all frames have the same sigma, so blocks are merged.
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
     assert stats_of(merged).unmerged == {}
 
@@ -167,7 +168,7 @@ def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no
 
 
 def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overlapping windows cache their common frames several times."""
+    """Each context window has its own cache, so a frame in two windows is cached twice."""
     nodes, run = (
         importlib.import_module("comfy_extras.nodes_context_windows"),
         pack_module("nodes.adapters.patch_model"),
@@ -187,9 +188,9 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
 
 @loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
-    """Plans belong to the frames of a call. Both conditions share the plans."""
+    """A plan belongs to the frames of one context window. Both conditions share it."""
     nodes = importlib.import_module("comfy_extras.nodes_context_windows")
-    # There are 7 latent frames in windows of 5 that overlap by 3. ComfyUI may add a frame before later windows.
+    # Windows have 5 of the 7 latent frames and overlap by 3. ComfyUI may add a frame before each window but the first.
     window_options = ("standard_static", 1, False, "pyramid", False)
     windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *window_options).result[0]
     merged = attach(windowed, **settings)
@@ -207,7 +208,7 @@ def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_
 
 
 def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
-    """An area of the picture applies to every frame."""
+    """A prompt for an area of the picture applies to this area in every frame."""
     positive = models.conditioning(wan, seed=1) + models.conditioning(wan, seed=3, area=(12, 16, 4, 8))
     merged = attach(wan)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=2, cfg=1.0, positive=positive)
@@ -215,12 +216,9 @@ def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: An
     assert set(stats_of(merged).grids) == {(3, 10, 14), (3, 6, 8)}
 
 
-# --- tokens before and behind the video --------------------------------------------------------------------------
-
-
 @loop("place", ["attn1_patch", "attn2_patch"])
 def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any, stats_of: Any) -> None:
-    """MultiTalk has patches inside blocks."""
+    """MultiTalk patches the attention inside blocks. Such blocks are not merged."""
     seen: list[tuple[int, Any]] = []
 
     def patch(args: dict[str, Any]) -> Tensor:
@@ -251,7 +249,7 @@ def test_attention_receives_the_number_of_tokens_per_frame(wan: Any, attach: Any
 
 
 def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stats_of: Any) -> None:
-    """Models for pictures whose latents have five dimensions are not merged with several frames."""
+    """Qwen-Image makes pictures, but its latents have an axis of frames. A latent with several frames is not merged."""
     model = model_of("qwen_image")
     merged = attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)

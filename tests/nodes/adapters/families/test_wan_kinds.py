@@ -1,4 +1,4 @@
-"""Test the tokens beside the video in the kinds of Wan: references, context, poses and music. Some kinds are not
+"""Test the kinds of Wan that have references, context, poses or music beside the video, and kinds that are not
 supported."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_other_frames_are_not_merged(
 
 
 class Seen:
-    """The CLIP vision output of a picture."""
+    """A stand-in for the CLIP vision output of a picture."""
 
     penultimate_hidden_states = noise(1, 257, 1280)
 
@@ -71,7 +71,8 @@ def test_blocks_are_not_merged_with_reference_and_context(attach: Any, stats_of:
 
 
 def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
-    """The first frame and its mask are channels; the CLIP vision output of this frame is treated as text."""
+    """The first frame and its mask are additional channels of the latent. The model treats the frame's CLIP vision
+    output as text."""
     model = models.wan(kind="WAN21_I2V", model_type="i2v", in_dim=36)
     model.model.image_to_video = True
     first = noise(1, 16, 5, HEIGHT, WIDTH)
@@ -115,7 +116,7 @@ def test_kinds_that_read_all_tokens_between_blocks(
     model = models.wan(**{"model_type": kind, **KINDS[kind]})
     blocks, height = model.model.diffusion_model.blocks, HEIGHT
     options: dict[str, Any] = {"camera_conditions": noise(1, 24, 3, 8 * HEIGHT, 8 * WIDTH)} if kind == "camera" else {}
-    if kind == "wandancer":  # each piece of music has an eighth of a frame's tokens
+    if kind == "wandancer":  # the model cuts each frame into 8 equal parts, one per piece of music
         height, options = 16, {"audio_embed": noise(1, 20, 35), "clip_vision_output": Seen()}
     conds = {"positive": models.conditioning(model, seed=1, **options)}
     asked = {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
@@ -137,7 +138,7 @@ def test_kinds_that_read_all_tokens_between_blocks(
 def test_references_are_frames_and_poses_follow(
     kind: str, references: int, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """SCAIL's poses may have half the height and width of the video. Neither references nor poses are merged."""
+    """Poses of SCAIL may have half the height and width of the video. Neither references nor poses are merged."""
     import comfy.model_base
 
     name = kind.upper()
