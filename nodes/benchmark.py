@@ -1,4 +1,4 @@
-"""ToMA Benchmark: measure speed and error on the user's machine, and recommend ratios."""
+"""The node ToMA Benchmark: measure speed and error on the user's machine, and recommend ratios."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ToMABenchmark(io.ComfyNode):
         image = as_image(bar_chart(_bars(timings, fastest, closest)))
         lines = said([*verdict, "", Caption.TIME()], notes)
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **lines}
-        if noisy:  # nodes connected to these outputs then do not run
+        if noisy:  # blockers keep nodes that are connected to the two ratios from running
             return io.NodeOutput(image, table, ExecutionBlocker(None), ExecutionBlocker(None), ui=shown)
         recommended = (0.0 if timed is None else timed.ratio for timed in (fastest, closest))
         return io.NodeOutput(image, table, *recommended, ui=shown)

@@ -1,10 +1,10 @@
-"""ToMA Calibrate: measure where a model can be merged, and return the model merged there, with the profile.
+"""The node ToMA Calibrate: measure where a model can be merged, and return the model merged there, with a profile.
 
-Ratios are chosen from three sampling runs:
+A site is a group of blocks with one ratio. There are three sampling runs:
 
-1. unmerged, with probes       gives the error of each site
-2. merged by the preset        gives the preset's error and the work that can be saved
-3. merged by the choice        gives the error of the choice
+1. unmerged, with probes         measures the error of each site
+2. merged by the preset          measures the preset's error and the work that it saves
+3. merged by the chosen ratios   measures their error
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .report_charts import MERGED, RECOMMENDED, Bar, Caption, bar_chart
 from .task import Task, error, progress
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-# By target, the preset and ratio that determine how much work the choice saves.
+# By target, a preset and a ratio: the chosen ratios save as much work as these.
 TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
-_PROBES = 1.2  # evaluations for probes, as a share of those of a run
+_PROBES = 1.2  # evaluations for probes, as a share of the evaluations of a run
 _MIN_SITES, _MAX_SITES = 6, 12
 
 
@@ -141,10 +141,10 @@ class Calibrated:
     """The result of a calibration."""
 
     model: ModelPatcher  # merged by the profile
-    profile: Profile | None = None  # the choice, or the preset if that is better; None if nothing was chosen
-    errors: tuple[float, float] = (0.0, 0.0)  # error of the preset and of the choice
-    work: tuple[float, float] = (1.0, 1.0)  # shares of the blocks' work that remain with the preset and with the choice
-    # Whether the choice has no smaller error than the preset, over all images or in most of them.
+    profile: Profile | None = None  # the chosen ratios, or the preset's if `keeps_preset`; None with a `problem`
+    errors: tuple[float, float] = (0.0, 0.0)  # error of the preset, and of the chosen ratios
+    work: tuple[float, float] = (1.0, 1.0)  # share of the blocks' work left by the preset, and by the chosen ratios
+    # Whether the chosen ratios are rejected: their error is not smaller than the preset's over all images, or in most.
     keeps_preset: bool = False
     problem: Message | None = None  # why nothing was measured or chosen
 
@@ -156,12 +156,13 @@ def calibrate(
     overrides: Mapping[str, Any] = {},
     on_run: Callable[[int, int], None] = lambda run, runs: None,
 ) -> Calibrated:
-    """Measure a model, and choose ratios that need as much work as one of `TARGETS`.
+    """Measure a model, and choose ratios that need as much work as a target, see `TARGETS`.
 
-    Presets with full steps are returned without measuring, because for models with such presets no choice had less
-    error (benchmarks/results/fidelity/calibrated.md). The model is not changed; ToMA on it is ignored. overrides:
-    settings that override those of the preset. on_run: called when a run begins, with its number and the count of runs.
-    Raises `UnsupportedModelError`, and ComfyUI's own exception if the user cancels.
+    If the target's preset has full steps, return the model merged by the preset, without measuring, because no choice
+    had less error than such a preset (benchmarks/results/fidelity/calibrated.md). The given model is not changed, and
+    its own ToMA settings are ignored. overrides: settings that override the preset's. on_run: called when a run begins,
+    with its number and the count of runs. Raises `UnsupportedModelError`, and ComfyUI's own exception if the user
+    cancels.
     """
     plain, (preset, ratio) = apply_toma(model, ToMAConfig(ratio=0.0)), TARGETS[target]
     settings = UserSettings(preset, {"ratio": ratio, **overrides})
@@ -176,7 +177,7 @@ def calibrate(
     tick = progress(3 * task.steps + MAX_BANDS * (len(sites) + 2))
 
     def run(number: int, model: ModelPatcher) -> tuple[Tensor, frozenset[str]]:
-        """Return the final latent, and the blocks that were merged."""
+        """Sample, and return the final latent and the blocks that were merged."""
         on_run(number, 3)
         latent = task.sample(model, tick)
         stats = last_stats(model)
@@ -209,15 +210,15 @@ def calibrate(
 
 
 def _saving(facts: Sequence[BlockFacts], blocks: Container[str], ratio: float) -> float:
-    """Return the share of all blocks' work that merging `blocks` saves."""
+    """Return the share of all blocks' work that merging `blocks` at this ratio saves."""
     saving = sum(fact.flops() - fact.flops(ratio) for fact in facts if fact.name in blocks)
     return saving / max(sum(fact.flops() for fact in facts), 1e-12)
 
 
 def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str]) -> dict[Cell, list[Option]]:
-    """Return the options of every cell; savings are shares of the work in a run."""
-    # The share of a predicted image's error that enters the latent in each step. Errors in the latent are assumed not
-    # to grow, because estimates of their growth did not improve the choices on a trained UNet.
+    """Return the options of every cell: what each ratio saves, as a share of the blocks' work in a run."""
+    # By step, the squared share of a predicted image's error that enters the latent. The growth of errors in later
+    # steps is left out, because estimates of it did not improve the choices on a trained UNet.
     passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]
     table: dict[Cell, list[Option]] = {}
     for (site, number, ratio), squared in probes.squared_errors().items():
@@ -231,13 +232,13 @@ def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str
 
 
 def _mostly_closer(latent: Tensor, than: Tensor, unmerged: Tensor) -> bool:
-    """Whether more than half of the images have at most the error that they have in `than`."""
+    """Whether more than half of the images in `latent` have at most the error of the same image in `than`."""
     mine, others = ((each - unmerged).flatten(1).norm(dim=1) for each in (latent, than))
     return bool((mine <= others).float().mean() > 0.5)
 
 
 def _cfgs_of_samplers(hidden: Any) -> list[float]:
-    """Return the cfg of every sampler in the prompt that gets the model of this node."""
+    """Return the cfg of every sampler that gets the model of this node in ComfyUI's prompt."""
     prompt = hidden.prompt or {}
     reached = [str(hidden.unique_id)]
     found = list[float]()

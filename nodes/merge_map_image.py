@@ -22,7 +22,7 @@ _EDGE = (250, 250, 250)  # colour of the line between tokens of different destin
 
 
 def draw(maps: Mapping[Grid, MergeMap], picture: Tensor | None = None, charts: Sequence[Image.Image] = ()) -> Tensor:
-    """Draw one panel per token grid side by side, the finest first, with charts below.
+    """Draw one panel per token grid side by side, the finest grid first, with charts below.
 
     picture: (B, H, W, C) fp32 in [0, 1]; its first image is drawn under the regions. Returns (1, H, W, 3) fp32 in [0,
     1], as ComfyUI's IMAGE.
@@ -66,7 +66,7 @@ def _panel(merged: MergeMap, photo: Image.Image | None, side: int) -> Image.Imag
 
 
 def _regions(merged: MergeMap, photo: Image.Image | None, cell: int) -> Image.Image:
-    """Draw tokens in the colour of their destination over the photo, with a line between different destinations."""
+    """Draw each token in the colour of its destination, over the photo, with lines between destinations."""
     owner = merged.owner.view(merged.height, merged.width).numpy().repeat(cell, 0).repeat(cell, 1)
     places = 3 * (owner // merged.width) + owner % merged.width
     image = Image.fromarray(_COLOURS[places % len(_COLOURS)])

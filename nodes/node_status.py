@@ -1,7 +1,7 @@
 """Show on a node that a run of its model has begun or ended, and errors of the run.
 
-web/toma.js writes the lines on the node, in the language of the page. Messages go only to the page that queued the
-prompt, and name its workflow, because two workflows may use the same node ids.
+web/toma.js writes the messages on the node, in the language of the page. Messages go only to the page that queued the
+prompt. They name the prompt's workflow, because nodes of two workflows may have the same id.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Line = Message | str  # a message, or text that needs no translation, such as an
 
 
 class Status(MessageId):
-    """The messages that a node shows about runs."""
+    """The messages that a node shows about runs. Comments name the parameters."""
 
     ACTIVE = "active"
     MEASURING = "measuring"  # run, runs
-    FAILED = "failed"  # error: in English
+    FAILED = "failed"  # error: a text in English
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class NodeStatus:
     def ended(self, stats: RunStats) -> None:
         """Show what a run merged, or why it merged nothing."""
         lines = report_text.headline(stats), *report_text.work(stats), *self.notes
-        # The page measures the time of the sampler that ends now, see web/timing.js.
+        # Whether the run's first step was full: web/timing.js needs it to correct the time per step.
         first_full = min(stats.steps, default=0) not in stats.merged_steps
         self.say(*lines, details=report_text.details(stats), run=True, first_full=first_full, preset=dict(self.preset))
 
@@ -53,17 +53,17 @@ class NodeStatus:
         self.say(Status.MEASURING(run=run, runs=runs))
 
     def say(self, *lines: Line, details: Sequence[Line] = (), **more: Any) -> None:
-        """Show lines on the node, and details in its tooltip. more: further data for the page."""
+        """Show lines on the node, and details in its tooltip. more: data that the page reads besides the lines."""
         server, client, _ = _running()
-        if client is not None and self.node_id is not None:  # without a client ComfyUI would send to all clients
-            with suppress(RuntimeError):  # the server is shutting down
+        if client is not None and self.node_id is not None:  # without a client ComfyUI would send to every client
+            with suppress(RuntimeError):  # raised while the server shuts down
                 server.send_sync(_EVENT, {"node": self.node_id, **_message(lines, details), **more}, client)
 
 
 @contextmanager
 def status_of(hidden: Any) -> Iterator[NodeStatus]:
-    """Yield the status of the node that is executed, from its hidden inputs. Errors raised inside are shown on the
-    node, too."""
+    """Yield the status of the node that is executed. An error raised inside is shown on the node and raised again.
+    hidden: the node's hidden inputs."""
     status = NodeStatus(None if hidden is None else hidden.unique_id)
     try:
         yield status
@@ -76,7 +76,7 @@ def status_of(hidden: Any) -> Iterator[NodeStatus]:
 
 
 def said(lines: Sequence[Line], details: Sequence[Line] = ()) -> dict[str, Any]:
-    """Return lines for a node's `ui`, if the lines are known when the node is executed."""
+    """Return an entry of a node's `ui` output that shows lines and details on the node."""
     return {"toma": (_message(lines, details),)}
 
 
@@ -94,8 +94,9 @@ def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
 
 
 def _running() -> tuple[Any, str | None, str | None]:
-    """Return ComfyUI's server, the client whose prompt is running, and the id of the workflow on its page, None for
-    each that is missing. All are None if ComfyUI's queue differs from the one that this pack knows."""
+    """Return ComfyUI's server, the id of the client that queued the running prompt, and the id of the prompt's
+    workflow. An id that is missing is None; all three are None if this pack does not know the form of ComfyUI's
+    queue."""
     try:
         server = sys.modules["server"].PromptServer.instance  # missing where ComfyUI runs without a server
         (prompt,) = server.prompt_queue.get_current_queue_volatile()[0]

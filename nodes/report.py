@@ -1,4 +1,4 @@
-"""ToMA Report: describe what ToMA did in the last run, as text and as a picture."""
+"""The node ToMA Report: describe what ToMA did in a model's last run, as text and as a picture."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draw charts with PIL: tokens by step and by block, and what Benchmark and Calibrate measured.
 
-Pictures show numbers and names of blocks; a `Caption` on the node explains these in the language of the page. The
-colours are those of Okabe and Ito, which can be told apart with every kind of colour vision.
+A `Caption` on the node explains each picture in the language of the page. The colours are those of Okabe and Ito, which
+can be told apart with every kind of colour vision.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ RECOMMENDED, ERROR = (230, 159, 0), (204, 121, 167)
 # Width of a picture in pixels, and sizes of letters; a node shows pictures at a little more than half size.
 WIDTH, LARGE, SMALL = 784, 24, 22
 _PAD = 8
-_STRIP, _AXIS = 110, 84  # height of the steps' bars, width of their axis labels
-_SQUARE, _PITCH = 32, 35  # side of a block's square, and distance from square to square
+_STRIP, _AXIS = 110, 84  # for `steps_chart`: height of the bars, width of the axis labels
+_SQUARE, _PITCH = 32, 35  # for `blocks_chart`: side of a square, distance from square to square
 _ROW, _THICK, _THIN = 84, 28, 10  # for `bar_chart`: height of a row, and of its two bars
 
 
@@ -53,7 +53,7 @@ def canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 
 
 def joined(images: Sequence[Image.Image], across: bool = False, gap: int = 0) -> Image.Image:
-    """Return images one below the other, or side by side."""
+    """Return one image of all images, one below the other or, with `across`, side by side. gap: in pixels."""
     widths, heights = zip(*(image.size for image in images), strict=True)
     space = gap * (len(images) - 1)
     sheet, _ = canvas(sum(widths) + space, max(heights)) if across else canvas(max(widths), sum(heights) + space)
@@ -86,9 +86,10 @@ def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
 
 
 def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
-    """Draw a square for each transformer block, with one row per stack: merged, merged in part, or not merged.
+    """Draw a square for each transformer block, with one row per stack.
 
-    A square shows the numbers of the block's reasons in the report's section "Not merged".
+    The square's colour shows whether the block was merged, merged in part or not merged. The numbers in the square are
+    those of the block's reasons in the report's section "Not merged".
     """
     reasons: dict[str, list[str]] = {}
     for number, reason in enumerate(stats.unmerged_reasons(), 1):
@@ -123,13 +124,13 @@ class Bar:
     label: str  # text above the bar, at the right
     colour: Colour = MERGED
     spread: tuple[float, float] | None = None  # range of most measurements, drawn as a whisker
-    error: float = 0.0  # drawn as a thinner bar below, NaN as the largest
+    error: float = 0.0  # drawn as a thin bar below, at full length for NaN
 
 
 def bar_chart(bars: Sequence[Bar]) -> Image.Image:
     """Draw horizontal bars, one below the other."""
     longest = max([1e-9, *(bar.spread[1] if bar.spread else bar.value for bar in bars)])
-    largest = max([1e-9, *(bar.error for bar in bars)])  # `max` ignores NaN except in the first place
+    largest = max([1e-9, *(bar.error for bar in bars)])  # 1e-9 comes first, because `max` returns a NaN in first place
     return joined([canvas(WIDTH, _PAD)[0], *(_bar_row(bar, longest, largest) for bar in bars)])
 
 

@@ -31,8 +31,8 @@ class Task:
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, latent: Any, negative: Any = None, **sampler: Any) -> Task:
-        """Return the task from a node's inputs, named like the task's fields. Raises `ConfigError` for inputs of the
-        wrong kind."""
+        """Return the task of a node's inputs. sampler: the task's remaining fields, by name. Raises `ConfigError` for
+        an input of the wrong kind."""
         validate_inputs.model(model)
         validate_inputs.conditioning("positive", positive)
         if negative is not None:
@@ -53,7 +53,7 @@ class Task:
     def sample(self, model: ModelPatcher, stepped: Callable[..., None]) -> Tensor:
         """Sample, and return the final latent (the first stream if there are several), fp32 on the CPU. stepped: called
         by ComfyUI after each step."""
-        with torch.random.fork_rng(devices=()):  # ComfyUI seeds the global generator
+        with torch.random.fork_rng(devices=()):  # restores the global generator, which ComfyUI seeds here
             noise = comfy.sample.prepare_noise(self.latent, 0) if self.noise is None else self.noise
         latent = comfy.sample.sample(
             model,
@@ -73,11 +73,11 @@ class Task:
 
 
 def progress(steps: int) -> Callable[..., None]:
-    """Return a callback that advances ComfyUI's progress bar by one of `steps`."""
+    """Return a callback that advances ComfyUI's progress bar by one step of `steps`."""
     bar = comfy.utils.ProgressBar(steps)
     return lambda *_: bar.update(1)
 
 
 def error(latent: Tensor, unmerged: Tensor) -> float:
-    """Return the relative L2 error of a final latent."""
+    """Return the relative L2 error of a final latent against that of an unmerged run."""
     return float((latent - unmerged).norm() / unmerged.norm().clamp_min(1e-12))

@@ -1,7 +1,7 @@
-"""Measure how long a model samples with and without ToMA, alternately on this machine.
+"""Measure how long a model samples with and without ToMA, by turns, on this machine.
 
-Full sampling runs go through ComfyUI's sampler, including the making of plans. The clock waits for the device twice per
-run, before the first step and after the last, never in between. The time for loading the model is not counted.
+Each run goes through ComfyUI's sampler; its time includes the making of plans, but not the loading of the model. The
+clock waits for the device twice per run, before the first step and after the last, never in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .adapters.patch_model import apply_toma
 from .adapters.report_text import headline
 from .task import Task, error, progress
 
-_WARM_UP_STEPS = 3  # the first and last step are full, so one step between them warms up the merged kind
+_WARM_UP_STEPS = 3  # enough for one merged step, because the first and the last step are full
 WORTH = 1.2  # speed-up from which on merging is worth its error
 TOO_NOISY = 0.15  # speed-ups are not trusted if the runs of one setting differ by more than this share of their median
 
@@ -61,10 +61,10 @@ def measure(
 ) -> list[Timing]:
     """Return the timing without ToMA, then the timing at each ratio.
 
-    Each setting first samples a few steps to warm up. Then the settings are timed in turn, forwards and backwards, so
-    that a machine that slows down favours none of them. The model is not changed; ToMA on it is ignored. on_run: called
-    when a run begins, with its number and the count of runs. Raises `UnsupportedModelError`, and ComfyUI's own
-    exception if the user cancels.
+    The model first samples a few steps at each ratio to warm up. Then the ratios are timed in turn, forwards and
+    backwards, so that a machine that slows down favours none of them. The given model is not changed, and its own ToMA
+    settings are ignored. on_run: called when a run begins, with its number and the count of runs. Raises
+    `UnsupportedModelError`, and ComfyUI's own exception if the user cancels.
     """
     base = apply_toma(model, ToMAConfig(ratio=0.0))
     merged = [apply_toma(base, replace(settings, overrides={**settings.overrides, "ratio": each})) for each in ratios]
@@ -94,8 +94,8 @@ def measure(
 
 
 def worthwhile(timings: Sequence[Timing]) -> Timing | None:
-    """Return the timing with the smallest error among those whose time differs from the fastest by at most a twentieth
-    of the time without ToMA. None if each setting's runs differ by more than the time that the setting gains."""
+    """Return the timing with the smallest error among those about as fast as the fastest: slower by at most a twentieth
+    of the time without ToMA. None if no ratio is reliably faster than the model without ToMA."""
     faster = _faster(timings)
     enough = min((timing.median for timing in faster), default=0.0) + timings[0].median / 20
     return _least_error(timing for timing in faster if timing.median <= enough)
@@ -140,5 +140,5 @@ def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple
 
 
 def _wait_for(tensor: Tensor) -> None:
-    """Wait for all work on which a tensor depends: on every kind of device, its values can be read only after that."""
+    """Wait until a tensor is computed, by reading a value of it, which works on every kind of device."""
     tensor.flatten()[:1].cpu()

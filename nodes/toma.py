@@ -1,4 +1,4 @@
-"""ToMA and ToMA Advanced: make a model faster, with one number or with every setting."""
+"""The nodes ToMA and ToMA Advanced: make a model faster, by a ratio and a preset or by every setting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .adapters.registry import blocks_of, fingerprint
 from .node_status import said, status_of
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-# The order of nodes, in the words of the README.
+# Where the node goes in a workflow, in the words of the README.
 _PLACE = "ToMA goes after the LoRAs, before step caches, torch.compile and the sampler."
 
 
@@ -54,9 +54,12 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
 
 
 def _profiled(model: Any, settings: UserSettings, text: Any) -> tuple[UserSettings, RatioSchedule, tuple[Message, ...]]:
-    """Return the settings and ratios of a profile's text, and the lines that the node shows. If the profile does not
-    fit the model, the given settings are returned. The profile's settings override those of the preset, and settings
-    made by hand override both. The profile's ratios replace the ratio that is set. Raises `UnsupportedModelError`."""
+    """Return the settings and ratios that a profile's text gives for a model, and the notes that the node shows.
+
+    The profile's settings override the preset's, and the user's settings override the profile's; only the user's ratio
+    gives way to the profile's ratios. Without a profile that fits the model, `settings` is returned as it is. Raises
+    `UnsupportedModelError`.
+    """
     if settings.off or text is None or (isinstance(text, str) and not text.strip()):
         return settings, (), ()
     try:
@@ -70,7 +73,7 @@ def _profiled(model: Any, settings: UserSettings, text: Any) -> tuple[UserSettin
 
 
 def _left_to_preset(model: Any, settings: UserSettings) -> dict[str, Any]:
-    """Return the name of the preset, and the values of the settings that are not set, by name."""
+    """Return, by name, the values of the settings that the user left to the preset, and the preset's own name."""
     values = {name: v.value if isinstance(v, Enum) else v for name, v in vars(config_for(settings, model)).items()}
     return {"preset": settings.preset, **{name: values[name] for name in values.keys() - settings.overrides.keys()}}
 
@@ -93,12 +96,12 @@ def _schema(node_id: str, display_name: str, description: str, *settings: Any) -
         ],
         outputs=[io.Model.Output(tooltip="The same model, running on fewer tokens. Connect it to the sampler.")],
         hidden=[io.Hidden.unique_id],
-        not_idempotent=True,  # two nodes with the same settings must not share one model: each shows its own runs
+        not_idempotent=True,  # else ComfyUI gives nodes with equal inputs one model; each must show its own runs
     )
 
 
 class ToMA(io.ComfyNode):
-    """Make a model faster with one number and a preset."""
+    """Make a model faster with a ratio and a preset."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -113,7 +116,7 @@ class ToMA(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, ratio: float | None = None) -> bool | str:
-        """Return True, or this pack's message for a ratio out of range, which says what to do."""
+        """Return True, or this pack's message if the ratio is out of range."""
         return True if ratio is None else complaint(ratio=ratio)
 
     @classmethod
@@ -146,9 +149,9 @@ class ToMAAdvanced(io.ComfyNode):
         window_size: int | None = None,
         sharpness: float | None = None,
     ) -> bool | str:
-        """Return True, or what is wrong with the range of steps, or with an input whose minimum is above 0: ComfyUI
-        allows such an input all values from -1 to the minimum. ComfyUI marks every input for one error; web/toma.js
-        finds the faulty input."""
+        """Return True, or a text on what is wrong with these inputs. ComfyUI cannot check them: it accepts every value
+        from -1, the preset's value, to the maximum, and does not compare start and end. ComfyUI shows the text at every
+        input; web/toma.js finds the faulty one."""
         given = {
             "start_percent": start_percent,
             "end_percent": end_percent,

@@ -21,25 +21,25 @@ class WrongInput(MessageId):
 
 
 def model(value: Any) -> Any:
-    """Return a MODEL. Raises `ConfigError` for other values, as do the other functions."""
+    """Return the value if it is a MODEL; raise `ConfigError` if not, as every function of this module does."""
     return _need("model", value, hasattr(value, "get_model_object"), WrongInput.MODEL)
 
 
 def latent(value: Any) -> Any:
-    """Return a LATENT with one picture or more."""
+    """Return the value if it is a LATENT with at least one picture."""
     samples = first_of_nested(value.get("samples")) if isinstance(value, dict) else None
     known = isinstance(samples, Tensor) and samples.numel() > 0
     return _need("latent", value, known, WrongInput.LATENT)
 
 
 def conditioning(name: str, value: Any) -> Any:
-    """Return a CONDITIONING: pairs of text tokens and options."""
+    """Return the value if it is a CONDITIONING: pairs of text tokens and options."""
     known = isinstance(value, list) and value and all(isinstance(c, (list, tuple)) and len(c) == 2 for c in value)
     return _need(name, value, bool(known), WrongInput.CONDITIONING)
 
 
 def image(value: Any) -> Any:
-    """Return an IMAGE: (B, H, W, C), C of 3 or 4."""
+    """Return the value if it is an IMAGE: (B, H, W, C) with C = 3 or 4."""
     known = isinstance(value, Tensor) and value.ndim == 4 and value.shape[-1] in (3, 4)
     return _need("image", value, known, WrongInput.IMAGE)
 

@@ -1,4 +1,4 @@
-"""Make widgets from the config's metadata, so that a range, default or tooltip is written once."""
+"""Make widgets from the metadata of `ToMAConfig`, so that ranges, defaults and tooltips are written only there."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .adapters.report_text import label
 CATEGORY = "model/patch/ToMA"
 SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
-_FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # always shown; all others are advanced inputs
-# Values that leave a field to the preset: one for lists and switches, one for numbers, which otherwise are never
-# negative.
+_FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # always shown; all other settings are advanced
+# Values that leave a field to the preset: `_PRESET` in lists and switches, `_UNSET` in numbers, because no number of a
+# config is negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
 
@@ -32,7 +32,7 @@ def ratio() -> Any:
 
 
 def preset() -> Any:
-    """Return the input for a preset, by its name."""
+    """Return the input that selects a preset by its name."""
     return io.Combo.Input(
         "preset",
         options=list(PRESETS),
@@ -44,7 +44,7 @@ def preset() -> Any:
 
 
 def profile() -> Any:
-    """Return the input for a profile, which is saved in the workflow."""
+    """Return the input for the text of a profile, which is saved in the workflow."""
     return io.String.Input(
         "profile",
         default="",
@@ -57,13 +57,14 @@ def profile() -> Any:
 
 
 def overrides() -> list[Any]:
-    """Return an input for every other field of `ToMAConfig`; a field that is not set has the preset's value."""
+    """Return an input for every field of `ToMAConfig` except `ratio` and internal fields. An input that is not set
+    stands for the preset's value."""
     return [_override(name) for name in dict.fromkeys((*_FRONT, *_fields()))]
 
 
 def overridden(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that were set, from the values of their widgets. Other values, such as those of an older
-    version's inputs, are ignored."""
+    """Return the fields that the user has set, by name. values: the widgets' values, by name; names that are no field,
+    as in workflows of an older version, are ignored."""
     given = {name: values[name] for name in _fields() if name in values and _is_set(values[name])}
     return {name: _SWITCH.get(value, value) if isinstance(value, str) else value for name, value in given.items()}
 
@@ -98,8 +99,8 @@ def _values(preset: str, name: str) -> list[Any]:
 
 
 def _is_set(value: Any) -> bool:
-    # Test for any negative number, because the arrows of a widget turn -1 into -0.95. Other types are not compared: a
-    # value from a link may define equality itself.
+    # Test for any negative number, because the arrows of a widget turn -1 into -0.95. Compare only numbers and strings,
+    # because a value from a link may be an object with its own `==`.
     if isinstance(value, (int, float)):
         return not value < 0
     return not isinstance(value, str) or value != _PRESET
