@@ -36,8 +36,8 @@ FLAGS = [
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
 TIMEOUT = 300_000  # a page that takes seconds on an idle machine takes minutes on a busy one
-# `window.finished` counts prompts by the message that ComfyUI sends last. `statusOf` returns the element with a node's
-# status text.
+# `window.finished` counts prompts that have ended, each with one of three messages. `window.statusOf` returns the
+# element with a node's status text.
 IN_PAGE = """() => {
     window.finished = 0
     for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
@@ -147,7 +147,7 @@ class Page:
         page.tab.close()
 
     def picture(self, name: str, image: dict[str, str], *, document: bool = False) -> Image.Image:
-        """Save a picture that a node shows. document: also save it to docs/images."""
+        """Save and return a picture that a node shows. document: whether the documentation shows the picture."""
         path = self._path(name, document=document)
         path.write_bytes(self.server.view(image))
         shown = Image.open(path)
@@ -156,7 +156,7 @@ class Page:
         return shown
 
     def photograph(self, name: str, node_ids: list[int], *, document: bool = False) -> Path:
-        """Save a screenshot of nodes. document: also save it to docs/images."""
+        """Save a screenshot of nodes; return its path. document: whether the documentation shows the screenshot."""
         where = """ids => {
                 const rects = ids.map(id => app.graph.getNodeById(id).getBounding())
                 const left = Math.min(...rects.map(r => r[0])), top = Math.min(...rects.map(r => r[1]))
@@ -189,7 +189,7 @@ class Page:
 
 
 def _made_small(path: Path) -> None:
-    """Reduce a picture to 256 colours, which halves the size of its file."""
+    """Reduce a picture of the documentation to 256 colours, which halves the size of its file."""
     if path.parent != SCREENSHOTS:
         Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
@@ -223,7 +223,7 @@ def browser(chromium: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def baseline(browser: Any) -> set[tuple[str, str, str]]:
-    """Return the console messages of the page without this pack, in both renderers."""
+    """Return the console messages of ComfyUI's page without custom nodes, in both renderers."""
     with ComfyServer(flags=["--disable-all-custom-nodes"]) as plain:
         for name, value in SETTINGS.items():
             plain.set_setting(name, value)

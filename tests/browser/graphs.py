@@ -19,7 +19,7 @@ STEPS = 4
 EARLIER = "{} (from an earlier run)"
 # Indices of ToMA Advanced's widgets.
 FIRST, START, WINDOW_SIZE = 7, 9, 11
-# JavaScript that records the first lines of a node's status texts.
+# JavaScript that records in `window.shown` the first line of each status text that a node shows.
 WATCH = """id => {
     const element = window.statusOf(id)
     window.shown = []
@@ -31,7 +31,8 @@ WATCH = """id => {
 
 
 def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs: Any = (), outputs: Any = ()) -> Any:
-    """Return a node in the format of workflow files. inputs: (name, type, link). outputs: (type, links)."""
+    """Return a node in the format of workflow files. inputs: a (name, type, link) for each input. outputs: a (type,
+    links) for each output."""
     return {
         "id": node_id,
         "type": kind,
@@ -92,7 +93,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
         nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]
-    # This is the size of a new node, which grows around its first picture.
+    # Give the last node the size of a new node, which grows around its first picture.
     nodes[-1]["size"] = [480, 290] if sampled else [460, 370]
     graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
     size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}
@@ -100,7 +101,8 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
 
 
 def simple() -> dict[str, Any]:
-    """Return the workflow with the simple ToMA node, which does not merge grids below 256 tokens."""
+    """Return `workflow()` with the ToMA node in place of ToMA Advanced. The ToMA node does not merge grids with fewer
+    than 256 tokens."""
     graph = workflow()
     graph["nodes"][3].update(type="ToMA", widgets_values=[0.5, "balanced"])
     return graph
@@ -112,8 +114,8 @@ def line(ratio: float, steps: int = STEPS) -> str:
 
 
 def broken(page: Any, index: int, value: Any, **more: Any) -> dict[str, Any]:
-    """Open a graph with this value in a widget of ToMA Advanced and press Run. The page's own editor could not enter a
-    value outside of the widget's range."""
+    """Open a graph with `value` in ToMA Advanced's widget number `index`, and press Run. `value` may be outside of the
+    widget's range, which a user could not enter on the page."""
     graph = workflow(**more)
     graph["nodes"][3]["widgets_values"][index] = value
     page.open(graph, "error")

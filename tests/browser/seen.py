@@ -1,4 +1,4 @@
-"""Provide helpers that read the screen: field values, colours, and positions of nodes relative to their frames."""
+"""Provide helpers that read the screen: field values, colours, and whether nodes overlap or leave their group."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def unfold(page: Any) -> None:
 
 
 def colours(page: Any, node_id: int) -> float:
-    """Return the standard deviation of the colours in a node's area of the screen: about 10 for an empty node."""
+    """Return the standard deviation of the colours in a node's area of the screen: about 10 if it shows no picture."""
     page.evaluate("id => { app.canvas.ds.scale = 1; app.canvas.centerOnNode(app.graph.getNodeById(id)) }", node_id)
     page.tab.wait_for_timeout(1500)
     left, top, width, height = page.evaluate(

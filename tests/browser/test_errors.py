@@ -1,4 +1,4 @@
-"""Errors are shown on the node that caused them, both at validation and while running, in both renderers."""
+"""Test that the page shows an error on the node that caused it, at validation and during a run, in both renderers."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_what_is_refused_is_said_on_the_node(
 
 
 def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:
-    """ComfyUI does not validate values that come over a link, so they fail while the prompt runs."""
+    """ComfyUI does not validate a value that comes over a link, so an invalid one causes an error during the run."""
     page.open(workflow(), "link")
     page.evaluate(LINKED, 2.0)
     page.queue()
     assert page.verdict(4) == "ratio is 2.0. Allowed: a number from 0 to 0.95. Try 0.5."
     assert page.text(7).startswith(NEW)
-    page.noise.clear()  # the page logs the error, too
+    page.noise.clear()  # the page logs the error in its console
     page.evaluate("() => { window.source.widgets[0].value = 0.5 }")
     page.queue()
     assert page.verdict(4) == line(0.5)

@@ -1,4 +1,4 @@
-"""Test the page in one renderer: which node, tab and workflow show a run, and the help panel."""
+"""Test, in one renderer, which node, browser tab and workflow show a run's status, and the help panel."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
 
 
 def test_a_run_is_shown_in_its_own_workflow(page: Any) -> None:
-    """If another workflow with the same node ids is open at the end of a run, the open workflow shows no status."""
+    """If a second workflow with the same node ids is open when the run ends, the second workflow does not show the
+    run's status."""
     slow = workflow(0.5)
     slow["nodes"][4]["widgets_values"][2] = 12
     page.open(slow, "mine")

@@ -153,7 +153,7 @@ def contrast(page: Any, selector: str) -> float:
 
 
 def test_texts_can_be_read(page: Any) -> None:
-    """Check the contrast of status texts. Templates must not colour ToMA nodes."""
+    """Check the contrast of the status text before a run, after a run, and with an error."""
     page.open(workflow(0.0), "contrast")
     assert contrast(page, 4) >= 4.5
     page.queue()
@@ -189,7 +189,7 @@ def test_a_new_node_is_as_large_as_what_is_visible(page: Any) -> None:
 def test_in_a_narrow_window_the_text_is_inside_its_node_too(narrow: Any) -> None:
     narrow.open(simple(), "narrow")
     narrow.queue()
-    # Bring the node into view at full size; otherwise its text has no size.
+    # Bring the node into view at full size, because the text of an invisible node has no size.
     narrow.evaluate(
         """() => {
             app.canvas.ds.scale = 1

@@ -11,7 +11,7 @@ from tests.browser.seen import height
 
 
 def test_the_report_is_shown(page: Any, baseline: Any) -> None:
-    """Run the trained small Flux model, which ComfyUI's own loader loads, with the default preset."""
+    """Run the demo's small Flux model, loaded by ComfyUI's own loader, with the default preset."""
     graph = simple()
     loader, sampler = graph["nodes"][0], graph["nodes"][4]
     loader.update(type="UNETLoader", widgets_values=["toma_demo_dit.safetensors", "default"])

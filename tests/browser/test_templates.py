@@ -1,4 +1,4 @@
-"""The templates and the demo's graph open as saved, in both renderers."""
+"""Test that the templates and the demo's graph open as they were saved, in both renderers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: P
     page.tab.wait_for_timeout(500)
     assert page.evaluate(OVERLAPS) == [], "after a run too"
     assert page.evaluate(OUTSIDE) == [], "every node is in its frame"
-    # The browser cannot load the picture of the last run, because there was no run.
+    # AFTER_A_RUN names a picture that does not exist, so the browser logs an error about /api/view.
     assert {each for each in page.noise - baseline if each[-1] != "/api/view"} == set()
 
 
@@ -58,7 +58,7 @@ def test_the_demo_opens_with_its_own_graph(page: Any) -> None:
         assert second.evaluate(OVERLAPS) == []
         second.hear()
         (toma,) = second.evaluate(OF_TYPE, "ToMA")
-        seed = next(SEEDS)  # the run of the other renderer may be in ComfyUI's cache
+        seed = next(SEEDS)  # a new seed, because ComfyUI has cached the first renderer's run
         for sampler in second.evaluate(OF_TYPE, "KSampler"):
             second.set(sampler, "steps", 3)
             second.set(sampler, "seed", seed)

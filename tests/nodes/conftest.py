@@ -17,9 +17,10 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from testbed.selectors import selected_by
 
-# Merge all grids, because the grids of small models are small.
+# Settings that merge every grid, because the grids of small models are small.
 EVERYTHING = {"min_tokens": 4}
-# Half of the channels at the lower resolutions, which makes convolutions of a small UNet three times as fast.
+# By kind: options of the small model. Half the usual channels at lower resolutions make the UNet's convolutions three
+# times as fast.
 NARROW: dict[str, Any] = {"unet": {"channel_mult": (1, 1, 2)}}
 
 
@@ -40,13 +41,13 @@ def shared() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def new_model(pack: ModuleType) -> Callable[[str], Any]:
-    """new_model(kind): make a small model of one of `models.KINDS`."""
+    """new_model(kind): make a small model of a kind in `models.KINDS`."""
     return lambda kind: getattr(models, kind)(**NARROW.get(kind, {}))
 
 
 @pytest.fixture(scope="session")
 def model_of(new_model: Callable[[str], Any], shared: dict[str, Any]) -> Callable[[str], Any]:
-    """model_of(kind): return a small model of one of `models.KINDS`, which all tests share."""
+    """model_of(kind): return the small model of a kind in `models.KINDS`. All tests share this model."""
 
     def model(kind: str) -> Any:
         if kind not in shared:
@@ -118,8 +119,8 @@ def hooks_left() -> Callable[[Any], list[str]]:
 
 @pytest.fixture(scope="session")
 def attach(pack: ModuleType) -> Callable[..., Any]:
-    """attach(model, **settings): apply ToMA, by default to every grid and every block. selector: a function of
-    `testbed.selectors` that selects destinations."""
+    """attach(model, **settings): apply ToMA, by default to every grid and every block. selector: the name of a function
+    in `testbed.selectors` that selects destinations."""
     config = pack_module("toma_core.config").ToMAConfig
     run = pack_module("nodes.adapters.patch_model")
 
@@ -153,7 +154,7 @@ def stats_of(pack: ModuleType) -> Callable[[Any], Any]:
 
 @dataclass
 class PlanCall:
-    """One request for a plan, and the plan. x: a copy of the tokens (B, N, C)."""
+    """A block's request for a plan, and the plan that it received. x: a copy of the block's tokens (B, N, C)."""
 
     x: Tensor
     grid: tuple[int, int]
@@ -180,7 +181,7 @@ def plan_calls(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[PlanCa
 
 @pytest.fixture
 def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Record the decision for every evaluation of the model, in order."""
+    """Record what `decide` returns for every evaluation of the model, in order."""
     sampling = pack_module("nodes.adapters.sampling_run")
     original, made = sampling.decide, []
 
@@ -196,7 +197,7 @@ def decisions(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 class BlockCall:
     """One call of a module, with copies of its inputs.
 
-    first_plan: number of plans that were requested before the call.
+    first_plan: index in `plan_calls` of the first plan that the call requested.
     """
 
     args: list[Any]
@@ -207,8 +208,8 @@ class BlockCall:
 
 @pytest.fixture
 def record(plan_calls: list[PlanCall], monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.nn.Module], list[BlockCall]]:
-    """record(module): record the module's calls from now on. PyTorch's hooks cannot be used, because chains end at
-    modules with hooks."""
+    """record(module): return a list that receives the module's calls from now on. It does not use PyTorch's hooks,
+    because a chain of merged blocks ends at a block with hooks."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -261,7 +262,7 @@ def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
 
 @pytest.fixture
 def no_state_left(pack: ModuleType) -> Iterator[None]:
-    """Check after the test that no run state and no plan is alive."""
+    """Check after the test that no run state and no plan that the test created is alive."""
     kinds = (pack_module("toma_core.run").RunState, pack_module("toma_core.merge").MergePlan)
     gc.collect()
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), kinds)}
@@ -273,7 +274,7 @@ def no_state_left(pack: ModuleType) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def stranger(pack: ModuleType) -> Any:
-    """Return a small AuraFlow, a model whose latents are like Flux's. No family of the pack supports AuraFlow."""
+    """Return a small AuraFlow model. Its latents are like Flux's, but the pack does not support AuraFlow."""
     import comfy.latent_formats
     import comfy.model_base
     import comfy.supported_models

@@ -22,8 +22,8 @@ TIMINGS = [
 
 @pytest.fixture
 def run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """run(model, **inputs): return plot, table, both recommended ratios, and the node's result. Previews go to a
-    temporary folder."""
+    """run(model, **inputs): run the benchmark node; return its outputs (plot, table, fastest ratio, closest ratio) and
+    its complete result. Previews go to a temporary folder."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
@@ -43,7 +43,7 @@ def test_measures_a_real_model_and_says_where(unet: Any, run: Any) -> None:
     assert plot.shape[0] == 1
     assert plot.shape[-1] == 3
     assert 0 <= plot.min() <= plot.max() <= 1
-    if isinstance(best, float):  # None if the machine is too busy for a result
+    if isinstance(best, float):  # otherwise the machine is too busy for a recommendation
         assert best in (0.0, 0.5)
         assert nearest in (0.0, best)
     verdict, _, rows = table.partition("\n\n")

@@ -35,7 +35,8 @@ def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Ten
 
 @pytest.fixture
 def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """calibrated(model, **inputs): return model, profile, picture, and the node's result."""
+    """calibrated(model, **inputs): run the calibration node; return its outputs (model, profile, picture) and its
+    complete result."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
@@ -44,7 +45,7 @@ def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="module")
 def plain_profile(unet: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the profile of the small UNet with the usual inputs."""
+    """Return the small UNet's profile for the default inputs of `call`."""
     import folder_paths
 
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +68,7 @@ def test_gives_out_what_it_found(unet: Any, calibrated: Any, no_state_left: None
     assert "The preset 'balanced' at ratio 0.5: error 0." in said
     assert any(any(ratios) for ratios in profiles.parsed(text).ratios.values())
     assert len(text.encode()) <= 2000
-    # The profile gives the same latents in a ToMA node of another graph.
+    # A ToMA node that receives the profile gives the same latents as the calibration node's model.
     again = patch.ToMA.execute(unet, 0.5, "quality", text).args[0]
     assert run.attachment_of(again).ratio_schedule
     assert torch.equal(sampled(again), sampled(patch.ToMAAdvanced.execute(unet, **advanced(profile=text)).args[0]))
@@ -107,7 +108,7 @@ def test_a_word_that_is_none_is_refused(unet: Any, calibrated: Any) -> None:
 
 
 def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -> None:
-    """The other node's evaluations bypass ToMA's wrappers."""
+    """The other node evaluates the model without ToMA's wrappers, so nothing can be calibrated."""
     import comfy.samplers
 
     odd = unet.clone()
@@ -129,7 +130,7 @@ def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any, 
 
 
 def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
-    """The cache skips every evaluation from the second on."""
+    """The cache returns the first evaluation's result for all later ones, unless they have a larger batch."""
     held: list[torch.Tensor] = []
 
     def cached(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -146,7 +147,7 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
 
 @loop("merged_too", [True, False])
 def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool) -> None:
-    """NaN comes from the model itself or only from merged blocks."""
+    """NaN comes from every evaluation, or only from evaluations with merged blocks."""
 
     def broken(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = executor(x, *args, **kwargs)
@@ -170,7 +171,7 @@ def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: No
     import comfy.utils
 
     def cancel(value: int, *_: Any, **__: Any) -> None:
-        if value >= 4:  # ComfyUI drops a progress update that follows another one too soon
+        if value >= 4:  # not == 4: ComfyUI drops updates that follow the previous one too soon
             comfy.model_management.interrupt_current_processing()
 
     before = comfy.utils.PROGRESS_BAR_HOOK
@@ -184,7 +185,8 @@ def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: No
 
 
 def test_the_same_again(unet: Any, calibrated: Any, plain_profile: str) -> None:
-    """The profile depends on the seed, not on earlier runs. The global random generator is unchanged."""
+    """Earlier runs do not affect the profile, and calibration does not change the state of the global random
+    generator."""
     sampled(unet, 24)
     torch.manual_seed(3)
     drawn = torch.randn(2)
@@ -198,8 +200,8 @@ def test_the_same_again(unet: Any, calibrated: Any, plain_profile: str) -> None:
 def test_the_preset_as_a_profile(
     target: str, ratio: float, unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the calibrated ratios have a larger error than the preset, the node returns the preset. The profile then gives
-    the preset's latent bit for bit."""
+    """If the calibrated ratios have a larger error than the preset, the node keeps the preset: its model and its
+    profile give the preset's latent bit for bit."""
     errors = iter((0.1, 9.0))
     monkeypatch.setattr(calibrate, "error", lambda *_: next(errors))
     made, text, _, answer = calibrated(unet, target=target)
@@ -248,13 +250,13 @@ def test_the_gain_comes_first() -> None:
 
 
 def test_a_sampler_with_another_cfg_is_named() -> None:
-    """Samplers count if their model comes from the calibration node, also through other nodes."""
+    """Only samplers whose model comes from the calibration node count, directly or through nodes in between."""
     prompt = {
         "1": {"inputs": {"cfg": 4.0}},
         "2": {"inputs": {"model": ["1", 0]}},
         "3": {"inputs": {"model": ["2", 0], "cfg": 7.0}},
         "4": {"inputs": {"model": ["9", 0], "cfg": 1.0}},
-        "5": {"inputs": {"model": [], "cfg": 2.0}},  # ComfyUI does not check inputs of nodes without an output
+        "5": {"inputs": {"model": [], "cfg": 2.0}},  # ComfyUI does not validate inputs of a node that no output needs
     }
     assert calibrate._cfgs_of_samplers(SimpleNamespace(unique_id="1", prompt=prompt)) == [7.0]
 

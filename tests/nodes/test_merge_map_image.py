@@ -15,7 +15,7 @@ MARGIN, CAPTION = drawing._MARGIN, drawing._CAPTION
 
 @pytest.fixture
 def maps(unet: Any, attach: Any, stats_of: Any) -> Any:
-    """Return the maps of a real run on grids of 12 x 16 and 6 x 8."""
+    """Return the merge maps of a real run, by grid: 12 x 16 and 6 x 8."""
     model = attach(unet)
     models.sample(model, 24, 32, steps=1)
     return stats_of(model).maps

@@ -18,8 +18,8 @@ WORKFLOW = "0b5d6ba8-0000-4000-8000-000000000001"
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str]]:
-    """Record the messages to ComfyUI's server while a prompt of the client `page` runs. There is no server in this
-    process."""
+    """Record the messages to ComfyUI's server while a prompt of the client `page` runs. A stand-in replaces the server,
+    which does not run in this process."""
     messages: list[tuple[str, dict[str, Any], str]] = []
     extra = {"client_id": "page", "extra_pnginfo": {"workflow": {"id": WORKFLOW}}}
     queue = SimpleNamespace(get_current_queue_volatile=lambda: ([(0, "prompt", {}, extra, [], {})], []))
@@ -58,7 +58,7 @@ def test_a_run_is_sent_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
 
 
 def test_a_run_says_whether_its_first_step_was_full(unet: Any, sent: list[Any]) -> None:
-    """The page times all steps except the first one."""
+    """The page does not time the first step, and counts it as an unmerged step if it was full."""
     for settings, full in (({}, False), ({"full_step_interval": 2}, True), ({"start_percent": 0.5}, True)):
         models.sample(patched(unet, **settings).args[0], 24, 24, steps=4)
         assert sent[-1][1]["first_full"] is full

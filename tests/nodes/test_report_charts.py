@@ -1,4 +1,4 @@
-"""Test the charts, checked pixel by pixel: heights of bars and colours of squares."""
+"""Test the charts pixel by pixel: the heights of bars and the colours of squares."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ report_text = pack_module("nodes.adapters.report_text")
 
 @pytest.fixture
 def stats() -> Any:
-    """Return stats of ten steps in three stages. Steps 3 to 8 merge half of the tokens or more. One block is never
-    merged, and another block is merged only in some steps."""
+    """Return stats of ten steps, of which steps 3 to 8 merge 25 to 75 % of the tokens. The block middle.0 is never
+    merged, and double.1 is merged except for its part attn1."""
     made = Stats(total_steps=10)
     for step in range(10):
         made.count_evaluation(step, {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.75}.get(step, 0.0))
@@ -96,7 +96,7 @@ def test_numbers_in_squares_are_those_of_the_report(stats: Any) -> None:
 
 
 def test_nothing_lies_on_another_and_no_margin_is_wide(stats: Any) -> None:
-    """Check that few rows and columns of pixels are empty, and that no letter is cut off."""
+    """Check that few rows and columns of pixels at the edges are empty, and that no letter is cut off."""
     for image in (charts.steps_chart(stats, 800), charts.blocks_chart(stats, 800)):
         used = (np.asarray(image) != charts.PAPER).any(-1)
         rows, columns = np.flatnonzero(used.any(1)), np.flatnonzero(used.any(0))

@@ -1,4 +1,4 @@
-"""Test timing: which samples are taken in which order, the counts of work, and the evaluation of measured times."""
+"""Test timing: which runs are measured in which order, what their times include, and which ratio is recommended."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def config_of(model: Any) -> Any:
 @loop("kind", ["unet", "flux"])
 @loop("preset", core.PRESETS)
 def test_preset_is_as_the_model_has_it(request: pytest.FixtureRequest, kind: str, preset: str) -> None:
-    # Settings in numbers of blocks apply only to models with as many blocks as Flux.1.
+    # This Flux has as many blocks as Flux.1, because presets that count blocks apply only to such models.
     model = request.getfixturevalue(kind) if kind == "unet" else models.flux(double=19, single=38)
     expected = core.UserSettings(preset, {"ratio": 0.4}).resolved(*OWN[kind])
     assert made_by(nodes.ToMA, model, ratio=0.4, preset=preset) == expected
@@ -101,7 +101,7 @@ def test_what_most_people_touch_is_in_front() -> None:
 
 @pytest.mark.compat
 def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
-    """A graph in API format may still have a removed setting. ComfyUI passes only known inputs, and all links."""
+    """A graph in API format may still have a removed setting. ComfyUI passes it to the node only if it is a link."""
     from execution import get_input_data
 
     saved = {"model": unet, **defaults(nodes.ToMAAdvanced), "unmerge": "pseudo-inverse"}
@@ -150,8 +150,8 @@ def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
     assert nodes.ToMA.validate_inputs() is True, "a ratio that comes over a link is not known yet"
 
 
-# Numbers of ToMA Advanced that must be above 0, or -1 for the preset's value. The widget's range, which begins at -1,
-# does not express this.
+# Settings of ToMA Advanced that allow -1 (the preset's value) but not every number above -1. The widget's range begins
+# at -1 and cannot express this.
 WITH_A_LEAST_VALUE = ("full_step_interval", "selection_interval", "window_size", "sharpness")
 
 
@@ -188,6 +188,6 @@ def test_nothing_is_stored_between_executions() -> None:
 
 @loop("value", [-1, -1.0, -0.95, -0.99, "preset"])
 def test_negative_numbers_leave_a_field_to_the_preset(unet: Any, value: Any) -> None:
-    """A click on the arrow of a number at -1 makes -0.95, which also stands for the preset's value."""
+    """A click on a widget's arrow turns -1 into -0.95. Like -1, every negative number stands for the preset's value."""
     name = "granularity" if value == "preset" else "skip_last_blocks"
     assert made_by(nodes.ToMAAdvanced, unet, **{name: value}) == made_by(nodes.ToMAAdvanced, unet)

@@ -1,5 +1,5 @@
-"""Test the templates of Qwen-Image 2.1 on a real server, from the graph to the picture. Older ComfyUI releases get
-stand-ins for its nodes."""
+"""Test the templates of Qwen-Image 2.1 on a real server, from the graph to the picture. A pack of stand-ins provides
+the nodes of Qwen-Image 2.1 to ComfyUI releases that lack them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.newer import newer_pack
 from tests.test_workflows import load, to_prompt
 
 LOADERS = {"UNETLoader": 0, "CLIPLoader": 1, "VAELoader": 2}
-# Sizes whose grids are just large enough to be merged.
+# By node class: inputs for pictures that are just large enough to be merged.
 SIZES = {"TextEncodeQwenImage21": {"resolution": 320}, "EmptyLatentImage": {"width": 160, "height": 160}}
 
 
@@ -31,8 +31,7 @@ def image_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterato
     ("name", "merged"), [("09 Qwen-Image 2.1 edit", "18 of 25"), ("08 Qwen-Image 2.1 turbo", "5 of 8")]
 )
 def test_template_runs_to_its_picture(name: str, merged: str, image_server: ComfyServer) -> None:
-    """merged: the merged steps as the template's note says. Some references are larger than the picture, and some are
-    smaller."""
+    """merged: the number of merged steps, as the template's note says."""
     prompt = to_prompt(load(ROOT / "workflows" / f"{name}.json"), image_server)
     loaded = {number: LOADERS.get(node["class_type"]) for number, node in prompt.items()}
     made: dict[str, Any] = {"tiny": {"class_type": "TinyQwenImage21", "inputs": {}}}

@@ -17,7 +17,8 @@ from testbed import models
 from tests.test_workflows import load, to_prompt
 
 PACK = Path(__file__).with_name("tiny_video.py")
-# By loader: the output of the tiny loader that replaces the first output. A checkpoint loader has three outputs.
+# By class of loader: index of the tiny loader's output that replaces the loader's first output. A checkpoint loader's
+# second and third output are replaced by the tiny loader's next two.
 LOADERS = {
     "UNETLoader": 0,
     "CheckpointLoaderSimple": 0,
@@ -27,7 +28,7 @@ LOADERS = {
     "LTXVAudioVAELoader": 3,
     "LatentUpscaleModelLoader": 4,
 }
-# Sizes whose grids are just large enough to be merged.
+# By node class: inputs for videos that are just large enough to be merged.
 SIZES = {
     "ImageScale": {"width": 512, "height": 384},
     "EmptyLTXVLatentVideo": {"width": 256, "height": 192, "length": 41},
@@ -38,7 +39,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def video_server(pack: Any) -> Iterator[ComfyServer]:
-    """Run a server that can load tiny models of videos, and has an input picture."""
+    """Run a server with a loader of tiny video models and with an input picture."""
     from PIL import Image
 
     with ComfyServer(packs=[PACK]) as running:
@@ -82,7 +83,7 @@ def tiny(prompt: dict[str, Any], kind: str) -> dict[str, Any]:
     [("11 LTX-2.3 image to video", "ltx_av", ["5 of 8", "1 of 3"]), ("12 MiniMax H3 image to video", "h3", ["5 of 8"])],
 )
 def test_template_runs_to_its_video(name: str, kind: str, merged: list[str], video_server: ComfyServer) -> None:
-    """merged: the merged steps of each sampler, as the template's note says."""
+    """merged: the number of merged steps of each sampler, as the template's note says."""
     prompt = to_prompt(load(ROOT / "workflows" / f"{name}.json"), video_server)
     (lora,) = [node["inputs"]["lora_name"] for node in prompt.values() if node["class_type"].startswith("Lora")]
     lora_file(video_server, kind, lora)

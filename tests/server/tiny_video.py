@@ -1,4 +1,4 @@
-"""Provide loaders of tiny models in place of checkpoints, for a graph that makes videos with sound.
+"""Provide a node that loads tiny models in place of checkpoints, for graphs that make videos with sound.
 
 Diffusion models and the latent upsampler are ComfyUI's own classes with random weights. Text encoders and VAEs, which
 do not affect merging, return random numbers of the right shape.
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind ComfyUI's own folders
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # at the end, so that ComfyUI's own folders come first
 from testbed import models
 
 
@@ -22,7 +22,7 @@ def random(*shape):
 
 
 class Text:
-    """A text encoder that returns random numbers."""
+    """A stand-in for a text encoder, which returns random numbers."""
 
     def tokenize(self, text, **_):
         return text
@@ -32,8 +32,8 @@ class Text:
 
 
 class Pictures:
-    """The VAE of a video. pixel: pixels per latent pixel, on each side. frames: function from latent frames to video
-    frames."""
+    """A stand-in for the VAE of a video. pixel: side of a latent pixel, in pixels of the video. frames: video frames
+    per latent frame."""
 
     def __init__(self, channels, pixel, frames):
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import processor
@@ -63,7 +63,7 @@ class Pictures:
 
 
 class Sound:
-    """The VAE of a sound, with 25 latent frames per second."""
+    """A stand-in for the VAE of a sound, with 25 latent frames per second."""
 
     latent_channels = 8
     audio_sample_rate = 8000
@@ -78,7 +78,7 @@ class Sound:
 
 
 class TinyVideo:
-    """Loads a model of one of `models.AUDIO`, with the VAEs, text encoder and upsampler that its graph needs."""
+    """Loads a tiny LTX-2 or MiniMax H3, with the VAEs, text encoder and upsampler that the model's graph needs."""
 
     RETURN_TYPES = ("MODEL", "CLIP", "VAE", "VAE", "LATENT_UPSCALE_MODEL")
     FUNCTION, CATEGORY = "load", "tests"

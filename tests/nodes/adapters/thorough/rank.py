@@ -1,6 +1,6 @@
 """Run one of two processes that sample pictures together, with torch.distributed's gloo on the loopback device.
 
-`python rank.py RANK FOLDER` writes {case: result} into FOLDER/RANK.json. Both processes meet in FOLDER/store.
+`python rank.py RANK FOLDER` writes {case: result} into FOLDER/RANK.json. The processes connect through FOLDER/store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE
     return models.sample(model, SIDE, width, steps=steps, **prompts)
 
 
-# Pictures without ToMA, with their models, by model and options. Several cases share them.
+# By the id of a model and the options of a picture: the model, kept alive for its id, and its picture without ToMA.
 unmerged: dict[tuple[Any, ...], tuple[Any, Tensor]] = {}
 
 
@@ -49,8 +49,8 @@ def without_toma(model: Any, **options: Any) -> Tensor:
 
 
 def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Compare runs with and without ToMA of a model that is shared by all processes. alone: the same model in one
-    process."""
+    """Compare a model's pictures with and without ToMA, when all processes sample together. alone: the same model,
+    which samples in this process only."""
     run = pack_module("nodes.adapters.patch_model")
     config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
     merged = run.apply_toma(model, config)
@@ -111,7 +111,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # Use the loopback device, because the name of the machine may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # The processes meet in a file, because another program might take a port. After this limit a process waits in vain.
+    # The processes connect through a file, because another program might take a port. A process that waits for longer
+    # than `limit` fails.
     store, limit = f"file://{folder / 'store'}", timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
     (folder / f"{rank}.json").write_text(json.dumps({name: case() for name, case in cases().items()}))

@@ -1,4 +1,4 @@
-"""Other sizes and noise levels for tests of test_evaluations.py."""
+"""Run tests of test_evaluations.py with the sizes and noise levels that it leaves out."""
 
 from __future__ import annotations
 

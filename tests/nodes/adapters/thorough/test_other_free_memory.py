@@ -1,4 +1,4 @@
-"""Other presets and prompts for tests of test_free_memory.py."""
+"""Run a test of test_free_memory.py with the presets and prompts that it leaves out."""
 
 from __future__ import annotations
 

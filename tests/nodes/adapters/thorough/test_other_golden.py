@@ -1,4 +1,4 @@
-"""Other cases for tests of test_golden.py."""
+"""Run the tests of test_golden.py on the cases that it leaves out."""
 
 from __future__ import annotations
 

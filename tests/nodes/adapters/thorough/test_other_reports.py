@@ -1,4 +1,4 @@
-"""Other public reports from test_public_reports.py."""
+"""Test the public reports that test_public_reports.py leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other models, schedulers and presets for tests of test_sigmas.py."""
+"""Run tests of test_sigmas.py with the models, schedulers and presets that it leaves out."""
 
 from __future__ import annotations
 

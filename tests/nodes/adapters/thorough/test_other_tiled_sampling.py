@@ -1,4 +1,4 @@
-"""Other presets for tests of test_tiled_sampling.py."""
+"""Run tests of test_tiled_sampling.py with the models and presets that it leaves out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two real processes sample a picture together: both merge correctly, or neither merges.
+"""Test that two real processes that sample together both merge correctly, or both do not merge.
 
-compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions.
+compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions among processes.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 @loop("way", WAYS)
 @loop("kind", KINDS)
 def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
-    """Each process has a part of the sequence. With references the part is longer than the image, and would be merged
-    by the image's grid."""
+    """Each process has a part of the token sequence. With references this part has more tokens than the image, but
+    merging it by the image's grid would be wrong."""
     for process in found:
         case = process[f"tokens-{way}-{kind}"]
         assert case["as without ToMA"]
         assert case["the same on all"]
-        # The report has another reason for blocks whose forward the other pack replaces.
+        # Double blocks, whose `forward` raylight replaces, have the reason `block_replaced`.
         assert case["merged"] == 0
         assert set(case["unmerged"]) <= {TOKENS_CHANGED, "block_replaced"}
         assert sum(case["unmerged"].values()) == BLOCKS["flux"]
-        # Padding that makes lengths equal takes part in attention.
+        # In the case `odd`, padding makes both parts equally long. Tokens attend to it, which changes the picture.
         assert 0 < case["off from one process"] < (0.05 if kind == "odd" else 1e-5), "not the model that it should be"
 
 
 @loop("model", ["flux", "unet"])
 @loop("granularity", ["stack", "module"])
 def test_shared_conditions_are_not_merged(found: Any, model: str, granularity: str) -> None:
-    """Each process evaluates one of two conditions, and cannot tell which of them."""
+    """Each process evaluates one of two conditions, and ToMA cannot know which of the two."""
     for process in found:
         case = process[f"conditions-{model}-{granularity}"]
         assert case["as without ToMA"]
@@ -85,7 +85,7 @@ def test_shared_conditions_are_not_merged(found: Any, model: str, granularity: s
 @loop("model", ["flux", "unet"])
 @loop("spread", ["pictures", "weights"])
 def test_complete_pictures_are_merged_as_on_one_process(found: Any, model: str, spread: str) -> None:
-    """Each process samples its own picture, also with sharded weights (FSDP)."""
+    """Each process samples a complete picture, with its own copy of the weights or with sharded weights (FSDP)."""
     for process in found:
         case = process[f"{spread}-{model}"]
         assert case["as ToMA on one process"]
