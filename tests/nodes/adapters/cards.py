@@ -1,5 +1,4 @@
-"""Provide a simulated GPU: the CPU computes, and `recorded_copies` simulates copies between GPU memory and main
-memory."""
+"""Simulate a GPU on the CPU. `recorded_copies` simulates the copies between GPU memory and main memory."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ VIDEOS = ("wan", "ltx", "h3", "cosmos")
 
 
 class Card:
-    """Records of a run on the simulated GPU: its copies, and the peak of the cache as (bytes on the GPU, bytes in main
+    """Records a run on the simulated GPU: its copies, and the cache's peak as (bytes on the GPU, bytes in main
     memory)."""
 
     def __init__(self, copies: Copies) -> None:
@@ -38,7 +37,7 @@ class Card:
 
 @contextmanager
 def a_card(share: float, quantized: bool, order: Any = "late", main: float = 1e12, **options: Any) -> Iterator[Card]:
-    """Simulate a GPU that has memory for a share of the keys and values, from 0 to 1. main: bytes of main memory."""
+    """Simulate a GPU with memory for `share` (0 to 1) of the keys and values, and `main` bytes of main memory."""
     memory = pack_module("nodes.adapters.kv_memory")
     card, plan, make = Card(Copies(order, **options)), memory._four_bits, memory.HostMemory
 
@@ -75,7 +74,7 @@ def sampled(kind: str, model: Any, **options: Any) -> list[Tensor]:
 
 def compared(kind: str, merged: Any, quantized: bool, order: Any = "late", share: float = 0.0, **options: Any) -> Card:
     """Check that a run with a `share` of the keys and values on the simulated GPU gives the same latents as a run with
-    all keys and values there. Return the record of the run with this share."""
+    all keys and values there. Return the record of the first run."""
     with a_card(1.0, quantized):
         wanted = sampled(kind, merged, **options)
     with a_card(share, quantized, order) as card:

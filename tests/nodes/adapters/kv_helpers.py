@@ -35,7 +35,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseExc
     return calls
 
 
-# A function (latent, evaluation) -> latent that changes the latent before an evaluation.
+# A function (latent, index of an evaluation) -> latent that changes the latent before this evaluation.
 Moves = Callable[[Tensor, int], Tensor]
 
 
@@ -47,8 +47,8 @@ def standing(x: Tensor, step: int) -> Tensor:
 def evaluated(
     model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
 ) -> list[Tensor]:
-    """Return a model's predictions in `steps` evaluations of one latent at one sigma. Several streams are packed into
-    one tensor."""
+    """Return a model's predictions in `steps` evaluations at one sigma. moves: changes the latent before each
+    evaluation. Predictions of several streams are packed into one tensor."""
     import comfy.sample
     from comfy.samplers import KSAMPLER
 
@@ -71,7 +71,8 @@ def drifting(x: Tensor, step: int) -> Tensor:
 
 
 class Watch:
-    """Another node's attention override that records the inputs of attention, (B, T, C), by evaluation and block."""
+    """Stands in for another node's attention override. Records queries, keys and values, (B, T, C), of each call.
+    calls: number of evaluations."""
 
     def __init__(self, calls: int) -> None:
         self.calls, self.seen = calls, list[tuple[Tensor, Tensor, Tensor]]()

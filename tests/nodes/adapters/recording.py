@@ -1,9 +1,9 @@
-"""Provide a stand-in for ComfyUI's recording of a model's allocations, which NVIDIA cards have in releases after 0.33.
+"""Provide a stand-in for the recorder of memory allocations that ComfyUI releases after 0.33 use on NVIDIA cards.
 
 ComfyUI records the allocations of each block in an evaluation, and repeats their addresses in the next evaluation. So
 every recorded evaluation must make the same allocations, and the allocations of a block must be free when the next
 block ends. A recording that an error leaves open must be ended before another recording begins. The stand-in counts
-violations of these rules. A block ends for the stand-in when the model calls the next block.
+violations of these rules. For the stand-in, a block ends when the model calls the next block.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# The class and the method that ComfyUI records, by kind of model. The methods call the blocks; that of MiniMax H3 also
-# calls wrappers of DIFFUSION_MODEL.
+# By kind of model: module, class and method that ComfyUI records. Each method calls the blocks. The method of MiniMax
+# H3 also calls wrappers of DIFFUSION_MODEL.
 RECORDED = {
     "h3": ("comfy.ldm.minimax.model", "MiniMaxH3Model", "forward"),
     "ltx_av": ("comfy.ldm.lightricks.av_model", "LTXAVModel", "_process_transformer_blocks"),
@@ -36,7 +36,7 @@ class Evaluation:
     """The allocations of one recorded evaluation."""
 
     blocks: list[list[int]] = field(default_factory=lambda: [[]])  # bytes of each allocation, by block
-    survivors: int = 0  # allocations of a block that were not free when the next block had ended
+    survivors: int = 0  # number of allocations of a block that were not free when the next block had ended
     ended: bool = False
     _alive: list[list[StorageWeakRef]] = field(default_factory=lambda: [[]])
 
@@ -45,7 +45,7 @@ class Evaluation:
         self._alive[-1].append(StorageWeakRef(storage))
 
     def next_block(self) -> None:
-        # The model makes the inputs of all blocks before the first block, so these may stay.
+        # Skip allocations before the first block: they are inputs of all blocks, so they may stay.
         for each in self._alive[1:-1]:
             self.survivors += sum(not storage.expired() for storage in each)
             each.clear()
@@ -55,10 +55,10 @@ class Evaluation:
 
 @dataclass(eq=False)
 class Recording(TorchDispatchMode):
-    """The recordings of one thread."""
+    """Records the evaluations of one thread."""
 
     evaluations: list[Evaluation] = field(default_factory=list)
-    left_open: int = 0  # evaluations that began while the previous recording was still open
+    left_open: int = 0  # number of evaluations that began while the previous recording was open
     enabled: list[bool] = field(default_factory=list)  # whether ComfyUI's compiler was on, by evaluation of the model
     active: Evaluation | None = None
 
@@ -112,7 +112,7 @@ def blocks_of(network: Any) -> Any:
 
 @contextmanager
 def recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
-    """Record the evaluations of models of a kind, unless ComfyUI's compiler is off."""
+    """Record evaluations of models of a kind. Evaluations with ComfyUI's compiler switched off are not recorded."""
     from comfy.cli_args import args
 
     prefetch, (module, name, method) = pytest.importorskip("comfy.model_prefetch"), RECORDED[kind]

@@ -48,7 +48,7 @@ class Preference(nn.Module):
 @pytest.fixture
 def naming(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, int]]]:
     """naming(kind, model, names): let the checkpoint choose a function for the attentions with these names, in all
-    blocks except the last. Return a list of (queries, keys) that grows with each call of the function."""
+    blocks except the last. Return a list that gets (number of queries, number of keys) at each call of the function."""
 
     def start(kind: str, model: Any, names: tuple[str, ...]) -> list[tuple[int, int]]:
         module, attentions, _ = KINDS[kind]
@@ -116,8 +116,8 @@ def test_the_attention_that_the_checkpoint_names(kind: str, names: tuple[str, ..
 
 
 class Override:
-    """An attention override of another node that records (queries, keys) of each call, and whether the call was passed
-    on to ComfyUI."""
+    """An attention override of another node. Records the numbers of queries and keys of each call, and whether it left
+    the call to ComfyUI's attention."""
 
     def __init__(self, leaves: Callable[[int, int], bool]) -> None:
         self.leaves, self.calls = leaves, list[tuple[int, int, bool]]()
@@ -149,7 +149,7 @@ class Override:
 def test_the_attention_of_another_node(
     kind: str, what: str, leaves: Any, said: bool, model_of: Any, stats_of: Any
 ) -> None:
-    """If the override passes merged blocks on to ComfyUI, the report says so."""
+    """If the override leaves only the calls of merged blocks to ComfyUI's attention, the report has a line about it."""
     override = Override(leaves)
     model = override.on(model_of(kind))
     sampled(kind, model)
@@ -166,7 +166,6 @@ def test_the_attention_of_another_node(
 
 @loop("kind", KINDS)
 def test_an_override_comes_before_the_checkpoint(kind: str, naming: Any) -> None:
-    """ComfyUI calls an override before the checkpoint's attention, too."""
     model, override = getattr(models, kind)(), Override(lambda *_: False)
     calls = naming(kind, model, KINDS[kind][1])
     sampled(kind, with_preset(override.on(model)))
@@ -176,8 +175,7 @@ def test_an_override_comes_before_the_checkpoint(kind: str, naming: Any) -> None
 
 @loop("kind", KINDS)
 def test_the_node_for_an_attention_of_comfyui(kind: str, model_of: Any, stats_of: Any) -> None:
-    """The node `ModelAttentionBackend` uses `set_model_optimized_attention`, which exists since ComfyUI 0.33 or
-    earlier."""
+    """Choose an attention with `set_model_optimized_attention`, as ComfyUI's node `ModelAttentionBackend` does."""
     from comfy.ldm.modules.attention import attention_basic
 
     model, calls = model_of(kind).clone(), list[tuple[int, int]]()

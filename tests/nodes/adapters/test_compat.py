@@ -1,4 +1,4 @@
-"""Test the pack's requirements on ComfyUI: known signatures are accepted, and messages name unknown ones."""
+"""Test that known signatures of ComfyUI's code are accepted, and that messages name unknown signatures."""
 
 from __future__ import annotations
 
@@ -100,7 +100,6 @@ def test_same_warning_once(warnings: Any) -> None:
 def test_replays_are_off_until_the_last_of_several_devices_is_done(
     before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The devices may end in any order, also after an error or an interrupt."""
     from comfy.cli_args import args
 
     monkeypatch.setattr(args, "disable_comfy_compiler", before, raising=False)

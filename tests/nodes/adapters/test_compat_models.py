@@ -1,6 +1,6 @@
 """Test models that a later ComfyUI has changed: they run unmerged, and one warning names the change.
 
-The tests change ComfyUI's own classes as a later release might, so the models still run without ToMA.
+The tests change ComfyUI's own classes as a later release might. The changed models still run without ToMA.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_new_unused_argument_is_no_obstacle_in_flux(
     patched = attach(model)
     assert not torch.equal(sample(patched), sample(model))
     assert warnings() == []
-    # If the argument has a value, blocks that get it are not merged, and the report has the reason.
+    # If the new argument `region` has a value, blocks that get it are not merged, and the report gives the reason.
     from comfy.ldm.flux.model import Flux
 
     model = models.flux()
@@ -231,10 +231,10 @@ def test_blocks_without_token_offsets(attach: Any, stats_of: Any, kind: str, opt
 def test_positions_of_another_kind(
     monkeypatch: pytest.MonkeyPatch, attach: Any, stats_of: Any, granularity: str, shape: str
 ) -> None:
-    """RoPE rows are (cos, sin), or have fewer tokens."""
+    """The RoPE argument is a pair of tensors, or has an additional first axis."""
 
     class Rows(tuple):  # type: ignore[type-arg]
-        """A pair of tensors that attention unpacks."""
+        """A pair (None, RoPE tensor), which the patched attention unpacks."""
 
     layers = importlib.import_module(FLUX)
     attention = layers.attention

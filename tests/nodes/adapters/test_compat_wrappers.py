@@ -33,7 +33,7 @@ every_kind = loop("kind", ["unet", "flux"])
 
 
 class Request(SimpleNamespace):
-    """A single argument for wrappers, as a later ComfyUI might use."""
+    """Holds all arguments of a call, as a later ComfyUI might pass them to wrappers."""
 
 
 TARGETS = {
@@ -107,7 +107,7 @@ def test_own_errors_are_raised_in_tests(name: str, monkeypatch: pytest.MonkeyPat
 def test_own_errors_do_not_end_a_run(
     name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
-    """Evaluations whose mode is unknown because of the error are full."""
+    """An evaluation is full if its mode is unknown because of the error."""
     monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, plain = attach(flux), sample(flux)
     fail_from(monkeypatch, name, 0)

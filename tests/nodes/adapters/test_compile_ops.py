@@ -1,5 +1,5 @@
-"""Test the custom operators that merge inside of graphs: their results equal those of eager merging, and torch infers
-their shapes."""
+"""Test the custom operators that merge inside of compiled graphs. Their results equal those of eager merging, and torch
+infers the shapes of the results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def begun(evaluation: Any, names: list[str], site: Any = None) -> Any:
 
 @pytest.fixture
 def evaluate(pack: ModuleType) -> Any:
-    """evaluate(sigma, copies, **settings): return the evaluation at one of the sigmas 3, 2 and 1 of a run."""
+    """evaluate(sigma, copies, **settings): return the evaluation at `sigma` in a run with the sigmas 3, 2 and 1."""
     core = pack_module("toma_core")
 
     def make(sigma: float = 3.0, copies: tuple[object, ...] = (None,), **settings: Any) -> Any:
@@ -85,7 +85,6 @@ def test_a_full_step_caches_its_residual_in_new_tensors(graphs: Any, evaluate: A
 
 
 def test_operators_pass_torchs_own_checks(graphs: Any, evaluate: Any) -> None:
-    """PyTorch's `opcheck` covers schema, fake tensors and ahead-of-time graphs, also with dynamic sizes."""
     site, x = prepared(evaluate()), torch.randn(2, TOKENS, 8)
     reduced = graphs.operators.enter(x, site.number, 30)
     torch.library.opcheck(graphs.operators.enter.default, (x, site.number, 30))
@@ -137,7 +136,7 @@ def test_only_graphs_that_are_not_recorded_take_the_operators(graphs: Any, kwarg
 
 
 def test_two_copies_of_the_pack_do_not_share_operators() -> None:
-    """A copy of the pack that is loaded under another name needs another namespace of operators."""
+    """If the pack is loaded twice, under two names, each copy needs its own namespace of operators."""
     free = pack_module("toma_core.kernels.layout").free_namespace
     name = "toma_tried"
     libraries = []
@@ -148,7 +147,7 @@ def test_two_copies_of_the_pack_do_not_share_operators() -> None:
 
 
 def test_a_model_that_must_be_one_graph_is_not_merged(flux: Any, attach: Any, stats_of: Any) -> None:
-    """Merging breaks the graph at unknown modules, and a broken graph is an error with `fullgraph`."""
+    """Merging can break the graph into parts, which is an error with `fullgraph`."""
     model = attach(flux)
     model.model_options["torch_compile_kwargs"] = {"backend": "inductor", "fullgraph": True}
     assert torch.equal(models.sample(model, steps=1), models.sample(flux, steps=1))

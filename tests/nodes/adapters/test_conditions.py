@@ -1,5 +1,4 @@
-"""Test the conditions of a step: prompt and negative prompt joined or split, areas, masks, many prompts, windows of a
-batch."""
+"""Test steps with several conditions: a negative prompt, areas, timed prompts, and conditions on several devices."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from tests.loop import loop
 report_text = pack_module("nodes.adapters.report_text")
 
 SIDE = 24
-# Batches of another size round differently, and sharp weights amplify the difference for tokens with two nearly equal
-# destinations. Fixed destinations and soft weights make results comparable.
+# Make results of different batch sizes, which round differently, comparable: fix the destinations, and use soft
+# weights, because sharp weights amplify the difference for tokens with two nearly equal destinations.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
-NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values reach 500
+NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values of latents reach 500
 every_kind = loop("kind", ["unet", "flux", "qwen"])
 
 
@@ -70,7 +69,6 @@ def sampling_on_two_devices(sigmas: list[float], **settings: Any) -> tuple[Any, 
 
 
 def test_several_devices_that_share_no_picture_are_full_where_several_conditions_take_part(pack: Any) -> None:
-    """A step with only one condition is merged."""
     cond, uncond = {"uuid": "cond"}, {"uuid": "uncond", "timestep_end": 1.5}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0])
     assert step(3.0, cond) == "merged"
@@ -82,7 +80,8 @@ def test_several_devices_that_share_no_picture_are_full_where_several_conditions
 
 
 def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -> None:
-    """Without a cache, the next step with a single condition is a refresh."""
+    """A step with both conditions is full and writes no cache. If there is no cache yet, the next step with a single
+    condition is a refresh."""
     cond, sigmas = {"uuid": "cond"}, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 0.0]
     for start, end, modes in (
         (6.5, 5.5, ["refresh", "merged cached", "full", "merged cached", "refresh", "merged cached", "full"]),
@@ -95,7 +94,7 @@ def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -
 
 
 def test_tiles_on_several_devices_are_full(pack: Any) -> None:
-    """Each evaluation has only a tile of the predicted latent."""
+    """The third evaluation has only a tile of the latent that was predicted."""
     conds = {"uuid": "cond"}, {"uuid": "uncond"}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0], similarity_from="prediction")
     assert [step(3.0, *conds), step(2.0, *conds)] == ["full", "merged"]
@@ -133,7 +132,7 @@ def test_conditions_on_several_devices_are_merged_once_a_picture_is_predicted(
 def test_areas_of_one_size_at_two_offsets_have_separate_plans(
     model: Any, attach: Any, plan_calls: Any, stats_of: Any
 ) -> None:
-    """One step has three images: left half, right half and full picture. The halves have equal grids."""
+    """One step evaluates three images: left half, right half and full picture. The halves have equal grids."""
     patched = attach(model)
     half = (SIDE, SIDE // 2)
     positive = [
@@ -172,7 +171,7 @@ def test_combined_and_timed_prompts_share_one_plan(model: Any, attach: Any, plan
 def test_negative_model_of_another_class_is_not_merged(
     flux: Any, stranger: Any, attach: Any, stats_of: Any, granularity: str
 ) -> None:
-    """ComfyUI's guider runs the negative model with the positive model's options."""
+    """`Guider_DualModel` runs the negative model with the positive model's options, which include ToMA's."""
     nodes = importlib.import_module("comfy_extras.nodes_custom_sampler")
     if not hasattr(nodes, "Guider_DualModel"):
         pytest.skip("this ComfyUI has no guider for two models")

@@ -67,8 +67,8 @@ def test_perpendicular_negative_guidance(flux: Any) -> None:
 
 
 def test_guidance_of_video_and_audio(flux: Any) -> None:
-    """Use `LTXVDualCFGGuider` of newer ComfyUI releases, or a stand-in. With equal scales, this guider acts as
-    ComfyUI's own guider."""
+    """Test a stand-in for `LTXVDualCFGGuider`, and this guider itself if ComfyUI has it. With equal scales for video
+    and audio, it evaluates the same prompts as `CFGGuider`."""
     from comfy.samplers import CFGGuider
 
     theirs = getattr(import_module("comfy_extras.nodes_lt"), "Guider_LTXAVDualCFG", None)
@@ -87,7 +87,7 @@ def test_guidance_of_video_and_audio(flux: Any) -> None:
 
     for kind in (Own, *([theirs] if theirs else [])):
         guider = kind(flux)
-        guider._v_numel = 100  # `sample` finds this value
+        guider._v_numel = 100  # set by the guider's `sample`
         guider.conds = conds_of(flux, "positive", "negative")
         for cfg, wanted in (((1.0, 1.0), 1), ((3.0, 3.0), 2), ((1.0, 3.0), 2)):
             guider.set_cfg(*cfg)
@@ -97,8 +97,7 @@ def test_guidance_of_video_and_audio(flux: Any) -> None:
 
 
 def test_a_guider_that_counts_is_not_changed_by_being_asked(flux: Any) -> None:
-    """The guider evaluates the negative prompt every other time, evaluates a perturbed model at high noise, and draws
-    random numbers."""
+    """The guider counts its calls, evaluates a perturbed model at high noise, and draws random numbers."""
     import comfy.samplers
 
     class Counting(comfy.samplers.CFGGuider):  # type: ignore[misc]
@@ -152,7 +151,7 @@ def test_of_other_guiders_all_conditions_count(how: str, flux: Any) -> None:
 
 
 def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
-    """The functions of the guidance are not called before the run, because they may hold state."""
+    """The prediction does not call the guidance's functions, because they may hold state."""
     import comfy.samplers
 
     def perturbed(args: Any) -> Any:
@@ -177,7 +176,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def turns(model: Any, entries: int, prompts: int = 2) -> list[Any]:
-    """Return conditioning with `entries` entries of `prompts` prompts in turn, each active in its part of the run."""
+    """Return conditioning with `entries` entries, which have `prompts` prompts in turn. Each entry is active in its own
+    part of the run."""
     conds = []
     for n in range(entries):
         ((tensor, options),) = models.conditioning(model, seed=10 + n % prompts)
@@ -218,7 +218,6 @@ def in_areas(model: Any, *areas: Any) -> list[Any]:
 def test_areas_count_by_their_size(
     areas: Any, cfg: float, model_of: Any, attach: Any, stats_of: Any, asked: list[int]
 ) -> None:
-    """Each area is also evaluated for the negative prompt."""
     model = model_of("flux")
     merged = attach(model, **KEYS)
     models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=cfg, positive=in_areas(model, *areas))
@@ -230,7 +229,7 @@ def test_areas_count_by_their_size(
 def test_prompts_that_take_turns_fit_where_two_prompts_fit(
     model_of: Any, stats_of: Any, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare with a run that has memory for all caches in full precision."""
+    """With exactly the memory that a first run requested, a second run merges as many steps."""
     memory, model = pack_module("nodes.adapters.kv_memory"), model_of("flux")
     merged, conds = run.apply_toma(model, preset("balanced")), turns(model, 10)
     models.sample(merged, HEIGHT, WIDTH, steps=20, positive=conds)

@@ -1,8 +1,8 @@
 """Test unusual sequences of evaluations on trained models, compared with Euler's method.
 
-Samplers of other packs evaluate other sizes in between, change prompts at every step, pass the model other sigmas than
-those of the schedule, repeat steps and skip steps. The error of merging is at most twice that with Euler's method.
-Evaluations without a valid cache are full.
+Samplers of other packs evaluate latents of a second size, change prompts at every step, pass the model other sigmas
+than those of the schedule, repeat steps and skip steps. The error of merging must be at most twice the error with
+Euler's method. Evaluations without a valid cache are full.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Trained:
     def drawn(
         self, model: Any, function: Callable[..., Tensor] | None = None, positive: Any = None, **options: Any
     ) -> Tensor:
-        """Sample a latent of a small picture. function: a sampler in k-diffusion's interface, by default Euler."""
+        """Sample a latent of a small picture. function: a sampler with k-diffusion's interface, by default Euler."""
         import comfy.sample
         from comfy.samplers import KSAMPLER, calculate_sigmas, ksampler
 
@@ -115,7 +115,7 @@ def euler(between: Callable[..., None] = lambda *_: None) -> Callable[..., Tenso
 
 @loop("shape", ["half", "always"])
 def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: Any, shape: str) -> None:
-    """Dy and SMEA samplers evaluate a latent of another size between steps, and do not use the result here."""
+    """Between steps, Dy and SMEA samplers evaluate a latent of a second size. This test ignores the result."""
 
     def between(model: Any, x: Tensor, level: Tensor, step: int) -> None:
         if shape == "always" or step % 2:
@@ -144,8 +144,8 @@ def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float
 
 
 def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> None:
-    """Guidance around the network evaluates a second prompt in each step, before or after the first prompt. Each prompt
-    has its own caches."""
+    """A wrapper of the model evaluates a second prompt in each step, before or after the first prompt. Each prompt has
+    its own caches."""
     from comfy.patcher_extension import WrappersMP
 
     other, outs = trained.prompt(9)[0][0], []
@@ -187,7 +187,7 @@ def test_a_prompt_for_every_step(
 
 
 def test_an_area_with_too_few_tokens(trained: Trained, plain: float, usual: dict[int, float], stats_of: Any) -> None:
-    """The area is never merged or cached; the other conditions are merged as without the area."""
+    """The area is never merged or cached. The conditions without an area are merged in the usual steps."""
     error = trained.error(positive=[*trained.prompt(3), *trained.prompt(5, area=(2, 2, 4, 4))])
     stats = stats_of(trained.merged)
     assert stats.merged_steps == usual
@@ -196,7 +196,7 @@ def test_an_area_with_too_few_tokens(trained: Trained, plain: float, usual: dict
 
 
 def test_a_condition_that_begins_exactly_at_a_step(trained: Trained) -> None:
-    """ComfyUI compares sigmas in fp32, and ToMA must decide equally which conditions are active."""
+    """ToMA rounds a condition's bounds to fp32, as ComfyUI does when it compares them with the sigma."""
     conditions = pack_module("nodes.adapters.conditions")
     sampling = trained.model.get_model_object("model_sampling")
     for n in range(1, trained.steps):
@@ -235,7 +235,7 @@ def test_a_sigma_that_is_changed_on_purpose(
 
 @loop("kind", ["by turns", "refreshes", "unreported"])
 def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: float, kind: str) -> None:
-    """A cache is too old if the noise level has changed much since its refresh, whatever the step index."""
+    """A cache is not used if the noise level has changed much since its refresh, whatever the step index."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         for step in range(trained.steps):
@@ -255,7 +255,7 @@ def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: f
 
 class Watched:
     """Counts evaluations of the model. An evaluation counts as merged if the last block receives fewer tokens than the
-    model has."""
+    text and the image have."""
 
     def __init__(self, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.merged = self.lacking = self.text = 0
@@ -315,8 +315,8 @@ def two(trained: Trained) -> SimpleNamespace:
 def test_any_sequence_of_evaluations(
     trained: Trained, two: Any, stats_of: Any, watched: Watched, actions: list[list[str]], reports: bool
 ) -> None:
-    """The actions are other sizes, repeats, changed noise levels, new noise, and changes of prompts and positions, in
-    any order. No block of a merged evaluation lacks its cache."""
+    """Each step has up to three random actions, such as an evaluation of another size or new noise. No block of a
+    merged evaluation lacks its cache."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         guider = model.inner_model
@@ -340,7 +340,8 @@ def test_any_sequence_of_evaluations(
         for step in range(trained.steps):
             wanted = actions[step]
             level = sigmas[step] * (0.8 if "sigma" in wanted and step else 1.0)
-            # Never skip the last step, because no later step can correct the error.
+            # Never skip the first step, which has no earlier prediction, or the last, whose error no later step
+            # corrects.
             if "skip" not in wanted or not 0 < step < trained.steps - 1:
                 denoised = at(x, level, tuple(wanted))
             if callback is not None and reports:

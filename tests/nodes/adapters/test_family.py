@@ -1,4 +1,4 @@
-"""Test the code that all families share: the blocks that Auto judges together, and the work that a run saved."""
+"""Test code that all families share: Auto's choice of blocks to merge, and the work that a run saved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHOWN = {"attn1_patch": lambda n, context, value, options: (n, context, value), 
 def test_auto_receives_the_blocks_that_are_merged_together(
     model: Any, granularity: str, patch: str, around: set[str], attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stack of one block costs as many operations as a single block."""
+    """A stack of one block counts as a block."""
     asked = set()
 
     def too_little(*sizes: Any) -> None:

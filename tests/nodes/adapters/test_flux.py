@@ -1,4 +1,4 @@
-"""Test the Flux adapter: results of its blocks, text and references, and blocks that are not merged."""
+"""Test the Flux adapter with skipped blocks, ControlNets, references and other nodes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_blocks_with_dropped_tokens_are_not_merged(flux: Any, attach: Any, stats
 
 @pytest.mark.compat
 def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: Any) -> None:
-    """A ControlNet adds to all image tokens after every block. Image tokens are between text and references."""
+    """A ControlNet adds residuals to all image tokens after a block. In single blocks, image tokens are between text
+    and references."""
     import comfy.controlnet
 
     marks = torch.zeros(1, TOKENS, 48)
@@ -131,7 +132,7 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
     assert out.isfinite().all()
     assert not torch.equal(out, plain)
     assert torch.equal(models.sample(attach(foreign, min_tokens=1000), HEIGHT, WIDTH, steps=2), plain)
-    # No block learns how many tokens of references follow the image.
+    # Without transformer_options, no block receives the number of reference tokens behind the image tokens.
     references = {"reference_latents": [torch.randn(1, 16, 12, 16)]}
     conds = {name: models.conditioning(flux, seed=n, **references) for n, name in enumerate(("positive", "negative"))}
     out = models.sample(model, HEIGHT, WIDTH, steps=2, **conds)
@@ -140,7 +141,6 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
 
 
 def test_attention_override_still_runs_and_sees_merged_tokens(flux: Any, attach: Any) -> None:
-    """Packs with other attention kernels use attention overrides."""
     lengths = []
 
     def override(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

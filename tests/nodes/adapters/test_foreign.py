@@ -46,8 +46,8 @@ def blocks_of(model: Any, family: str) -> Any:
 @every_list
 @loop("place", [0, 1, -1])
 def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, stats_of: Any) -> None:
-    """One chain ends before the replaced block, and another chain begins behind it. When ComfyUI's own block is
-    restored, the block is merged again."""
+    """One chain of merged blocks ends before the replaced block, and another chain begins behind it. When ComfyUI's own
+    block is restored, the block is merged again."""
     model = models.TRANSFORMERS[family]()
     blocks = blocks_of(model, family)
     place %= len(blocks)
@@ -102,7 +102,7 @@ def test_a_list_of_blocks_that_is_replaced(what: str, attach: Any, stats_of: Any
 
 
 def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stats_of: Any) -> None:
-    """The first model's blocks are still replaced when ToMA first sees the model."""
+    """Another node's blocks still replace the model's own blocks when ToMA first inspects the model."""
     model = models.flux()
     replaced = model.clone()
     for index, block in enumerate(blocks_of(model, "flux")):
@@ -164,8 +164,8 @@ def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -
 
 
 def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
-    """The number of skipped blocks was measured on Flux.1. Models with fewer double blocks, such as Ovis, LongCat and
-    pruned models, skip the same share of their blocks."""
+    """Preset `paper` skips 5 blocks in Flux.1, where this number was measured. Models with fewer double blocks, such as
+    Ovis, LongCat and pruned models, skip a share of 0.1."""
     from scripts.comfy_pack import pack_module
 
     find, core = pack_module("nodes.adapters.registry").find, pack_module("toma_core")

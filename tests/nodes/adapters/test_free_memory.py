@@ -29,7 +29,8 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.fixture
 def preset(pack: Any) -> Callable[..., Any]:
-    """preset(model, name, **settings): apply a preset of ToMA, also to small grids, and skip few blocks."""
+    """preset(model, name, **settings): apply a preset of ToMA that also merges small grids and skips only the first
+    block."""
     settings_of, attach = pack_module("toma_core").UserSettings, pack_module("nodes.adapters.patch_model").apply_toma
     return lambda model, name, **settings: attach(model, settings_of(name, {**SMALL, **settings}))
 
@@ -62,7 +63,7 @@ def late(model: Any, start: float = 0.45) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def unmerged(pack: Any) -> dict[tuple[str, str], torch.Tensor]:
-    """Return a dict for pictures without ToMA, by kind of model and prompts, which tests fill."""
+    """Return an empty dict, in which tests store pictures without ToMA by kind of model and prompts."""
     return {}
 
 

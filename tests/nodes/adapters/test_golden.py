@@ -1,17 +1,25 @@
-"""Test latents that must not change: short runs of all presets and granularities on tiny models of several families.
+"""Test that latents of short runs do not change, for all presets and granularities on tiny models of several families.
 
 After a change that alters pictures on purpose, write golden.json again and list the change in the changelog ("may
 change seeds"):
 
     TOMA_WRITE_GOLDEN=1 make test ARGS=tests/nodes/adapters/test_golden.py
 
-Latents are those of ComfyUI's default release. If another release computes other latents even without ToMA, an entry
-"CASE from RELEASE" holds them. The same command with COMFYUI_PATH of that release writes these entries.
+golden.json has the latents of ComfyUI's default release. If a release computes different latents even without ToMA, its
+latents are in entries named "CASE from RELEASE". The same command with COMFYUI_PATH of that release writes these
+entries.
 
-Tolerances are fractions of a latent's rms, and larger than the effects of rounding. On an AVX-512 CPU, the largest
-effects on a latent were: oneDNN switched off 5.8e-5, no instructions newer than AVX2 2.4e-5 or SSE 2.1e-5, conditions
-in separate calls 1.8e-5, two threads 1.4e-5. The effect on mean and rms was 1.6e-7. If the selection replaces the
-last destination of one window, the median effect is 2.5e-3.
+Tolerances are fractions of a latent's rms. They are larger than the effects of rounding, and smaller than the usual
+effect of one replaced destination. On an AVX-512 CPU, these changes had the following largest effects:
+
+    oneDNN switched off           5.8e-5
+    AVX2 as newest instructions   2.4e-5
+    SSE as newest instructions    2.1e-5
+    conditions in separate calls  1.8e-5
+    two threads                   1.4e-5
+
+The largest effect on mean and rms was 1.6e-7. The median effect of replacing the last destination of one window is
+2.5e-3.
 """
 
 from __future__ import annotations
@@ -51,17 +59,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "ltx": lambda: models.ltx_av(),
     "h3": lambda: models.h3(),
 }
-# Size of the latent, and guidance scale. Odd sides give windows of several sizes and budgets.
+# By run: size of the latent, and guidance scale. Odd sides give windows of several sizes and budgets.
 RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "odd": ((38, 29), 1.0)}
-HALVED = {"sd15", "ltx"}  # families with a token for each pixel, whose latents have half the side
-# Auto's threshold would leave out the coarser grids of UNets.
+HALVED = {"sd15", "ltx"}  # families with one token per latent pixel; their latents have half the side here
+# A low `min_tokens`, because Auto would not merge the coarser grids of UNets.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
-# Flux skips the first five blocks of either kind.
+# Without a preset, skip the first five double and single blocks of Flux.
 FIRST = {"flux": {"skip_first_blocks": 5}}
 WHOLE_STEPS = {"full_step_interval": 3, "selection_interval": 3, "weight_interval": 3}
 PLAIN: dict[str, dict[str, Any]] = {
     **{kind: {"granularity": kind} for kind in ("module", "block", "stack")},
-    # A residual cache on a UNet, which no preset uses.
+    # A residual cache without a KV cache. On a UNet, no preset has a residual cache.
     "detail": {"granularity": "block", **WHOLE_STEPS},
 }
 SETTINGS = (*core.PRESETS, *PLAIN)
@@ -90,7 +98,7 @@ def golden() -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def model_of(pack: Any) -> Callable[[str], Any]:
     """model_of(family): return a tiny model with biases around 0. With biases around 1, which other tests use, tokens
-    are so similar (a mean cosine of 0.998 in Flux) that rounding would select destinations."""
+    are so similar (a mean cosine of 0.998 in Flux) that rounding would decide which destinations are selected."""
     made: dict[str, Any] = {}
 
     def model(family: str) -> Any:
@@ -126,7 +134,7 @@ def kind_of(family: str) -> Any:
 
 
 def steps_for(family: str, setting: str) -> int:
-    """Return a number of steps with a second selection that is used before the last step, which is full."""
+    """Return a number of steps in which a second selection is used before the last step, which is full."""
     return 9 if config_of(family, setting).selection_interval < 9 else 11
 
 
@@ -178,8 +186,8 @@ def store(golden: dict[str, Any], case: str, found: dict[str, Any]) -> None:
 
 @loop(("family", "run"), runs_of(CASES if WRITE else QUICK))
 def test_without_toma(family: str, run: str, model_of: Any, golden: Any) -> None:
-    """If this test fails, ComfyUI, PyTorch or the CPU computes the models differently without ToMA, and the other tests
-    here have no meaning."""
+    """If this test fails, ComfyUI, PyTorch or the CPU gives latents that differ from golden.json even without ToMA.
+    Failures of the other tests in this file then do not show an error of ToMA."""
     found = facts(sampled(model_of(family), family, run, 9, seed=0))
     if WRITE:
         store(golden, f"{family} none {run}", found)
@@ -210,8 +218,8 @@ def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, sureness: Any
 
 @pytest.mark.skipif(WRITE, reason="the file is written at the end of this run")
 def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
-    """Check that the runs have full steps, cached residuals and later selections, and that golden.json has no other
-    cases."""
+    """Check that the stored runs have the full steps, cached residuals and second selections of their settings, and
+    that golden.json has exactly these runs."""
     every = {key.partition(" from ")[0] for key in golden}
     assert every == {*CASES, *(f"{family} none {run}" for family in FAMILIES for run in RUNS)}
     for case in CASES:
@@ -226,10 +234,10 @@ def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
 
 @pytest.fixture
 def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
-    """sureness(): return the smallest lead of a destination over the next best slot since the last call, divided by the
-    largest effect of rounding.
+    """sureness(): return how clear the selections since the last call were: the smallest lead of a destination over the
+    next best slot, divided by the largest effect of rounding.
 
-    Above 1, no other CPU selects other destinations. Only runs that write golden.json measure the lead.
+    Above 1, all CPUs select the same destinations. Only runs that write golden.json measure the lead.
     """
     module = pack_module("toma_core.selection")
     search, narrowest = module.greedy_facility_location, [math.inf]
@@ -245,7 +253,7 @@ def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
             gain = (S - represented[:, :, None]).relu().sum(1)
             gain = gain if priority is None else gain * priority
             best = (gain - by_place).masked_fill(~open_, -torch.inf).topk(2, 1).values
-            # A window with one open slot has no choice; a window without an open slot repeats a slot.
+            # A window with one open slot or none has no next best slot: count its lead as infinite.
             sure = ((best[:, 0] - best[:, 1]) / (4e-6 + 1e-6 * best[:, 0])).nan_to_num(math.inf)
             narrowest[0] = min(narrowest[0], float(sure.min()))
             open_ = open_.scatter(1, pick[:, None], False)

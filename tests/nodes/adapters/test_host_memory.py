@@ -18,8 +18,8 @@ KINDS = tuple(kind for kind in LAYOUTS if kind != "ernie")
 
 @loop(("kind", "n"), [(kind, n) for n, kind in enumerate(KINDS)])
 def test_the_picture_is_the_same_wherever_they_lie(kind: str, n: int, model_of: Any, stats_of: Any) -> None:
-    """All or half of the keys and values are in main memory, in full precision or in four bits. Copies end late, or at
-    random."""
+    """All or half of the keys and values are in main memory, in full precision or in four bits. Copies end late, or
+    after random delays."""
     merged, share, quantized = balanced(model_of(kind)), 0.5 * (n % 3 == 0), n % 2 == 0
     card = compared(kind, merged, quantized, n if n % 4 else "late", share)
     stats, (on_card, in_main) = stats_of(merged), card.peak
@@ -54,8 +54,8 @@ def test_with_references_that_are_merged(quantized: bool, model_of: Any) -> None
 
 @loop("split", [False, True])
 def test_with_several_conditions(split: bool, model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One condition has an area, and skip layer guidance adds a call. If calls are split after the refresh, each call
-    reads its part of a shared buffer."""
+    """Two prompts are combined, and skip layer guidance adds a call. If conditions get separate calls after the
+    refresh, each call reads its part of a shared buffer."""
     model, evaluations = several_calls(model_of("wan")), list[int]()
     both = [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3)]
     merged = balanced(model)
@@ -89,8 +89,8 @@ def test_a_run_within_a_run(order: Any, model_of: Any) -> None:
 
 @loop("at", [1, 2, 3])
 def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of: Any) -> None:
-    """Memory runs out in the refresh and in merged steps. The picture equals that of a run without main memory, in
-    which GPU memory runs out."""
+    """at: the call of a block in which memory runs out, in the refresh or in a merged step. The picture equals that of
+    a run which fails at the same call but has all keys and values on the GPU."""
     model = model_of("z_image")
     merged, block, found = balanced(model), model.model.diffusion_model.layers[1], []
     for share in (1.0, 0.0):

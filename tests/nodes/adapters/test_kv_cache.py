@@ -45,14 +45,14 @@ def test_keys_are_propagated_as_their_destinations_change(
     kind: str, model_of: Any, attach: Any, plan_calls: list[Any], dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A merged step adds the change at the destinations to the cached keys and values of all tokens, and stores the
-    result. Regression on the latent is off."""
+    result. The test switches off regression on the latent."""
     monkeypatch.setattr(pack_module("toma_core.coverage").Coverage, "latent_of", lambda *_: None)
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)
     lasting = {"similarity_from": "tokens", "selection_interval": 100, "weight_interval": 100, "sharpness": 10_000.0}
     evaluated(watch.on(attach(model, **{**KEYS, **lasting})), drifting)
     full, *merged = watch.evaluations()
-    # Refiner blocks, which some models run first, are not merged and attend to their own tokens.
+    # Find the first merged block. Before it, some models run refiner blocks, which are not merged.
     block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
     before = layout.before + layout.above
     cached, plan = full[block][1:], plan_calls[0].plan
@@ -74,7 +74,8 @@ def test_keys_are_propagated_as_their_destinations_change(
 
 @loop("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
 def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, attach: Any) -> None:
-    """In the same block, Wan's image tokens attend to the text, whose length here equals the number of destinations."""
+    """In a block of Wan, image tokens also attend to the text. A text with as many tokens as there are destinations
+    must not be taken for merged image tokens."""
     model = model_of("wan")
     own, *found = evaluated(model, text=text)[:1] + evaluated(attach(model, **KEYS), text=text)
     for picture in found:
@@ -143,14 +144,15 @@ NOT_ASKED = Reason.KV_FOREIGN_ATTENTION()
 
 
 def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, without_overrides: None) -> None:
-    """Without overrides, presets have no KV cache."""
+    """If attention calls no overrides, presets use no KV cache."""
     run, model = pack_module("nodes.adapters.patch_model"), model_of("wan")
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(model, HEIGHT, WIDTH, **asked)
     merged, without = (run.apply_toma(model, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
     assert str(NOT_ASKED) in report_text.summary(stats_of(merged))
-    # The second step is also full, because it refreshes the residual cache of other chains than the first step.
+    # In `merged`, the second step is full too: without a KV cache, chains differ from those of the first step, so their
+    # residuals are refreshed.
     assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
     assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]
     assert (found - own).norm() <= (usual - own).norm()
@@ -160,7 +162,7 @@ def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, wi
 def test_it_is_noticed_where_an_evaluation_begins(
     model_of: Any, stats_of: Any, without_overrides: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both calls of an evaluation must have the same mode, because guidance takes their difference."""
+    """Both calls of an evaluation must have the same mode, because guidance takes the difference of their results."""
     sampling, seen = pack_module("nodes.adapters.sampling_run").SamplingRun, list[tuple[int, bool]]()
     observe = sampling.observe
 

@@ -78,8 +78,8 @@ def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
 def test_four_bits_may_fill_what_is_left_of_the_card(
     model_of: Any, cache_plans: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a small model, the free part of the card is larger than the limit for caches that push weights off the
-    card."""
+    """A 4-bit cache may use all memory that is free beside a small model. The limit for caches that push weights off
+    the card is lower."""
     import comfy.model_management as management
 
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model_of("flux"), preset("balanced"))
@@ -102,7 +102,8 @@ def test_four_bits_may_fill_what_is_left_of_the_card(
 
 
 def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
-    """A ControlNet needs memory for its weights, and for activations that exceed ComfyUI's minimum."""
+    """A ControlNet needs memory for its weights, and for activations beyond the minimum that ComfyUI keeps free for
+    inference."""
     from comfy.controlnet import ControlBase
     from comfy.model_management import extra_reserved_memory, minimum_inference_memory
 
@@ -127,7 +128,8 @@ def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
 
 
 def test_a_model_for_the_negative_prompt_counts(model_of: Any) -> None:
-    """`Guider_DualModel` holds such a model. A clone needs no further memory, because it shares the weights."""
+    """`Guider_DualModel` has a second model for the negative prompt. A clone of the first model needs no memory,
+    because it shares its weights."""
     memory_left, model = pack_module("nodes.adapters.kv_memory").memory_left, model_of("flux")
     guider, other = guider_of(model), model_of("unet")
     alone = memory_left(guider, SHAPE)
@@ -187,7 +189,7 @@ def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, cache_plans: li
 
 
 def test_activations_are_counted_in_the_dtype_of_the_run(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ComfyUI's estimate reads the model's dtype before ModelComputeDtype has changed it."""
+    """ToMA corrects ComfyUI's estimate, which reads the model's dtype before ModelComputeDtype has changed it."""
     import comfy.model_management as management
     from comfy_extras.nodes_model_advanced import ModelComputeDtype
 

@@ -1,5 +1,5 @@
-"""Test memory of the KV cache: requested from ComfyUI, quantized to 4 bits if scarce, and released when memory runs
-out."""
+"""Test that the KV cache's memory is requested from ComfyUI, that the cache is quantized to 4 bits if memory is scarce,
+and that it is released when memory runs out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_where_room_is_short_they_are_packed(
         found = models.sample(merged, HEIGHT, WIDTH, **size)
     packed = stats_of(merged)
     assert packed.without_kv_cache is None
-    # The 4-bit estimate assumes the quantization groups of wide models, whose cache is smaller.
+    # The requested size is that of a wide model. In this narrow model, smaller quantization groups make the 4-bit cache
+    # larger.
     assert asked[0] == held
     assert asked[1] <= packed.cache_bytes <= 0.4 * held
     assert 0 < (found - exact).norm() < 0.5 * (exact - unmerged).norm()
@@ -78,8 +79,8 @@ def test_after_out_of_memory_all_steps_are_full(
 def test_where_packing_runs_out_of_memory_in_a_merged_step(
     at: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out at keys and at values, in the first block and in later blocks. The evaluation is repeated as a
-    full evaluation."""
+    """at: the number of tensors of keys or values that a merged step quantizes before memory runs out. The evaluation
+    is repeated as a full evaluation."""
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
     monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
     calls, quantize = list[int](), trial.quantize
@@ -124,7 +125,8 @@ def short_of_memory(layer: Any, *at: int) -> Iterator[None]:
 def test_after_out_of_memory_of_one_condition_the_other_is_full_too(
     call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conditions are in separate calls. If only one condition were full, guidance would amplify the difference."""
+    """Conditions are in separate calls. If only one of two conditions were full, guidance would amplify the error of
+    the merged one."""
     model = model_of("wan")
     merged = attach(model, **KEYS)
     monkeypatch.setattr(type(model.model), "memory_required", lambda *_, **__: 1e20)
@@ -139,7 +141,8 @@ def test_after_out_of_memory_of_one_condition_the_other_is_full_too(
 def test_conditions_that_are_split_after_the_full_step_hold_no_more(
     packed: bool, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ComfyUI joins conditions if memory is free, and caches reduce free memory."""
+    """ComfyUI joins conditions in one call only while enough memory is free. A cache that a full step has filled may
+    leave too little."""
     from comfy.patcher_extension import WrappersMP
 
     model, evaluations = model_of("wan"), list[int]()
@@ -234,7 +237,7 @@ def test_without_room_the_preset_is_as_it_was(model_of: Any, stats_of: Any, monk
 def test_comfyui_receives_the_size_before_it_loads_the_model(
     model_of: Any, monkeypatch: pytest.MonkeyPatch, stats_of: Any
 ) -> None:
-    """ComfyUI must request the cache's memory when it loads the model, not later."""
+    """ComfyUI must reserve the cache's memory when it loads the model, not later."""
     import comfy.model_management
 
     model, asked, load = model_of("flux"), list[float](), comfy.model_management.load_models_gpu

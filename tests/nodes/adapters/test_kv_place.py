@@ -1,5 +1,5 @@
-"""Test the place of keys and values: on the card as far as they fit beside the weights, the others in main memory
-within its limits."""
+"""Test where keys and values are stored: on the card as many as fit beside the weights, and the remaining ones in main
+memory, within its limits."""
 
 from __future__ import annotations
 
@@ -209,8 +209,8 @@ def test_only_cards_with_cuda_streams_use_main_memory(device: str, copies: bool)
 def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
     free: float, planned: float, by_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """free, planned: shares of keys and values that fit on the card and that were planned there. If ComfyUI loads
-    weights block by block, free memory is soon used, so the share never grows."""
+    """free, planned: the share of keys and values that fits on the card now, and the share that was planned there. If
+    ComfyUI loads weights block by block, they soon fill the free memory, so the planned share is not exceeded."""
     import comfy.model_management as management
 
     model, host = (

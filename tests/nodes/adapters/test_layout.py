@@ -19,8 +19,8 @@ TEXT, IMAGE, REFERENCES = 7, 144, (48, 12)  # Flux: a grid of 12 x 12
 
 @dataclass
 class Told:
-    """One call of the attention. length: number of queries. options: a copy of transformer_options. mask: whether there
-    is a mask."""
+    """One call of the attention. length: number of queries. options: a copy of transformer_options. mask: whether the
+    call has an attention mask."""
 
     length: int
     options: dict[str, Any]
@@ -158,7 +158,7 @@ def test_attention_patches_receive_all_tokens_and_their_layout(
 def test_the_callers_options_stay_as_they_are(
     request: pytest.FixtureRequest, attach: Any, listening: Any, kind: str
 ) -> None:
-    """Only the options that reach attention have another layout. The options that the caller passed are unchanged after
+    """Attention gets options with the layout of merged tokens. The options that the caller passed are unchanged after
     each block."""
     shared = request.getfixturevalue(kind)
     foreign, calls = listening(shared)

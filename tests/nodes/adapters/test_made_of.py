@@ -1,7 +1,7 @@
 """A cache is used only for the inputs that it was made from. The tests change noise, prompts, pictures, positions and
 weights, on trained models.
 
-The error of merging is at most twice that of an unchanged run, or steps without a valid cache are full.
+The error of merging is at most twice the error in a run without these changes. Steps without a valid cache are full.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_samplers_without_new_noise_lose_no_merged_step(
 
 
 def by_turns(trained: Trained) -> list[Any]:
-    """Return two prompts that alternate from step to step, as `[a|b]` does."""
+    """Return two prompts that alternate from step to step, as in the prompt syntax `[a|b]`."""
     found, steps = [], trained.steps
     for step in range(steps):
         times = {"start_percent": max(0.0, (step - 0.5) / steps), "end_percent": (step + 0.5) / steps}
@@ -146,7 +146,7 @@ def lora(model: Any) -> dict[str, Tensor]:
 
 
 def hooked(trained: Trained, frames: dict[float, float]) -> list[Any]:
-    """Return a prompt with a hook LoRA. frames: strengths by start percent."""
+    """Return a prompt with a hook LoRA. frames: the LoRA's strength from each start percent on."""
     import comfy.hooks
 
     group, keyframes = comfy.hooks.create_hook_lora(lora(trained.model), 1.0, 0.0), comfy.hooks.HookKeyframeGroup()
@@ -181,7 +181,7 @@ def test_a_step_whose_weights_are_new_is_full(trained: Trained, usual: dict[int,
 
 
 def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stats_of: Any) -> None:
-    """A wrapper shifts the latent between sampler and model, by another amount in each step."""
+    """A wrapper shifts the latent between sampler and model, by a different amount in each step."""
     from comfy.patcher_extension import WrappersMP
 
     def rolled(executor: Any, x: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,8 +203,8 @@ def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stat
 def test_new_noise_within_a_step_is_no_tile(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, when: tuple[int, ...]
 ) -> None:
-    """In the steps of `when`, the sampler takes the mean of two evaluations with different noise. These evaluations are
-    full."""
+    """In the steps of `when`, the sampler takes the mean of two evaluations with different noise. No step except these
+    becomes full, and none counts as tiled."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         generator = torch.Generator().manual_seed(6)

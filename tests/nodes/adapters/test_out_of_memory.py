@@ -56,7 +56,7 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
     merged = attach(model_of(kind), granularity="block", selection_interval=1, weight_interval=1)
     out = models.sample(merged, HEIGHT, WIDTH, steps=3, cfg=3.0, **size)
     stats = stats_of(merged)
-    # A model with one plan per evaluation has merged the first step before memory runs out.
+    # If one plan fits, a model with one plan per evaluation merges the first step before memory runs out.
     assert set(stats.merged_steps) <= {0}
     if not stats.merged_steps:
         assert torch.equal(out, models.sample(model_of(kind), HEIGHT, WIDTH, steps=3, cfg=3.0, **size))
@@ -71,8 +71,8 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
 def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
     kind: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full evaluation needs more memory than a merged evaluation, so the evaluation of a picture is not repeated. The
-    evaluation of a video is repeated once."""
+    """The evaluation of a picture is not repeated, because a full evaluation needs more memory than a merged one. The
+    evaluation of a video is repeated once, in full."""
     model, calls = model_of(kind), list[int]()
 
     def short(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
 def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
     call: int, stats_of: Any, on_two_devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device waits for the other device before the call is repeated."""
+    """If the whole evaluation were repeated, ComfyUI would take the other device's old result for the new one."""
     one, other, calls = models.wan(), models.wan(), list[int]()
     network = one.model.diffusion_model
     forward = type(network).forward
@@ -123,7 +123,7 @@ def test_without_memory_for_a_plan_a_picture_ends_its_run(
 def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
     attach: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None
 ) -> None:
-    """The evaluation is repeated by the graph of full steps. The next run is merged."""
+    """The compiled graph of full steps repeats the evaluation. The next run, which has enough memory, is merged."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 

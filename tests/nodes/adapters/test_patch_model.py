@@ -1,5 +1,5 @@
-"""Test complete runs: without merging they are bit-identical to the model, they leave no state, and clones and copies
-are independent."""
+"""Test complete runs. If nothing is merged, latents are bit-identical to those of the model without ToMA. A run changes
+neither the model nor its clones."""
 
 from __future__ import annotations
 
@@ -94,7 +94,6 @@ class BlockError(Exception):
 def test_error_inside_a_block_leaves_nothing_behind(
     model: Any, attach: Any, hooks_left: Any, no_state_left: None, interrupt: bool
 ) -> None:
-    """The 11th call of attention fails, in the middle of the second evaluation."""
     import comfy.model_management
 
     kind = comfy.model_management.InterruptProcessingException if interrupt else BlockError
@@ -135,7 +134,6 @@ def test_branches_of_one_loader_are_each_as_if_alone(model: Any, attach: Any, st
 
 @every_kind
 def test_two_runs_at_once_keep_their_own_state(model: Any, attach: Any) -> None:
-    """Another model runs inside the callback of a run."""
     kind = models.flux if hasattr(model.model.diffusion_model, "double_blocks") else models.unet
     first, second = attach(model, ratio=0.25), attach(kind(seed=1), ratio=0.75)
     alone = [models.sample(m, SIDE, SIDE, steps=2) for m in (first, second)]
@@ -213,7 +211,7 @@ settings_of = loop("preset", ["", "balanced"])
 
 
 def with_preset(model: Any, preset: str, attach: Any) -> Any:
-    """Attach a preset, as the nodes do. Without a preset, attach plain settings."""
+    """Apply a preset to a model, as the nodes do, or plain settings if `preset` is empty."""
     return (
         run.apply_toma(model, pack_module("toma_core").UserSettings(preset, {"min_tokens": 4}))
         if preset
@@ -227,7 +225,7 @@ def with_preset(model: Any, preset: str, attach: Any) -> Any:
 def test_options_may_be_copied_before_sampling(
     model: Any, copied: Any, preset: str, attach: Any, stats_of: Any
 ) -> None:
-    """Packs whose nodes come after ToMA copy the options. The copy belongs to the same ToMA node and shares its
+    """Packs whose nodes come after ToMA copy the model's options. The copy belongs to the same ToMA node and shares its
     stats."""
     patched = with_preset(model, preset, attach)
     expected, clone = models.sample(patched, SIDE, SIDE), patched.clone()
@@ -241,7 +239,8 @@ def test_options_may_be_copied_before_sampling(
 @copies
 @settings_of
 def test_options_may_be_copied_while_sampling(model: Any, copied: Any, preset: str, attach: Any, stats_of: Any) -> None:
-    """Other packs copy the options in a guider and inside a block. A copy belongs to the same run."""
+    """Other packs copy the options in a guider and inside a block. A copy belongs to the same run as the original
+    options."""
 
     def after_cfg(args: dict[str, Any]) -> torch.Tensor:
         made.append(copied(without_theirs(args["model_options"])))
@@ -333,7 +332,6 @@ def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
 @pytest.mark.compat
 @loop("order", ["before", "after"])
 def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order: str) -> None:
-    """A LoRA patches weights in this way."""
     names = [n for n in model.model_state_dict() if "transformer_blocks.0.ff.net.2.weight" in n or "img_mlp.0.w" in n]
     g = torch.Generator().manual_seed(3)
     weights = model.model_state_dict()

@@ -1,5 +1,5 @@
-"""Test plans from the previous step's predicted picture: the first evaluation is full, and every call uses its own part
-of the picture."""
+"""Test plans that are made from the picture that the model predicted in the previous step. The first evaluation is
+full, and a call for an area uses this area of the picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ every_kind = loop("kind", ["unet", "flux"])
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind).clone()  # `predicted` adds a wrapper
+    return request.getfixturevalue(kind).clone()  # a clone, because `predicted` adds a wrapper
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def planned(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tens
 
 @pytest.fixture
 def predicted(model: Any) -> list[torch.Tensor]:
-    """Record the clean pictures of the evaluations of `model`, as the sampler receives them."""
+    """Record the denoised pictures that the sampler receives from `model`, one per evaluation."""
     from comfy.patcher_extension import WrappersMP
 
     pictures: list[torch.Tensor] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.decomposition  # this import fails after the opcheck of earlier tests
+import torch._inductor.decomposition  # import it first: the import fails after the opcheck of earlier tests
 from comfy.patcher_extension import WrappersMP
 
 from scripts.comfy_pack import pack_module
@@ -68,7 +68,8 @@ def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
 
 def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
     """Sample with only one site merged. The change of the first evaluation nearly equals the error that the probe
-    measured. A probe selects by the first condition's tokens, and a run by the negative condition's tokens."""
+    measured. They differ slightly, because a probe selects by the first condition's tokens, and a run by the negative
+    condition's."""
     pictures: list[torch.Tensor] = []
 
     def record(args: dict[str, Any]) -> torch.Tensor:
@@ -104,7 +105,7 @@ def test_interrupted_without_a_trace(unet: Any, no_state_left: None) -> None:
 
 
 def test_samplers_that_read_the_negative_get_the_unmerged_one(unet: Any, no_state_left: None) -> None:
-    """CFG++ reads the negative's prediction of the same evaluation; 2S and Heun evaluate twice per step."""
+    """CFG++ samplers also read the prediction for the negative prompt. 2S and Heun samplers evaluate twice per step."""
     for sampler in ("euler_cfg_pp", "dpmpp_2m_cfg_pp", "dpmpp_2s_ancestral", "heun"):
         probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6))
         patched = probes.on(unet, core.ToMAConfig(min_tokens=4))
@@ -153,7 +154,7 @@ def test_bands_of_equal_size() -> None:
 
 
 def test_sites_are_stacks() -> None:
-    """If there are too many stacks, the smallest neighbours of one resolution are joined first."""
+    """If there are more stacks than sites, the smallest neighbouring stacks of one resolution are joined first."""
     work = pack_module("nodes.adapters.families.unet").COST
     tokens = {"input.1": 64, "input.2": 64, "middle.0": 16, "output.0": 64}
     blocks = [BlockFacts(f"{home}.{n}", home, work, tokens[home], 8) for home in tokens for n in range(2)]
@@ -191,8 +192,8 @@ def test_step_caches(unet: Any) -> None:
 
 
 def test_compiled(unet: Any) -> None:
-    """The model is compiled by ComfyUI's node, or block by block as by other packs. Compilation is lazy, so nothing is
-    compiled here."""
+    """Mark the model for compilation as ComfyUI's node does, or a single block as other packs do. Nothing is compiled,
+    because compilation is lazy."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     compiled = unet.clone()

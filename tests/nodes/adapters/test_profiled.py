@@ -86,7 +86,8 @@ def test_skipping_a_kind_equals_the_setting(flux: Any) -> None:
 
 
 def test_blocks_keep_their_plans(unet: Any, stats_of: Any) -> None:
-    """Two ratios on one grid need one plan each, because plans are shared by resolution and used in all steps."""
+    """All blocks with the same resolution and ratio share one plan in all steps, so two ratios need two plans per
+    resolution."""
     by_ratio = {name: 0.25 + 0.5 * (n % 2) for n, name in enumerate(names(unet))}
     patched = profiled(unet, (0.0, by_ratio), selection_interval=100, weight_interval=100)
     sampled(patched)

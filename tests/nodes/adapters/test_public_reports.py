@@ -1,7 +1,7 @@
 """Test public reports about token merging and step caches in ComfyUI, each reproduced by a small input.
 
-The table in docs/reliability.md has a row for each report. `make test` runs a part of them;
-thorough/test_other_reports.py has the others.
+The table in docs/reliability.md has a row for each report. `make test` reproduces some of the reports;
+thorough/test_other_reports.py reproduces the others.
 """
 
 from __future__ import annotations
@@ -257,7 +257,8 @@ def another_number_of_frames(lab: Lab) -> None:
 
 @report("welltop-cn/ComfyUI-TeaCache#159")
 def a_picture_to_edit(lab: Lab) -> None:
-    """The error with a reference, merged or not, is at most twice the error without a reference."""
+    """With a reference image, merged or unmerged, the error of merging is at most twice the error without a
+    reference."""
     few = lab.few
     picture = few.drawn(few.model)
     plain = float((few.drawn(few.merged) - picture).norm() / picture.norm())
@@ -279,7 +280,8 @@ def a_range_in_which_nothing_happens(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#14389", "FearL0rd/ComfyUI-ParallelAnything#1")
 def a_batch_that_another_node_splits(lab: Lab) -> None:
-    """Each half of the batch has as many rows as a batch of one picture."""
+    """A node passes the halves of the batch to the model one after the other. A half has as many rows as a batch of one
+    picture with both prompts."""
     from comfy.patcher_extension import WrappersMP
 
     def halves(executor: Any, x: Tensor, timestep: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -60,7 +60,7 @@ def test_a_recorded_evaluation_is_the_models_own(
 def test_without_the_mend_caches_outlive_their_blocks(
     kind: str, model_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stand-in for the recorder detects the error that ToMA avoids."""
+    """If merged evaluations are recorded, the stand-in for the recorder detects caches that outlive their blocks."""
     merged = with_preset(model_of(kind))
     monkeypatch.setattr(pack_module("nodes.adapters.merged_call"), "without_replays", nullcontext)
     with recorded(kind, monkeypatch) as recording:

@@ -32,7 +32,8 @@ def test_unknown_class_is_refused_with_what_is_supported(stranger: Any, attach: 
 def test_class_of_a_later_comfyui_is_refused_by_name(
     family: str, built: str, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A future model, such as Qwen-Image 2.1 or FLUX.3, may be derived from a supported class or resemble it."""
+    """The class of a future model, such as Qwen-Image 2.1 or FLUX.3, may be derived from a supported class or resemble
+    it."""
     model = models.TRANSFORMERS[family]()
     network = model.model.diffusion_model
     kind = type(network)
@@ -100,7 +101,8 @@ def test_hooks_do_not_keep_a_model_alive(pack: Any, attach: Any) -> None:
     assert gone() is None
 
 
-# By name of a change: the arguments that a later block gets in addition or instead, and the text in the report.
+# By change of a later Flux: the arguments that its blocks get in addition to the present ones or in place of them, and
+# a word that the report must contain.
 LATER: dict[str, Any] = {
     "an unknown argument": ({"times": lambda given: torch.rand(given["pe"].shape[:3:2])}, "times"),
     "an unknown stream": ({"audio": lambda given: torch.rand(1, 5, 48)}, "audio"),
@@ -113,7 +115,7 @@ LATER: dict[str, Any] = {
 def test_blocks_of_a_later_flux_are_not_merged_by_guess(
     what: str, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FLUX.3 may come as changes of Flux's own class. The report names unknown arguments."""
+    """FLUX.3 may change the blocks of Flux's own class. The report names the changed arguments."""
     model, (changes, named) = models.flux(), LATER[what]
     kinds = {type(block) for blocks in ("double_blocks", "single_blocks") for block in model_blocks(model, blocks)}
     for kind in kinds:
@@ -135,7 +137,8 @@ def model_blocks(model: Any, name: str) -> Any:
 
 
 def later_forward(forward: Any) -> Any:
-    """Return a `forward` with two more arguments that converts positions of other layouts."""
+    """Return a `forward` with two additional arguments, which converts changed layouts of `pe` back to the present
+    one."""
 
     def later(self: Any, *args: Any, times: Any = None, audio: Any = None, **kwargs: Any) -> Any:
         pe = kwargs["pe"]

@@ -1,4 +1,4 @@
-"""Test the residual cache on real blocks: full steps equal the model's own steps, merged steps start from cached
+"""Test the residual cache on ComfyUI's blocks. Full steps equal the model's own steps, and merged steps use cached
 residuals."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ report_text = pack_module("nodes.adapters.report_text")
 DELTA_WEIGHT = 0.5
 SIDE = 24
 REUSE = {"full_step_interval": 2}
-# Batches of another size round differently, and sharp weights amplify the difference for tokens with two nearly equal
-# destinations.
+# Use soft weights: batches of different sizes round differently, and sharp weights amplify the difference for tokens
+# with two nearly equal destinations.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
-# The first one or two steps of three. These settings never merge the last step of a complete schedule.
+# Options for the first step, or the first two, of a schedule of three steps, whose last step is never merged.
 FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 @pytest.mark.compat
 @loop("granularity", ["block", "stack"])
 def test_a_full_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
-    """A full step is bit-identical although hooks cache its residuals."""
+    """A full step is bit-identical to the model's own step, although hooks cache its residuals."""
     patched = attach(model, **REUSE, granularity=granularity)
     assert torch.equal(models.sample(patched, SIDE, SIDE, **FIRST[1]), models.sample(model, SIDE, SIDE, **FIRST[1]))
     stats = stats_of(patched)
@@ -97,7 +97,7 @@ def test_unet_stack(unet: Any, attach: Any, record: Any, plan_calls: Any, dense:
 def test_flux_blocks(
     flux: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, kind: str, references: bool
 ) -> None:
-    """Text and references are the outputs of the block, without a cached residual."""
+    """Only image tokens have a cached residual. Text and references are outputs of the block."""
     name = "img" if kind == "double" else "x"
     block = getattr(flux.model.diffusion_model, f"{kind}_blocks")[0]
     calls = record(block)
@@ -194,7 +194,7 @@ def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
 def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
     attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full steps cache residuals of the same chains that merged steps have."""
+    """Full steps cache the residuals of exactly those chains of blocks that merged steps run."""
     cache = pack_module("toma_core.cache").Cache
     kept, asked = set(), []
     keep, get = cache.put, cache.read

@@ -11,8 +11,9 @@ import torch
 from testbed import models
 from tests.loop import loop
 
-# Steps of the evaluations in a run of four steps. The second evaluation of Heun is at the next step's sigma.
-# Second-order singlestep samplers evaluate between two sigmas, in the earlier step.
+# By sampler: the step that each evaluation of a four-step run counts for. Heun's second evaluation is at the next
+# step's sigma, and counts for that step. Second-order singlestep samplers also evaluate between two sigmas, which
+# counts for the earlier step.
 ONE_EACH = [0, 1, 2, 3]
 STEPS = {
     "euler": ONE_EACH,
@@ -27,8 +28,8 @@ SAMPLERS = list(STEPS)
 
 
 def steps_of(sampler: str, model: Any) -> list[int]:
-    """Return the expected steps. If the model predicts noise, the midpoint of the ancestral sampler is below the next
-    sigma."""
+    """Return the expected step of each evaluation. If the model predicts noise, the midpoint of `dpmpp_2s_ancestral` is
+    below the next sigma, and counts for the next step."""
     flow = hasattr(model.model.diffusion_model, "double_blocks")
     return [0, 1, 1, 2, 2, 3, 3] if sampler == "dpmpp_2s_ancestral" and not flow else STEPS[sampler]
 

@@ -1,4 +1,5 @@
-"""Test sigmas without host syncs: ToMA takes sigmas from the schedule, and they equal those that the model receives."""
+"""Test that ToMA takes sigmas from the schedule, without host syncs, and that they equal the sigmas that the model
+receives."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def reads_inside(model: Any, **options: Any) -> int:
 
     from comfy.patcher_extension import WrappersMP
 
-    # ToMA reads the noise if a wrapper of another pack may change the latent.
+    # Name a module of ComfyUI, because ToMA reads the noise of each latent if a wrapper of another pack may change it.
     evaluation.__module__ = "comfy.samplers"
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", evaluation)
     model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "test", outer)
@@ -104,7 +105,7 @@ def test_known_samplers_keep_to_their_schedule(
 
 @pytest.fixture(scope="module")
 def own_reads(pack: Any) -> dict[tuple[str, str], int]:
-    """Return a dict for the number of reads without ToMA, by kind of model and sampler."""
+    """Return an empty dict, in which tests store the number of reads without ToMA by kind of model and sampler."""
     return {}
 
 
@@ -116,9 +117,10 @@ PRESETS = [("balanced", "euler"), ("quality", "dpmpp_2m"), ("paper", "lcm")]
 def test_nothing_is_read_inside_the_steps(
     model: Any, kind: str, own_reads: dict[tuple[str, str], int], sampler: str, preset: str
 ) -> None:
-    """Count reads beside those of the sampler. With `heun`, ToMA reads the sigma of each evaluation.
+    """Count the reads that ToMA adds to those of the sampler. With `heun`, ToMA reads the sigma of each evaluation.
 
-    With a KV cache, ToMA reads new noise once per step if the sampler itself waits for the device.
+    With a KV cache, ToMA reads the amount of new noise once per step, but only if the sampler itself waits for the
+    device.
     """
     settings = pack_module("toma_core").UserSettings(preset, {"min_tokens": 4})
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
@@ -191,7 +193,6 @@ def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
 
 
 def test_a_function_that_replaces_comfyuis_is_read(pack: Any, monkeypatch: Any) -> None:
-    """The replacement has the name of ComfyUI's function, or wraps it."""
     from comfy.k_diffusion import sampling
     from comfy.samplers import ksampler
 
@@ -238,7 +239,7 @@ def known_samplers() -> list[str]:
 def test_options_do_not_lead_astray(
     flux: Any, attach: Any, received: Any, sampler: str, options: dict[str, Any]
 ) -> None:
-    """`sa_solver` with `use_pece` evaluates twice a step."""
+    """With some options, a sampler evaluates twice per step, such as `sa_solver` with `use_pece`."""
     received.clear()
     sample_with(attach(flux), sampler, options)
     assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in received)
@@ -312,7 +313,7 @@ def test_evaluations_that_another_wrapper_skips_are_counted(
 
 
 def test_a_repeated_sigma_is_two_steps(flux: Any, attach: Any, decisions: Any) -> None:
-    """Restarts repeat a sigma, and so do schedules so long or so shifted that neighbouring sigmas are nearly equal."""
+    """Restarts repeat a sigma. In very long or strongly shifted schedules, neighbouring sigmas are nearly equal."""
     import comfy.sample
     from comfy.samplers import ksampler
 
@@ -346,7 +347,8 @@ def test_a_sampler_off_its_schedule_is_reported_and_changes_no_later_run(pack: A
 def reporting(
     *evaluations: float | int, schedule: Sequence[float] = (4.0, 3.0, 2.0, 1.0, 0.0), sampler: Any = None
 ) -> list[Any]:
-    """Return the steps of evaluations at these sigmas (floats), between reports of steps (integers)."""
+    """Return the step of each evaluation. evaluations: in order, sigmas of evaluations (floats) and steps that the
+    sampler reports (integers)."""
     run, steps = sigmas_of(sampler, schedule=schedule), []
     for each in evaluations:
         if isinstance(each, int):
@@ -360,7 +362,7 @@ def reporting(
 
 
 def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
-    """The sigma decides only if the sampler reports no steps; steps never decrease."""
+    """The sigma decides the step only if the sampler reports no steps. Steps never decrease."""
     assert reporting(4.0, 0, 2.5, 1, 1.6, 2, 0.5, 3) == [0, 1, 2, 3], "reports are ahead of sigma"
     assert reporting(4.0, 0, 3.0, 1, 2.2, 2, 1.3, 3) == [0, 1, 2, 3], "reports are behind sigma"
     assert reporting(4.0, 0, 3.0, 3.0, 1, 2.0, 2.0, 2, 1.0, 1.0, 3) == [0, 1, 1, 2, 2, 3, 3], "Heun's method"
@@ -375,7 +377,7 @@ def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
 
 
 def test_a_sampler_that_reports_more_steps_than_its_schedule_stays_in_the_last(pack: Any) -> None:
-    """All evaluations have the same sigma, so the sigma does not tell which step an evaluation belongs to."""
+    """All evaluations have the same sigma, so the step cannot be found by the sigma."""
     tracker = levels.SigmaTracker([3.0, 2.0, 0.0])
     steps = []
     for step in range(7):

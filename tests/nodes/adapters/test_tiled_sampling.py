@@ -16,7 +16,7 @@ from tests.loop import loop
 SIDE = 24
 CORNERS = corners(SIDE)
 PRESETS = ("balanced", "quality", "paper")
-# Values reach 500 at these sizes, and tiles are summed in another order.
+# Values of latents reach 500, and runs with the tiles in different orders sum them in different orders.
 NEARLY = {"rtol": 1e-4, "atol": 2e-3}
 
 
@@ -31,9 +31,10 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.fixture
 def preset(pack: Any) -> Callable[[Any, str], Any]:
-    """preset(model, name): apply a preset of ToMA, also to small grids, and skip few blocks."""
+    """preset(model, name): apply a preset of ToMA that also merges small grids and skips only the first block."""
     settings_of, attach = pack_module("toma_core").UserSettings, pack_module("nodes.adapters.patch_model").apply_toma
-    # Sharper weights amplify rounding, because tokens of models with random weights are very similar.
+    # Do not use the sharper weights of `paper`: they would amplify rounding, because tokens of models with random
+    # weights are very similar.
     small = {"min_tokens": 4, "skip_first_blocks": 1, "sharpness": 300.0}
     return lambda model, name: attach(model, settings_of(name, small))
 
@@ -43,10 +44,10 @@ def sampled(model: Any, **options: Any) -> torch.Tensor:
 
 
 def check_error(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Check that the error is that of rounding.
+    """Check that the difference is as small as that of rounding.
 
-    Some CPUs round tokens differently in another batch size, so that the search may select another of two nearly equal
-    destinations. The error is then 3e-4 of the latent on an AMD EPYC, whereas merging has an error of 0.02 to 0.1.
+    On some CPUs, rounding depends on the batch size, so the search may select the other one of two nearly equal
+    destinations. On an AMD EPYC, the relative difference is then 3e-4. The error of merging is 0.02 to 0.1.
     """
     assert (result - expected).norm() < (0.01 if name == "paper" else 0.001) * expected.norm()
 
@@ -59,7 +60,7 @@ SPLIT = [("unet", "quality"), ("flux", "paper"), ("qwen", "balanced")]
 @pytest.mark.compat
 @loop(("kind", "name"), IN_ANY_ORDER)
 def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of: Any, name: str) -> None:
-    """Compare tiles in another order, and several tiles per call."""
+    """Compare a run with one tile per call with runs in the reverse order and with several tiles per call."""
     patched = preset(model, name)
     expected = sampled(tiled(patched, CORNERS))
     assert stats_of(patched).merged_blocks
@@ -79,7 +80,7 @@ def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypa
 def test_cond_and_uncond_share_the_plan_of_a_tile(
     model: Any, attach: Any, apart: Any, plan_calls: Any, monkeypatch: Any
 ) -> None:
-    """Two tiles in one call, each with both conditions, are four images in two equal pairs."""
+    """A call has two tiles with both conditions, so it has four images. The two images of a tile have equal plans."""
     apart(model)
     patched = tiled(attach(model, granularity="block"), CORNERS, at_once=2)
     sampled(patched, steps=1)
@@ -158,7 +159,7 @@ def test_plans_of_tiles_do_not_pile_up(model: Any, attach: Any, monkeypatch: Any
 
 @every_kind
 def test_areas_are_no_pieces(model: Any, attach: Any, plan_calls: Any) -> None:
-    """ComfyUI crops an area that extends beyond the latent."""
+    """ComfyUI crops an area that extends beyond the latent. The cropped area must not be treated as a tile."""
     positive = [
         *models.conditioning(model, seed=1, area=(SIDE, SIDE, 0, SIDE // 2)),
         *models.conditioning(model, seed=3),

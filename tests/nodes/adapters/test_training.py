@@ -1,4 +1,4 @@
-"""Training with a patched model equals training without ToMA, in ComfyUI's TrainLoraNode on real model classes."""
+"""Test that training with ToMA equals training without ToMA, in ComfyUI's TrainLoraNode on ComfyUI's model classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [("unet", False, "paper"), ("unet", True, "balanced"), ("flux", True, "p
 
 @pytest.fixture
 def model(kind: str, pack: Any) -> Any:
-    """Build a new model, as ComfyUI loads it again for training."""
+    """Build a model that ComfyUI can load a second time, for training."""
 
     def made(*_: Any, **__: Any) -> Any:
         return getattr(models, kind)()

@@ -1,5 +1,5 @@
-"""Test a UNet and a transformer under torch.compile. The folder `compile` has every family and both orders of the
-nodes."""
+"""Test a UNet and a transformer under torch.compile. The tests in the folder `compile` cover every family and both
+orders of ToMA's node and the compile node."""
 
 from __future__ import annotations
 

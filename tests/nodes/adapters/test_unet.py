@@ -1,4 +1,4 @@
-"""Test the UNet adapter: results of each granularity, merged blocks, and compatibility with other nodes."""
+"""Test the UNet adapter with each granularity, skipped blocks and other nodes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_last_stacks_are_skipped(unet: Any, attach: Any, stats_of: Any, granular
 
 @loop("change", ["context", "value", "query", "longer context"])
 def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, change: str) -> None:
-    """Keys and values may differ from queries after such a patch, but must have equal lengths."""
+    """After an attention patch, keys and values need not have the length of queries, but must have equal lengths."""
 
     def patch(n: Tensor, context: Tensor, value: Tensor, extra_options: Any) -> Any:
         if change == "context":
@@ -115,7 +115,7 @@ def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, cha
 
 
 def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, attach: Any, stats_of: Any) -> None:
-    """IPAdapter's replacement adds attention to an image, with a mask in the shape of the activations."""
+    """The replacement multiplies by a mask in the shape of the activations, as IPAdapter's replacement does."""
     from comfy.ldm.modules.attention import optimized_attention
 
     seen = []
@@ -139,7 +139,7 @@ def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, 
 
 
 def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:
-    """A UNet with frames inside its stacks cannot be merged by image."""
+    """Stacks of a video UNet mix the frames, so its images cannot be merged one by one."""
     adapter = pack_module("nodes.adapters.families.unet")
     assert pack_module("nodes.adapters.registry").is_of(adapter, models.unet().model.diffusion_model)
     assert not pack_module("nodes.adapters.registry").is_of(adapter, models.flux().model.diffusion_model)
