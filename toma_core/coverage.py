@@ -63,7 +63,7 @@ class Coverage:
         with self.cache.lock:
             self._interval = interval
             # Do not wait for entries of conditions that the last refresh did not evaluate: some nodes skip conditions.
-            # A refresh in which no condition was recorded was skipped itself.
+            # If the refresh recorded no condition at all, another node skipped the refresh itself.
             if any(s in self._records and self._records[s].origin == each for s, each in self._refreshing.items()):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in self._records)
             self._refreshing = {}

@@ -2,7 +2,7 @@
 
 The core has no texts: used alone, it writes a message as its id and parameters, see `plain`. In the pack,
 `nodes/adapters/report_text.py` sets `reader` to a function that formats messages in English, for errors, log and
-report. The page formats the same messages in its own language.
+report. ComfyUI's page in the browser formats the same messages in the user's language.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ class MessageId(str, Enum):
 
 
 class Reason(MessageId):
-    """Why a block, a step or a run is not merged, or why a cache is not used. Comments name the parameters."""
+    """Why a block, a step or a run is not merged, or why a cache is not used. The comment beside a reason describes the
+    parameters of its message."""
 
     # Settings and profile.
-    SETTING = "setting"  # setting, value
-    SKIP_FIRST_BLOCKS = "skip_first_blocks"  # count
-    SKIP_LAST_BLOCKS = "skip_last_blocks"  # count
+    SETTING = "setting"  # setting: its id; value: its value
+    SKIP_FIRST_BLOCKS = "skip_first_blocks"  # count: the setting's value
+    SKIP_LAST_BLOCKS = "skip_last_blocks"  # count: the setting's value
     PROFILE = "profile"
     PROFILE_SKIPS_BLOCK = "profile_skips_block"
     EVERY_STEP_FULL = "every_step_full"
-    EVERY_STEP_FULL_BY = "every_step_full_by"  # by: messages
+    EVERY_STEP_FULL_BY = "every_step_full_by"  # by: the reasons (messages) why steps are full
     TOO_FEW_STEPS = "too_few_steps"
     # Tokens.
-    TOO_FEW_TOKENS = "too_few_tokens"  # least
+    TOO_FEW_TOKENS = "too_few_tokens"  # least: the smallest number of tokens that are merged
     TOO_LITTLE_WORK = "too_little_work"
     REFERENCE_FRAMES = "reference_frames"
     NOTHING_TO_MERGE = "nothing_to_merge"
@@ -47,16 +48,16 @@ class Reason(MessageId):
     # Other custom nodes, the model, ComfyUI, torch.compile.
     BLOCK_REPLACED = "block_replaced"
     ATTENTION_PATCH = "attention_patch"
-    ARGUMENT_IN_USE = "argument_in_use"  # arguments: names, or messages
-    ARGUMENT_SHAPE = "argument_shape"  # argument
+    ARGUMENT_IN_USE = "argument_in_use"  # arguments: a text, or a message for each argument of the block
+    ARGUMENT_SHAPE = "argument_shape"  # argument: its name
     OWN_MODULATION = "own_modulation"
     SMALLER_GUIDES = "smaller_guides"
     SKIPPED_BY_MODEL = "skipped_by_model"
-    UNKNOWN_MODEL = "unknown_model"  # model
-    UNKNOWN_LATENT = "unknown_latent"  # model, shape
-    UNKNOWN_API = "unknown_api"  # name
+    UNKNOWN_MODEL = "unknown_model"  # model: its class
+    UNKNOWN_LATENT = "unknown_latent"  # model: its class; shape: of the latent
+    UNKNOWN_API = "unknown_api"  # name: what ComfyUI lacks or has changed
     UNKNOWN_SIGMA = "unknown_sigma"
-    OWN_ERROR = "own_error"  # error
+    OWN_ERROR = "own_error"  # error: its text
     FULLGRAPH = "fullgraph"
     # Memory.
     OUT_OF_MEMORY = "out_of_memory"
@@ -65,7 +66,7 @@ class Reason(MessageId):
     KV_MODEL_ATTENTION = "kv_model_attention"
     KV_FOREIGN_ATTENTION = "kv_foreign_attention"
     KV_CONTEXT_WINDOWS = "kv_context_windows"
-    KV_TOO_LARGE = "kv_too_large"  # needed, limit: GB
+    KV_TOO_LARGE = "kv_too_large"  # needed, limit: memory of the KV cache in GB
     KV_COMPILE_BACKEND = "kv_compile_backend"
     KV_NO_FULL_STEPS = "kv_no_full_steps"
     # Why a step that the schedule merges is full.
@@ -73,7 +74,7 @@ class Reason(MessageId):
     NOT_CACHED = "not_cached"
     CACHE_DISABLED = "cache_disabled"
     NEW_NOISE = "new_noise"
-    FOREIGN_POSITIONS = "foreign_positions"  # module
+    FOREIGN_POSITIONS = "foreign_positions"  # module: the part of the model that computes positions
     TILES = "tiles"
     SEVERAL_DEVICES = "several_devices"
 

@@ -30,7 +30,7 @@ from .windows import Budget, Grid, Windows, make_budget, make_windows
 
 
 class _PlanKey(NamedTuple):
-    scope: tuple[Hashable, Hashable]  # scope of the blocks, and which part of the latent
+    scope: tuple[Hashable, Hashable]  # scope of the blocks that share the plan, and the key of a part of the latent
     grid: Grid
     ratio: float
     selection: int  # LASTING if the tokens show the same content during the entire run (reference images)
@@ -50,16 +50,16 @@ class RunState:
     schedule: Schedule  # holds the frozen settings
     stats: RunStats = field(default_factory=RunStats)
     dispatch: Dispatch = field(default_factory=Dispatch)
-    _plans: dict[_PlanKey, tuple[MergePlan, int]] = field(default_factory=dict)  # plans and generations of weights
+    _plans: dict[_PlanKey, tuple[MergePlan, int]] = field(default_factory=dict)  # plan, generation of its weights
     # Plans and their concatenation, by (scope, grid, ratio, plan keys, images per key, dtype, device).
     _stacks: dict[tuple[Hashable, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
-    # The last destinations that were selected since the last refresh, (B, D), by the plan's key without its generation.
+    # The destinations that were last selected since the last refresh, (B, D), by the plan's key without its generation.
     _recent: dict[_PlanKey, Tensor] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
     cache: Cache = field(default_factory=Cache)
-    coverage: Coverage = field(init=False)  # what the cache's entries were made of
-    unscheduled: int | None = None  # step of the last unscheduled refresh since a scheduled one
+    coverage: Coverage = field(init=False)  # records the inputs from which the cache's entries were made
+    unscheduled: int | None = None  # step of the last unscheduled refresh; None since the last scheduled one
     kv_cache: bool = field(init=False)  # merged blocks attend to all tokens
     quantized: bool = False  # the KV cache has four bits per element
     disabled_by: Message | None = None  # why all later steps are full
@@ -80,7 +80,7 @@ class RunState:
 
     def check_kv_cache(self, config_for: Callable[..., ToMAConfig]) -> None:
         """Continue without a KV cache if the last evaluation was tiled, or if no attention called ToMA's hook. The
-        residual cache is cleared too, because other blocks are skipped without a KV cache."""
+        residual cache is cleared too, because the presets skip more blocks without a KV cache than with one."""
         if self.kv_cache and (self.tiles or self.attention_hook_called is False):
             self.stats.without_kv_cache = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION()
             self.schedule, self.kv_cache = replace(self.schedule, config=config_for(kv_cache=False)), False
@@ -118,7 +118,7 @@ class RunState:
 
         scope: blocks with the same scope share a plan.
         plan_keys: for each equal chunk of the batch, the part of the latent that it shows. Chunks with one key (cond
-        and uncond) hold the same images under different conditions and share the plan of the first.
+        and uncond) hold the same images under different conditions and share the plan of the first of these chunks.
         tile: the images of a call on tiles, whose plan serves this evaluation only.
         pictures: one per chunk, (b, C', ..., H', W'); plans are made from these in place of x, for all scopes.
         """
@@ -149,13 +149,13 @@ class RunState:
             tokens = x.index_select(0, tile.first)
             plan = tile.resolve(key, self._selected(tokens, tokens, grid, step, even=True))
             self.stats.count_plan(grid, plan.num_destinations, selected=True)
-            # This key replaces the last tile's plan, so that a single plan is left to draw.
+            # All tiles have this key, so that only the last tile's plan is left to draw.
             drawn = _PlanKey((scope, TileBatch), grid, step.ratio, step.selection, 0, x.dtype, x.device)
             self._remember(drawn, plan, step)
         return tile.plans[key]
 
     def num_destinations(self, grid: Grid, step: StepPlan, device: torch.device) -> int:
-        """Return D of a grid at this step."""
+        """Return the number of destinations of a grid at this step."""
         return self._layout(grid, step, device)[1].total
 
     def _plan(
@@ -171,8 +171,8 @@ class RunState:
         if old is not None:
             plan = self._reweighed(x, old, features)
         else:
-            # Without a predicted picture, windows get equal shares: tokens are mostly noise, which varies alike in all
-            # windows. Tokens of reference images are never noise.
+            # Without a predicted picture, all windows get destinations in proportion to their tokens, because tokens
+            # are mostly noise, which varies as much in one window as in another. Reference images hold no noise.
             even = picture is None and step.selection != LASTING
             turns = self._by_latents(step) and step.mode is StepMode.MERGED_CACHED
             plan = self._selected(x, features, grid, step, even, self._taking_turns(key) if turns else None)
@@ -185,8 +185,9 @@ class RunState:
     def _remember(self, key: _PlanKey, plan: MergePlan, step: StepPlan) -> None:
         """Store a plan; several devices may do so at once.
 
-        Drop plans of the same grid that are older or have none of the step's ratios: such plans would accumulate where
-        context windows move over a batch. Lasting plans are compared with lasting plans only.
+        Drop plans of the same grid that are of another generation or have none of the step's ratios: they would
+        accumulate where context windows move over a batch. Plans that last for the run are dropped only for plans that
+        last too, and other plans only for other plans.
         """
         ratios = step.in_use
         old = [
@@ -196,7 +197,7 @@ class RunState:
             and (other.selection != key.selection or other.ratio not in ratios)
             and (other.selection == LASTING) == (key.selection == LASTING)
         ]
-        # The plan goes to the end of the dict, so that `draw` finds the latest.
+        # The plan goes to the end of the dict, so that `draw` finds the latest plan of each grid.
         for other in (*old, key):
             self._plans.pop(other, None)
         self._plans[key] = plan, step.weighing
@@ -225,8 +226,8 @@ class RunState:
         even: bool,
         priority: Tensor | None = None,
     ) -> MergePlan:
-        """Return a plan with new destinations. even: all windows get the same share whatever the settings say.
-        priority: see `select`."""
+        """Return a plan with new destinations. even: all windows get destinations in proportion to their tokens,
+        whatever the settings say. priority: see `select`."""
         config = self.config
         if priority is None and self.kv_cache:  # runs with a KV cache compile only the kernel with a priority
             priority = self._no_priority(len(features), grid, features.device)
@@ -270,8 +271,8 @@ class RunState:
         return windows, allocate(budget, spread(windows.split(features), windows), windows, self._by_latents(step))
 
     def _by_latents(self, step: StepPlan) -> bool:
-        """Return whether merged steps can propagate cached tensors by the latent, which has no tokens of reference
-        images."""
+        """Return whether merged steps can propagate cached tensors by the change of the latent. They cannot for tokens
+        of reference images, which are no part of the latent."""
         return self.kv_cache and step.selection != LASTING
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:
@@ -297,7 +298,7 @@ class RunState:
         try:
             self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}
         except Exception as error:
-            # Log the text alone, because a log record that holds the error would hold the run's tensors.
+            # Log the error's text only, because a log record with the error itself would keep the run's tensors alive.
             logging.warning("ToMA: the windows of this run could not be drawn: %s", str(error))
 
     def close(self) -> RunStats:

@@ -18,7 +18,8 @@ from .reasons import Message, Reason
 # sigma.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
-# A run "begins flat" if it has at most this many steps and its first two steps lower sigma by less than this share.
+# A run "begins flat" if it has at most _FLAT_STEPS steps and its first two steps lower sigma by less than _FLAT_SHARE
+# of its first value.
 _FLAT_STEPS, _FLAT_SHARE = 8, 0.015
 
 # Generation number of plans made once a run: an even number, because odd generations have shifted windows.
@@ -30,7 +31,7 @@ class StepMode(Enum):
 
     FULL = "full"  # computes all tokens and caches nothing
     REFRESH = "refresh"  # computes all tokens and refreshes the residual and KV caches
-    MERGED_CACHED = "merged cached"  # merges, and begins with the caches
+    MERGED_CACHED = "merged cached"  # merges, and uses the caches
     MERGED = "merged"  # merges without caches
 
     @property
@@ -53,7 +54,8 @@ class StepPlan:
     ratio: float = 0.0  # share of tokens merged away in merged steps, the largest of all blocks; 0.0 if FULL
     selection: int = 0  # generation of destinations; a plan of another generation is too old
     weighing: int = 0  # generation of weights; weights of another generation are too old
-    ratios: Mapping[str, float] | None = None  # by block where blocks differ; blocks not listed are not merged
+    # Ratio of each block if the ratios of blocks differ, else None; blocks that are not listed are not merged.
+    ratios: Mapping[str, float] | None = None
 
     def ratio_of(self, block: str) -> float:
         """Return the ratio of a block."""
@@ -89,7 +91,8 @@ class Schedule:
     """The settings of a run as a function of its steps."""
 
     config: ToMAConfig
-    sigmas: tuple[float, ...] = ()  # where steps begin, rising in unsampling. Empty if unknown: all steps are then 0
+    # Sigma at which each step begins, rising in unsampling; empty if unknown: all evaluations are then in step 0.
+    sigmas: tuple[float, ...] = ()
     sigma_start: float = float("inf")  # merging is active at sigmas in (sigma_end, sigma_start]
     sigma_end: float = float("-inf")
     finishes: bool = False  # the last step ends with a picture free of noise, not with a latent for another run
@@ -125,8 +128,8 @@ class Schedule:
 
     @cached_property
     def begins_flat(self) -> bool:
-        """Whether a short run begins with steps that hardly lower the noise level, as distilled LTX models do. Caches
-        can be used throughout these steps, and full steps lower the error more at the end
+        """Whether a short run begins with steps that hardly lower the noise level, as runs of distilled LTX models do.
+        Caches can be used throughout these steps, and full steps lower the error more at the end of the run than here
         (benchmarks/results/fidelity/trials.md)."""
         sigmas = self.sigmas
         if not (self.finishes and self.config.uses_cache and 2 < len(sigmas) <= _FLAT_STEPS) or self.ratio_schedule:
@@ -145,8 +148,8 @@ class Schedule:
         return 1 - following / self.sigmas[0] if self.sigmas and following <= self.sigmas[0] else 1.0
 
     def _is_full(self, step: int, age: int) -> bool:
-        """Return whether `full_step_interval` makes a step full. Runs that begin flat have as many full steps as other
-        runs: the first step, and all others at the end."""
+        """Return whether `full_step_interval` makes a step full. Runs that begin flat have as many full steps as runs
+        that do not, but at other places: the first step, and steps at the end."""
         every, last = self.config.full_step_interval, len(self.sigmas) - 1
         if not self.begins_flat:
             return age % every == 0
@@ -160,8 +163,8 @@ class Schedule:
         return tuple({(plan.ratio, plan.selection % 2): plan for plan in each}.values())
 
     def ratios_at(self, sigma: float, step: int) -> Mapping[str, float] | None:
-        """Return the ratio of every block at this step, None if all have the setting's. Ratios are constant from one
-        full step to the next, so that the caches fit."""
+        """Return the ratio of every block at this step, None if all blocks have the ratio of the settings. Ratios are
+        constant from one full step to the next, so that the caches fit."""
         if not self.ratio_schedule:
             return None
         every = self.config.full_step_interval
@@ -187,7 +190,7 @@ class Schedule:
         if self.ratio_schedule:
             inside = [self.ratios_at(*each) or {} for each in steps if self.in_range(each[0])]
             return (*found, Reason.PROFILE()) if any(not any(each.values()) for each in inside) else tuple(found)
-        # A first step that predicts the picture is full.
+        # Do not count a first step that is full because it makes the first prediction.
         merged = [step for sigma, step in steps if self.decide(sigma, step).merged_ratio]
         if config.uses_prediction and merged[:1] == [0]:
             del merged[0]
@@ -199,8 +202,8 @@ class Schedule:
         sampling step, if known."""
         config, step = self.config, self.step_at(sigma) if step is None else step
         age = max(0, step - self.span[0])
-        # The first step decides the composition, and no later step can mend seams that the last step leaves: both are
-        # full.
+        # Make the first step full, because it decides the composition, and the last, because no later step can mend
+        # seams.
         counted = bool(config.full_step_interval and self.sigmas)
         full = counted and self._is_full(step, age)
         final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._merges_last
@@ -219,7 +222,8 @@ class Schedule:
 
 def step_at(sigmas: Sequence[float], sigma: float) -> int:
     """Return the step of a sigma in a schedule; sigmas between two steps belong to the earlier one."""
-    # dpmpp_2s_ancestral computes scheduled sigmas by exp and log in fp32, which is a few millionths off.
+    # Compare with a tolerance: dpmpp_2s_ancestral computes scheduled sigmas by exp and log in fp32, with relative
+    # errors of a few millionths.
     if sigmas and sigmas[-1] > sigmas[0]:
         begun = sum(begin <= sigma * (1 + 1e-4) for begin in sigmas)
     else:

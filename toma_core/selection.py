@@ -16,15 +16,16 @@ from torch import Tensor
 from .windows import Budget, Windows
 
 # Penalty on a slot's gain for each slot before it. Two tokens that represent only each other have equal gains late in a
-# search; rounding, and so the batch, threads or kernel, would decide between them. The penalty is far above rounding
-# and far below true differences.
+# search. Without the penalty, rounding would decide between them, and rounding depends on batch, threads and kernel.
+# The penalty is far above rounding and far below true differences of gains.
 TIE = 1e-5
 
-# Priority of the last step's destinations if cached keys, values and updates are propagated, so that tokens take turns
-# at being computed (benchmarks/results/fidelity/trials.md).
+# Priority of the last step's destinations if cached keys, values and updates are propagated; all other tokens have
+# priority 1. Tokens thus take turns at being computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
 
-# Elements held in fp32 at a time, 1 GB with intermediates. Flux at 2048 x 2048 has 50 million, Wan at 720p 390 million.
+# Maximum of elements of tokens that are held in fp32 at a time; they take 1 GB with intermediates. The tokens of Flux
+# at 2048 x 2048 have 50 million elements, those of Wan at 720p 390 million.
 MAX_ELEMENTS = 1 << 26
 
 
@@ -41,7 +42,7 @@ def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tenso
 
 
 def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Tensor:
-    """Sort slots of (B, W, K), best first, by position. A window with a smaller budget keeps its best slots."""
+    """Sort slots, (B, W, K), which come best first, by position. A window with a budget below K keeps its best ones."""
     if budget.valid is None:
         return dest_slots.sort(-1).values
     dest_slots = dest_slots.masked_fill(~budget.valid, windows.slots).sort(-1).values
@@ -54,9 +55,9 @@ def greedy_facility_location(
     """Return the first `number` slots of every window that a greedy search picks, best first: (G, number) int64.
 
     similarity: (G, S, S) fp32, S_ij = cos(x_i, x_j); valid: (G, S) bool, False in padding slots, None without padding.
-    priority: (G, S) fp32 in (0, 1], factors of gains; if the least factor is p, the guarantee is 1 - e^-p. A window
-    with fewer valid slots repeats a slot at the end. Ties go to the lowest slot, see `tie_step`. The host does not wait
-    for the device.
+    priority: (G, S) fp32 in (0, 1], factors of gains; if the smallest factor is p, the search reaches at least 1 - e^-p
+    of the optimum. A window with fewer valid slots than `number` repeats a slot at the end. Ties go to the lowest slot,
+    see `tie_step`. The host does not wait for the device.
 
     Each round picks argmax_j of the gain sum_i relu(S_ij - m_i). m_i, the max of S_ij over picked j, says how well
     token i is represented; it starts at -1, the smallest cosine.

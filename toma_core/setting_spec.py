@@ -10,7 +10,8 @@ from .reasons import MessageError, MessageId
 
 
 class Refusal(MessageId):
-    """Why a value or a model is refused, and what to do. Each comment names the message's parameters."""
+    """Why a value or a model is refused, and what to do. The comment beside a member describes the parameters of its
+    message."""
 
     NOT_A_SWITCH = "not_a_switch"  # setting, value
     OUT_OF_RANGE = "out_of_range"  # setting, value, kind, low, high, usual
@@ -21,10 +22,10 @@ class Refusal(MessageId):
     A_WHOLE_NUMBER = "a_whole_number"
     # Profiles.
     PROFILE_NOT_TEXT = "profile_not_text"
-    PROFILE_DAMAGED = "profile_damaged"  # what: in English
-    PROFILE_OTHER_MODEL = "profile_other_model"  # made, model: in English
-    PROFILE_NEWER = "profile_newer"  # schema, known
-    PROFILE_UNUSED = "profile_unused"  # problem
+    PROFILE_DAMAGED = "profile_damaged"  # what: the damage, in English
+    PROFILE_OTHER_MODEL = "profile_other_model"  # made, model: fingerprints of the profile's model and of this model
+    PROFILE_NEWER = "profile_newer"  # schema: version of the profile; known: the newest version that can be read
+    PROFILE_UNUSED = "profile_unused"  # problem: a message
 
 
 class ConfigError(MessageError):
@@ -33,8 +34,8 @@ class ConfigError(MessageError):
 
 @dataclass(frozen=True)
 class SettingSpec:
-    """Default and help text of a setting; for a number also its range (both ends allowed) and step. internal: presets
-    and comparisons set it, no node does."""
+    """Default and help text of a setting; for a number also its range (both ends allowed) and step. internal: whether
+    no node has the setting, only presets and comparisons set it."""
 
     default: Any
     tooltip: str

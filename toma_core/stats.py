@@ -31,10 +31,10 @@ class RunStats:
     steps: set[int] = field(default_factory=set)
     merged_steps: dict[int, float] = field(default_factory=dict)  # ratio of each step that is merged
     total_steps: int = 0  # number of steps in the run's schedule
-    grids: dict[Grid, int] = field(default_factory=dict)  # destinations of each token grid
+    grids: dict[Grid, int] = field(default_factory=dict)  # number of destinations of each token grid
     merged_at: dict[str, set[int]] = field(default_factory=dict)  # by block, the steps in which it was merged
     blocks: set[str] = field(default_factory=set)
-    unmerged: dict[Message, set[Unmerged]] = field(default_factory=dict)  # by reason
+    unmerged: dict[Message, set[Unmerged]] = field(default_factory=dict)  # by the reason why they ran on all tokens
     unmerged_calls: dict[Message, None] = field(default_factory=dict)  # why calls of the model ran on all tokens
     selections: int = 0
     weighings: int = 0
@@ -53,7 +53,7 @@ class RunStats:
     # to ComfyUI).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of the unmerged run over this run's; None if unknown
-    comfyui: tuple[Message, ...] = ()  # messages on the ComfyUI in which the run takes place
+    comfyui: tuple[Message, ...] = ()  # messages on the installed ComfyUI
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     merged_in: Counter[int] = field(default_factory=Counter)  # merged evaluations of each step
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # several devices may share a run
@@ -69,7 +69,7 @@ class RunStats:
                 self.merged_in[step] += 1
 
     def discard_evaluations(self, step: int, evaluations: int, merged: int) -> None:
-        """Subtract evaluations of a step that broke off and will be repeated. merged: count of merged evaluations."""
+        """Subtract evaluations of a step that broke off and will be repeated. merged: how many of them were merged."""
         with self.lock:
             self.evaluations -= evaluations
             self.merged_evaluations -= merged
@@ -115,7 +115,7 @@ class RunStats:
         self.unmerged.setdefault(reason, set()).add(Unmerged(block, part))
 
     def reference_not_merged(self, number: int, reason: Message) -> None:
-        """Record why a reference image is not merged. number: from 1."""
+        """Record why a reference image is not merged. number: of the image, from 1."""
         self.unmerged.setdefault(reason, set()).add(Unmerged(None, f"reference {number}"))
 
     def call_not_merged(self, reason: Message) -> None:
@@ -128,6 +128,7 @@ class RunStats:
 
     def unmerged_reasons(self) -> list[Message]:
         """Return why blocks and reference images were not merged, the most frequent reason first."""
-        # A profile's choice is not the reason in a run that would not have merged without the profile either.
+        # In a run without merged steps, leave out the blocks that the profile skips: they would not have been merged
+        # without the profile either.
         found = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]
         return sorted(found, key=lambda reason: -len(self.unmerged[reason]))

@@ -20,17 +20,17 @@ class TileBatch:
     """The images of one call of the model, each of which may be a tile."""
 
     latent: Tensor  # (B, ...), the latents that are evaluated
-    earlier: tuple[TileBatch, ...] = ()  # calls of the same evaluation, which may show the same tiles
+    earlier: tuple[TileBatch, ...] = ()  # earlier calls of the same evaluation, which may show the same tiles
     plans: dict[Hashable, MergePlan] = field(default_factory=dict)
     first: Tensor = field(init=False)  # (B,) int64, for each image the first one that is equal to it
 
     def __post_init__(self) -> None:
-        # An image that holds NaN equals nothing, not even itself.
+        # Fill the diagonal, because an image that holds NaN does not equal itself.
         self.first = _same(self.latent, self.latent).fill_diagonal_(True).int().argmax(1)
 
     def resolve(self, key: Hashable, plan: MergePlan) -> MergePlan:
-        """Store and return the plan of the blocks that share `key`. Images that earlier calls have shown keep the
-        weights from those calls."""
+        """Store and return the plan of the blocks that share `key`. Images that earlier calls have shown keep their
+        destinations and weights from those calls."""
         before = [batch for batch in self.earlier if key in batch.plans]
         if before:
             same = _same(self.latent, torch.cat([batch.latent for batch in before]))

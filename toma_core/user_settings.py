@@ -1,4 +1,4 @@
-"""The settings of a user: a preset and fields that override it."""
+"""The settings of a user: a preset and values that override it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .setting_spec import ConfigError, Refusal, shown
 
 @dataclass(frozen=True)
 class UserSettings:
-    """A preset and the fields that override it. Raises `ConfigError` for an unknown preset or value."""
+    """A preset and the values of fields that override it. Raises `ConfigError` for an unknown preset or value."""
 
     preset: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -28,8 +28,8 @@ class UserSettings:
         self.resolved()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only mapping can be neither copied nor pickled, and other nodes copy the options that carry the
-        # settings.
+        # Copy and pickle `overrides` as a dict, because a `MappingProxyType` can be neither copied nor pickled. Other
+        # nodes copy the options that carry the settings.
         return UserSettings, (self.preset, dict(self.overrides))
 
     @property
@@ -40,8 +40,8 @@ class UserSettings:
     def resolved(
         self, kind: ModelKind = ModelKind.UNET, own: Fields = MappingProxyType({}), kv_cache: bool = True
     ) -> ToMAConfig:
-        """Return the config for a kind of model. The ratio decides the side of windows, see `WIDE_ABOVE`. own: fields
-        that the model's family sets. kv_cache: False if the model can have no KV cache."""
+        """Return the config for a kind of model. With a KV cache, the side of windows depends on the ratio, see
+        `WIDE_ABOVE`. own: fields that the model's family sets. kv_cache: False if the model can have no KV cache."""
         overrides = self.overrides if kv_cache else {**self.overrides, "kv_cache": False}
         config = ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **overrides})
         wide = config.kv_cache and config.ratio > WIDE_ABOVE + 1e-9 and "window_size" not in overrides

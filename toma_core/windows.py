@@ -1,4 +1,4 @@
-"""Cut token grids into windows and give each its number of destinations.
+"""Cut token grids into windows and give each window its number of destinations.
 
 Each window lies within one frame, and all frames have the same number of destinations, because models modulate and
 position tokens by frame. `Windows` and `Budget` depend on the grid and the settings only; index tensors are made once a
@@ -31,8 +31,9 @@ class Windows:
     source: Tensor  # (W, S) int64, the token in each slot; padding slots repeat the window's first token
     valid: Tensor | None  # (W, S) bool, False in padding slots; None without padding
     inverse: Tensor  # (N,) int64, each token's slot in the flattened (W * S)
-    contiguous: bool  # windows are contiguous in memory, one after the other
-    cuts: tuple[tuple[int, ...], tuple[int, ...]]  # row and column borders; rows are counted on from frame to frame
+    contiguous: bool  # the tokens of each window lie side by side in memory, one window after the other
+    # Rows and columns at which windows begin, and the end of the last; rows are counted on from frame to frame.
+    cuts: tuple[tuple[int, ...], tuple[int, ...]]
     frames: int = 1
 
     @functools.cached_property
@@ -65,7 +66,8 @@ class Windows:
         return x if self.contiguous else x.index_select(1, self.inverse)
 
     def add(self, x: Tensor, update: Tensor) -> Tensor:
-        """Return x + join(update), (B, N, C), in one pass if windows are alike. x: (B, N, C); update: (B, W, S, C)."""
+        """Return x + join(update), (B, N, C), in one pass if windows have one size. x: (B, N, C); update: (B, W, S,
+        C)."""
         if self.contiguous or self.tiles is None:
             return x + self.join(update)
         tiled = x.unflatten(1, self.tiles).transpose(2, 3)
@@ -82,7 +84,7 @@ class Budget:
     """The number of destinations in each window: at most K = `slots` per window, D = `total` altogether. A budget is
     the same for all images, or adaptive, with counts for each image. Tensors are None if every slot is in use."""
 
-    counts: tuple[int, ...]  # destinations in equal shares, before an adaptive budget reallocates them
+    counts: tuple[int, ...]  # destinations of each window, before an adaptive budget reallocates them
     compact: Tensor | None  # (D,) int64, the slots in use in the flattened (W * K), ascending; adaptive (B, D)
     expand: Tensor | None  # (W * K,) int64, destinations; unused slots repeat the window's first; adaptive (B, W * K)
     valid: Tensor | None  # (W, K) bool, False in unused slots; adaptive (B, W, K)
@@ -112,7 +114,7 @@ class Budget:
         return self if self.valid is None else self.changed(lambda _, index: upload(index, device))
 
     def changed(self, tensor: Callable[[str, Tensor], Tensor]) -> Budget:
-        """Return the budget with the index tensors that the function returns for their names and values."""
+        """Return the budget with its index tensors replaced, each by the result of `tensor(name, value)`."""
         tensors: dict[str, Any] = {name: tensor(name, getattr(self, name)) for name in ("compact", "expand", "valid")}
         return replace(self, **tensors)
 

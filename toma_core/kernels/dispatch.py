@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAPABILITY = (8, 0)  # lowest compute capability that Triton supports
-# Sizes for the trial of the regression's kernels: features of a 4-channel latent, and the pairs of channels that are
-# rotated in a head of most models.
+# Sizes for the trial of the regression's kernels: the number of features of a 4-channel latent, and the number of
+# channel pairs per head that most models rotate.
 _FEATURES, _PAIRS = 33, 64
 
 
 class NoTriton(MessageId):
-    """Why plain PyTorch computes instead of Triton's kernels. Comments name the parameters of messages."""
+    """Why plain PyTorch computes instead of Triton's kernels. Comments describe the parameters of messages."""
 
     NO_CUDA = "no_cuda"
-    DTYPE = "token_dtype"  # dtype
-    OLD_GPU = "old_gpu"  # least: compute capability
-    LARGE_WINDOWS = "large_windows"  # tokens, most
+    DTYPE = "token_dtype"  # dtype: of the tokens
+    OLD_GPU = "old_gpu"  # least: the lowest compute capability that Triton supports
+    LARGE_WINDOWS = "large_windows"  # tokens: tokens per window; most: the most that kernels take
     WRONG_RESULTS = "triton_wrong_results"
-    FAILED = "triton_failed"  # error
+    FAILED = "triton_failed"  # error: its text
 
 
 class KernelName(MessageId):
-    """The implementations that compute plans and merges. Comments name the parameters of messages."""
+    """Messages that name the implementation that computes plans and merges."""
 
-    KERNEL = "kernel"  # name
-    KERNEL_BECAUSE = "kernel_because"  # name, reason
+    KERNEL = "kernel"  # name: of the implementation
+    KERNEL_BECAUSE = "kernel_because"  # name: of the implementation; reason: why it is not a faster one
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Dispatch:
     ) -> Choice:
         """Return the choice for tokens x of (B, N, C).
 
-        features: (B, N, C'), by which destinations are selected; if None, x is used. weighs: weights are also computed
-        without a selection. propagates: cached keys, values and updates are propagated.
+        features: (B, N, C'), by which destinations are selected; if None, x is used. weighs: whether the run also
+        computes weights for given destinations. propagates: whether it propagates cached keys, values and updates.
         """
         features = (x if features is None else features).detach()
         kinds = (variant(t.shape[2], windows, budget) for t in (x, features))
@@ -179,7 +179,7 @@ def _merges(
     fast = replace(plan, kernels=kernels)
     theirs = merge(x, plan)
     pairs = [(M.sum(-1), used.to(x.dtype).expand_as(plan.dest_slots)) for M in weights]
-    # The first launch goes through Triton, later ones through a prepared `Launch`.
+    # Test two launches, because a `Launch` is called through Triton first and calls the compiled binary afterwards.
     for _ in range(2):
         ours = merge(x, fast)
         pairs.append((ours, theirs))
@@ -201,7 +201,7 @@ def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Te
         angles = torch.arange(N * P, device=cached.device).view(1, N, 1, P).float()
         R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
         rotations.append(Rotation.of(R, R[0, plan.destinations], cached))
-    rotations.append(rotations[-1])  # repeated, because only the second launch is a prepared one
+    rotations.append(rotations[-1])  # test two launches, as in `_merges`
     return [(fast.propagate(cached, fresh, R), plain.propagate(cached, fresh, R)) for R in rotations]
 
 
@@ -213,11 +213,11 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _quantizes(kernels: TritonKernels, x: Tensor) -> bool:
-    """Return whether kernels quantise and dequantise with the same error as PyTorch."""
+    """Return whether kernels quantise and dequantise x with an error of little more than half a quantisation step."""
     ours = kernels.quantize(x)
     theirs = quantize(x)
     if not (isinstance(ours, Int4Tensor) and isinstance(theirs, Int4Tensor)):
-        return True  # kernels and PyTorch both return a copy
+        return True  # the channels cannot be grouped, so the result is a copy of x
     steps = theirs.step.float().repeat_interleave(x.shape[-1] // theirs.step.shape[-1], -1)
     allowed = 0.6 * steps + 2 * torch.finfo(x.dtype).eps * float(x.float().nan_to_num().abs().amax())
     results = torch.stack([kernels.dequantize(ours), kernels.dequantize(theirs), theirs.dequantize()])

@@ -1,5 +1,5 @@
-"""Sizes, memory layouts and operator names that kernels and plans share. Sizes are plain integers, because Triton's
-helpers are slow."""
+"""Sizes, memory layouts and operator names that kernels and plans share. Sizes are computed here, because Triton's
+helper functions for sizes are slow."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def padded(size: int) -> int:
 
 
 def variant(channels: int, windows: Windows, budget: Budget) -> Hashable:
-    """Return the key of the kernels compiled for tokens of `channels` channels in this layout. The number of windows,
-    and sizes within the same padding, are run-time arguments."""
+    """Return the key of the kernels compiled for tokens of `channels` channels in this layout. Layouts that differ only
+    in the number of windows, or in sizes that are padded to the same size, share kernels."""
     slots = tuple((padded(size), cdiv(size, 32)) for size in (windows.slots, budget.slots))
     ragged = windows.valid is not None, 0 if budget.valid is None else budget.valid.ndim
     return slots, ragged, min(128, padded(channels)), channels % 16 == 0

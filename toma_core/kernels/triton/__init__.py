@@ -20,8 +20,8 @@ class TritonKernels:
     """Operations on (B, N, C) tokens in grid order, without autograd, in one launch each.
 
     Windows have at most MAX_SLOTS tokens. Tensors lie on a CUDA device, or on the CPU if INTERPRETED. Weights are those
-    of `MergePlan`; scores and sums are fp32. Launches are prepared once for each layout and kind of tensors, and live
-    as long as this object: one run.
+    of `MergePlan`; scores and sums are fp32. Launches are prepared once for each layout and for the shapes, strides,
+    dtypes and devices of the tensors. They live as long as this object: one run.
     """
 
     name = "triton"
@@ -101,7 +101,7 @@ class TritonKernels:
 
 def _shared(budget: Budget) -> Hashable:
     """Return the budget if all images share it, else the sizes that a launch depends on."""
-    # The slower property `adaptive` is not used, because this function runs at each launch.
+    # Test without the property `adaptive`, which is slower: this function runs at each launch.
     return (budget.slots, budget.total) if budget.valid is not None and budget.valid.ndim == 3 else budget
 
 

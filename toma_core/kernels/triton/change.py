@@ -1,4 +1,5 @@
-"""The change of cached keys, values or updates at destinations in one launch, and rotary positions in a kernel."""
+"""Compute the change of cached keys, values or updates at destinations in one launch; rotate pairs of channels within a
+kernel."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _BLOCK_D, _MAX_CHANNELS = 16, 128  # 16 elements per thread of 4 warps
 def rotated(x, R, present, pair, P, INVERSE: tl.constexpr):
     """Rotate pairs of adjacent channels of x, [rows, 2 * pairs] fp32.
 
-    R: [rows, 1] addresses of the (P, 2, 2) matrices of each row, which all its heads share. pair: [pairs], indices
-    counted through all heads. present: [rows, 1], rows of x that are no padding.
+    R: [rows, 1], the address of each row's (P, 2, 2) matrices, which all heads share. pair: [pairs], the index of each
+    pair among the pairs of all heads. present: [rows, 1], False for rows of x that are padding.
     """
     first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     at = R + (pair % P)[None, :] * 4
@@ -55,7 +56,7 @@ def _change_kernel(
 
 
 def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Launch:
-    """Prepare the inverse of R times (fresh - cached at destinations), (B, D, C), with one rounding.
+    """Prepare the launch that computes R^-1 (fresh - cached at destinations), (B, D, C), with one rounding.
 
     fresh: (B, D, C); cached: (B, N, C); any strides. destinations: (B or 1, D) int64, rows contiguous. R: rotations of
     the destinations, see `rotation_strides`. The launch is called with all four tensors.
@@ -73,7 +74,7 @@ def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None
 
 
 def pairs(R: Tensor | None) -> int:
-    """Return P, the pairs of a head that R rotates."""
+    """Return P, the number of channel pairs of a head that R rotates."""
     return 1 if R is None else R.shape[3]
 
 

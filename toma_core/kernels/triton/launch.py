@@ -23,7 +23,8 @@ def _nothing():
     pass
 
 
-# Whether kernels run in Triton's interpreter; the environment variable for this may change later.
+# Whether kernels run in Triton's interpreter. The environment variable TRITON_INTERPRET may have changed since Triton
+# read it.
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 
@@ -84,10 +85,10 @@ def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
 class Launch:
     """A kernel that makes one tensor, with its constant arguments.
 
-    Triton inspects all arguments at each launch to find the compiled binary, which takes the host several times as long
-    as the launch. This class lets Triton inspect the arguments once and then calls the binary with addresses, as long
-    as these are aligned like those of the first launch. Callers pass tensors of the same shapes, strides, dtypes and
-    devices at each call.
+    At each launch, Triton inspects all arguments to find the compiled binary, which takes the host several times as
+    long as the launch itself. This class lets Triton inspect the arguments once. It then calls the binary with the
+    tensors' addresses, as long as all are aligned to 16 bytes. Callers pass tensors of the same shapes, strides, dtypes
+    and devices at each call.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Launch:
                 self._again(*addresses, *self._rest)
                 return
             except TypeError:
-                # Nothing was launched: this Triton's launcher takes other arguments.
+                # The launcher of this Triton takes no such arguments, and has launched nothing.
                 self._again = None
         compiled = self._kernel[self._grid](*tensors, *self._fixed, **self._options)
         if aligned:

@@ -1,9 +1,9 @@
 """Merge and unmerge in one launch each (paper, section 4.2).
 
 Merging and unmerging are each one small matrix product per window. If changes are regressed on latents
-(`latent_regression`), unmerging also adds the product of features and answers, rotates the sum, and then adds the
-cached tensor. Layout changes (tokens to windows, slots to destinations) need no extra pass: programs read and write at
-the right addresses. Every destination and token is written once.
+(`latent_regression`), unmerging also adds the product of features and coefficients (`answer`), rotates the sum, and
+then adds the cached tensor. Layout changes (tokens to windows, slots to destinations) need no extra pass: programs read
+and write at the right addresses. Every destination and token is written once.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _unmerge_kernel(
         answer += image * F * C
         for step in range(0, steps_f):
             f = step * BLOCK_F + tl.arange(0, BLOCK_F)
-            # Rows of features are padded like rows of weights.
+            # Rows of features are padded in memory and read with their padding, like rows of weights.
             mask = mine[:, None] & (f < stride_gn)[None, :]
             G = tl.load(spread + token[:, None] * stride_gn + f[None, :], mask=mask, other=0.0).to(y.dtype.element_ty)
             G = tl.where((f < F)[None, :], G, 0.0)
@@ -140,7 +140,7 @@ def _unmerge_kernel(
 
 
 def merge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget: Budget) -> Launch:
-    """Prepare X' = M X for tokens (x,) of (B, N, C), any strides -> (B, D, C), with fp32 sums.
+    """Prepare the launch that computes X' = M X, (B, D, C), for tokens (x,) of (B, N, C), any strides, with fp32 sums.
 
     weights: (B or 1, W, K, S), rows contiguous. The launch is called with x, weights, and the budget's `valid` and
     `expand`.
@@ -157,7 +157,8 @@ def merge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget:
 
 
 def unmerge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget: Budget) -> Launch:
-    """Prepare Y = A^T Y' for tokens (y,), or the block output x + A^T (y - reduced) for (y, reduced, x): (B, N, C).
+    """Prepare the launch that computes Y = A^T Y', (B, N, C), for tokens (y,), or x + A^T (y - reduced), (B, N, C), for
+    tokens (y, reduced, x).
 
     y, reduced: (B, D, C); x: (B, N, C); any strides. weights: (B or 1, W, S, K). Sums are fp32, rounded once to y's
     dtype. The launch is called with y, weights, the budget's `expand`, then reduced and x if given.
@@ -173,7 +174,8 @@ def unmerge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budge
 def propagate(
     tokens: tuple[Tensor, ...], spread: Tensor, R: Tensor | None, weights: Tensor, windows: Windows, budget: Budget
 ) -> Launch:
-    """Prepare x + R (A^T y + spread answer) for tokens (y, x, answer): (B, N, C), with one rounding.
+    """Prepare the launch that computes x + R (A^T y + spread answer), (B, N, C), with one rounding, for tokens (y, x,
+    answer).
 
     y: (B, D, C); x: (B, N, C); answer: (B, F, C), contiguous; spread: (B or 1, N, F), rows contiguous; weights: as for
     `unmerge`. R: rotations of all tokens, see `rotation_strides`. The launch is called with y, weights, the budget's
@@ -203,8 +205,9 @@ def _unmerging(
     residual: bool = False,
     rotates: bool = False,
 ) -> Launch:
-    """Prepare unmerging to tokens with `like`'s B, C and dtype. strides: those of y, reduced and x. missing: a None per
-    tensor that calls leave out. regressed: strides of spread and R, then F, the number of iterations over F, and P."""
+    """Prepare the launch that unmerges to tokens with the B, C and dtype of `like`. strides: those of y, reduced and x.
+    missing: a None per tensor that calls leave out. regressed: strides of spread and R, then F, the number of
+    iterations over F, and P."""
     (_, count, slots, K), (batch, _, C) = weights.shape, like.shape
     block_s, block_k, block_c, warps = blocks(like, slots, K)
     grid = (batch * count, cdiv(slots, block_s) * cdiv(C, block_c))
@@ -213,6 +216,6 @@ def _unmerging(
     flags = (residual, bool(regressed), rotates, windows.valid is not None, budget.expand is not None)
     steps = (upcast(like.dtype), cdiv(K, block_k), block_k, block_s, block_c, _BLOCK_F)
     fixed = (*missing, windows.source, windows.valid, *strides, *sizes, *flags, *steps)
-    # Rotations take as many registers as the sums, so a program has more warps.
+    # A program that rotates has 8 warps, because rotations take as many registers as the sums.
     warps = 8 if rotates else warps
     return Launch(_unmerge_kernel, grid, like, windows.tokens, fixed, num_warps=warps, num_stages=2)

@@ -30,7 +30,7 @@ def _quantize_kernel(
     second = tl.load(x + (c + HALF)[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
     bottom = tl.minimum(tl.min(first, axis=1), tl.min(second, axis=1))
     top = tl.maximum(tl.max(first, axis=1), tl.max(second, axis=1))
-    # Codes refer to the step after rounding to the dtype in which it is stored.
+    # Compute codes from the step as it is stored, rounded to the dtype of `step`.
     width = tl.maximum((top - bottom) * wider, least).to(step.dtype.element_ty).to(tl.float32)
     middle = 0.5 * (top + bottom)
     left = tl.minimum(tl.maximum((first - middle[:, None]) / width[:, None] + 8.0, 0.0), 15.5).to(tl.int32)

@@ -17,7 +17,7 @@ from ...windows import Budget, Windows
 from ..layout import DOT_MIN, cdiv, padded, room
 from .launch import budget_stride, on_device, require, turns, upcast
 
-# The matrix S of a larger window does not fit into registers.
+# Maximum of slots per window: the matrix S of a larger window does not fit into registers.
 MAX_SLOTS = 128
 # Triton does not specialise on these arguments, so that one binary serves all values.
 _ANY_SIZE = ("stride_u", "windows", "slots", "K", "rounds", "steps", "tokens")
@@ -56,7 +56,7 @@ def _select_kernel(
     squares = tl.sum(tl.where(slot[:, None] == slot[None, :], similarity, 0.0), axis=0)
     inverse = 1.0 / tl.maximum(tl.sqrt(squares), 1e-12)
     similarity = similarity * inverse[:, None] * inverse[None, :]
-    # NaN becomes 0: slots become addresses and must stay inside the window.
+    # Replace NaN by 0, because NaN gains could make the search pick a slot outside of the window.
     similarity = tl.where(similarity == similarity, similarity, 0.0)
 
     k = tl.arange(0, K_PAD)
@@ -67,7 +67,7 @@ def _select_kernel(
 
     # The mask of the chosen slots is held in the two layouts that the reductions need.
     if SELECT:
-        # Padding tokens add nothing to any gain where S is -1. Ties go to the lowest slot.
+        # Set S to -1 for padding tokens, so that they add nothing to any gain. Ties go to the lowest slot.
         open_rows = tl.where(inside[:, None], similarity, -1.0)
         factor = tl.zeros([S_PAD], dtype=tl.float32) + 1.0
         if HAS_PRIORITY:
@@ -100,7 +100,7 @@ def _select_kernel(
     A = tl.where(inside[None, :], A / tl.sum(A, axis=0)[None, :], 0.0)
     mask = (chosen_rows != 0)[:, None] & (slot < slots)[None, :]
     tl.store(back + slot[None, :] * pitch_k + rank_rows[:, None], A.to(back.dtype.element_ty), mask=mask)
-    # Rows of zeros stay zero.
+    # Normalise the rows; rows of zeros stay zero.
     A = A / tl.maximum(tl.sum(A, axis=1), 1.1754943508222875e-38)[:, None]
     tl.store(M + rank_rows[:, None] * pitch_s + slot[None, :], A.to(M.dtype.element_ty), mask=mask)
     if HAS_USED:
