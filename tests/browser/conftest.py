@@ -32,10 +32,10 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-# Settings of the page: no tour at the start, and no minimap over the nodes.
+# Settings of the page: no tour at the start, and no minimap and no statistics over the nodes.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
-TIMEOUT = 300_000  # a page that takes seconds on an idle machine takes minutes on a busy one
+TIMEOUT = 300_000  # in ms: a page that loads in seconds on an idle machine takes minutes on a busy one
 # `window.finished` counts prompts that have ended, each with one of three messages. `window.statusOf` returns the
 # element with a node's status text.
 IN_PAGE = """() => {
@@ -196,8 +196,8 @@ def _made_small(path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def workshop(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """Run a server with the demo nodes, nodes of a newer ComfyUI, and a placeholder for every file that a template
-    names."""
+    """Run a server with the demo's nodes, with stand-ins for nodes that the tested ComfyUI lacks, and with a
+    placeholder for every file that a template names."""
     packs = [ROOT / "demo", newer_pack(tmp_path_factory.mktemp("packs"))]
     server = ComfyServer(packs=packs, flags=["--use-pytorch-cross-attention"])
     try:

@@ -18,7 +18,7 @@ OVERLAPS = """() => {
     return found
 }"""
 
-# JavaScript that shows the texts and the picture size of a finished run on every ToMA node.
+# JavaScript that sends every ToMA node the messages of a finished run, with `lines` as the status text.
 AFTER_A_RUN = """lines => {
     for (const node of app.graph.nodes.filter(node => node.type.startsWith("ToMA") && node.widgets?.length)) {
         const message = { node: String(node.id), lines, more: [] }

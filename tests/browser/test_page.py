@@ -47,7 +47,7 @@ def test_the_simple_node_before_and_after_a_run(page: Any, baseline: Any) -> Non
 
 def test_a_number_after_every_run(page: Any) -> None:
     page.open(simple(), "numbers")
-    page.set(3, "width", 192)  # no other test runs this size without ToMA
+    page.set(3, "width", 192)  # no other test has timed this size without ToMA
     page.queue()
     verdict, work, timed = page.text(4).splitlines()
     assert re.fullmatch(r"About \d+ % less work, counted", work)

@@ -95,7 +95,7 @@ def test_touching_tokens_with_different_destinations_are_parted_by_a_line(maps: 
     image = drawing.draw({(12, 16): merged}, torch.zeros(1, 8, 8, 3))
     cell, owner = drawing.WIDTH // 16, merged.owner.view(12, 16)
     for row in range(12):
-        for column in (1, 2, 3, 5, 6, 7, 9):  # except columns at which windows meet
+        for column in (1, 2, 3, 5, 6, 7, 9):  # not column 8, at which windows meet
             line = pixel(image, MARGIN + CAPTION + (row + 0.2) * cell, MARGIN + column * cell) == drawing._EDGE
             assert line is bool(column != 8 and owner[row, column] != owner[row, column - 1])
 

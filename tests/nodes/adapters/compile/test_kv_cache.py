@@ -51,7 +51,7 @@ def test_the_same_beside_the_prefix_cache_of_qwen_image_21(attach: Any, stats_of
     """The model fills its prefix cache in the first step. In each step it checks, outside of the graph, whether the
     cache belongs to the step's prompt."""
     model, run = models.qwen_image21(layers=2), {"steps": 4, "cfg": 1.0}
-    del model.model_options["transformer_options"]["qwen_image21_cache"]  # this option switches the prefix cache off
+    del model.model_options["transformer_options"]["qwen_image21_cache"]  # this option switches off the prefix cache
     plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), Counting(), inside=True)
     wanted = models.sample(plain, HEIGHT, WIDTH, **run)
     for _ in range(2):

@@ -54,7 +54,7 @@ class Layout:
     grid: bool = False
 
     def taken(self, value: Any) -> Tensor:
-        """Return the tensor in an argument or result, with tokens as (B, T, C)."""
+        """Return the tokens in an argument or result of the block, as (B, T, C)."""
         value = value if self.out is None or not isinstance(value, tuple) else value[self.out]
         value = value[0] if self.pairs and isinstance(value, tuple) else value
         value = value.flatten(1, 3) if self.grid and value.ndim == 5 else value

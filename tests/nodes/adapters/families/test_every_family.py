@@ -271,7 +271,7 @@ def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of:
 
 
 def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
-    """A chain must not begin or end at a block that the model never calls."""
+    """A chain of merged blocks must not begin or end at a block that the model never calls."""
     model = models.chroma(double=4, single=3)
     network = model.model.diffusion_model
     for skipped in ([0], [3], [1, 2], [0, 1, 2, 3]):

@@ -55,7 +55,7 @@ def references() -> dict[str, Any]:
     }
 
 
-# Conditioning options, and the number of tokens that they add before the video.
+# By case: conditioning options, and the number of tokens that they add before the video.
 BEFORE: dict[str, tuple[dict[str, Any], int]] = {
     "audio alone": ({}, 0),
     "a first frame": (first_frame(), FRAME),

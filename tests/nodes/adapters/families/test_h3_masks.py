@@ -56,7 +56,7 @@ def with_segments(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[C
 
 
 def levels(segments: list[Any]) -> Tensor:
-    """Return the index of a row of modulation for each video token, at random one of two noise levels."""
+    """Choose a row of modulation for each video token, at random from two rows; return the rows' indices."""
     first, last = segments[0][2], segments[-1][2]
     return torch.where(noise(TOKENS) > 0, first, last)
 
@@ -140,7 +140,7 @@ def test_whatever_segments_are_they_are_no_error(segments: Any, pack: Any) -> No
 
 
 def masks(what: str) -> tuple[Tensor, Tensor]:
-    """Return masks of the video and of the audio. The model generates where a mask is 1, and keeps where it is 0."""
+    """Return masks of video and audio. The latent is generated where a mask is 1, and unchanged where it is 0."""
     video, audio = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, 2, AUDIO // 2)
     if what == "a rectangle":
         video[..., :, :6, :8] = 0

@@ -110,8 +110,8 @@ def test_videos_and_guidance(
 
 
 def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, attach: Any, stats_of: Any) -> None:
-    """If image to video replaces the first frame, ComfyUI modulates the first frame's number of tokens separately. In
-    single blocks it counts them from the first text token, so the last of them lies inside of a frame."""
+    """If image to video replaces the first frame, ComfyUI modulates the first tokens separately, as many as a frame
+    has. In single blocks the first tokens are text, so the separate modulation ends inside of a frame."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), models.sample(hunyuan, HEIGHT, WIDTH, **asked))

@@ -103,7 +103,7 @@ def test_without_changes_a_merged_step_equals_the_models_own(
 def test_comfyuis_cache_in_fewer_bits(
     in_place: bool, dtype: str, most: float, made: Any, attach: Any, stats_of: Any
 ) -> None:
-    """A prefix cache with fewer bits changes merged pictures about as much as it changes unmerged pictures."""
+    """A prefix cache in 8 or 4 bits changes merged pictures about as much as it changes unmerged pictures."""
     model, given = made(in_place), conds(made(in_place), REFERENCES[:2])
     merged = attach(model, **KEYS)
     alone = errors([sampled(at(model, "auto", dtype), **given)], [sampled(at(model, "auto"), **given)])[0]
@@ -194,8 +194,8 @@ def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: p
     prefix = (TEXT + 24 * 30) * 2 * 4 * 48 * 4  # tokens * (keys and values) * blocks * width * bytes
 
     def planned(cache: str, dtype: str, cfg: float, room: float) -> bool:
-        """Return whether the KV cache fits in full precision. room: free memory beside the KV cache, in sizes of a
-        prefix cache."""
+        """Return whether the KV cache fits in full precision. room: free memory beside the KV cache, as a multiple of
+        one condition's prefix cache."""
         placed = at(model, cache, dtype)
         guider = CFGGuider(placed)
         guider.set_cfg(cfg)

@@ -58,7 +58,8 @@ class Seen:
 
 
 def test_blocks_are_not_merged_with_reference_and_context(attach: Any, stats_of: Any) -> None:
-    """The model does not pass how many tokens of reference and context precede the video."""
+    """ToMA cannot know where the video begins, because the model does not pass its blocks the number of reference and
+    context tokens."""
     if not current():
         pytest.skip("this ComfyUI may have no context latents")
     model = models.wan(in_dim_ref_conv=16)

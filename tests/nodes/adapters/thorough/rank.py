@@ -24,7 +24,7 @@ from testbed import models
 SIZE = 2
 EVERYTHING = {"min_tokens": 4}
 # A picture has 144 tokens, a text has 6. With two references of the picture's size, each process has 219 of 438 tokens,
-# more than image and text together.
+# more than the 150 tokens of picture and text.
 SIDE, TEXT = 24, 6
 
 
