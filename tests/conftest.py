@@ -22,8 +22,8 @@ from testbed.stand_ins import use_newer_models
 from tests import progress
 
 TESTS = Path(__file__).parent
-# Folders below tests/ with long tests, and the reason why `make test` leaves them out. The longest tests come first, so
-# that no worker runs one alone at the end.
+# Folders of tests that `make test` leaves out because they take long, with their content. The longest tests come first,
+# so that no worker runs one alone at the end.
 TIERS = {
     "stress": "faults, fuzz, numerics, security and long use",
     "train": "trained models: trainings, measurements, the demo",
@@ -38,13 +38,13 @@ TIERS = {
     "demo": "the demo and its scenes",
     "browser": "the web page in Chromium",
 }
-# Modules of ComfyUI's source folder. This checkout also has a folder `nodes`.
+# Top-level modules of ComfyUI.
 COMFYUI_MODULES = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "nodes", "server"}
 HOW_TO = "this test needs a real ComfyUI: run it with `make test`, or set COMFYUI_PATH to the folder of ComfyUI"
 
 
 class NoComfyUI:
-    """Import hook that replaces "No module named 'comfy'" by an error with the remedy."""
+    """Import hook that replaces the error "No module named 'comfy'" by one that names the remedy."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] in COMFYUI_MODULES:
@@ -58,16 +58,15 @@ if os.environ.get("COMFYUI_PATH"):
 else:
     sys.meta_path.insert(0, NoComfyUI())  # type: ignore[arg-type]
 
-# Triton reads TRITON_INTERPRET at its first import, and ComfyUI imports Triton. Kernels are then interpreted, on CPU
-# tensors.
+# Without a GPU, Triton's interpreter runs the kernels. TRITON_INTERPRET must be set before ComfyUI imports Triton.
 if find_spec("torch"):
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# CI uses the same examples in every run, other machines use new ones. No example has a deadline, because machines
-# differ in speed.
+# In CI, Hypothesis tries the same examples in every run; elsewhere it draws new ones. Examples have no time limit,
+# because machines differ in speed.
 hypothesis.settings.register_profile("desk", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "desk")
@@ -125,7 +124,7 @@ def quick_garbage_collection() -> None:
 
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
-    """Load the pack's root module as ComfyUI does. `scripts.comfy_pack.pack_module` returns submodules."""
+    """Return the pack's root module, loaded as ComfyUI does. For submodules use `scripts.comfy_pack.pack_module`."""
     require_comfyui()
     return load_pack()
 
@@ -145,6 +144,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def require_comfyui() -> None:
-    """Fail the run if there is no ComfyUI; skipped tests would hide this."""
+    """Fail the test if there is no ComfyUI; a skipped test would not be noticed."""
     if not os.environ.get("COMFYUI_PATH"):
         pytest.fail(HOW_TO, pytrace=False)

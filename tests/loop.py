@@ -1,4 +1,4 @@
-"""Provide `loop`, a decorator for tests that another folder repeats with other values."""
+"""Provide `loop`, which parametrises tests that the folder `thorough` repeats with more values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def loop(names: str | tuple[str, ...], values: Iterable[Any], ids: Any = None) -> Callable[..., Any]:
-    """Decorate a test as `pytest.mark.parametrize` does. The attribute `looped` is the undecorated test."""
+    """Decorate a test as `pytest.mark.parametrize` does, and keep the undecorated test as its attribute `looped`."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         inner = getattr(test, "looped", test)

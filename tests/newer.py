@@ -1,5 +1,4 @@
-"""Provide helpers that let the tested ComfyUI open templates: nodes of a newer ComfyUI as a pack, and placeholder
-files."""
+"""Provide what the tested ComfyUI lacks to open templates: nodes of a newer ComfyUI, as a pack, and model files."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
 NODES = ("QwenImage21Cache", "TextEncodeQwenImage21")
-# ComfyUI runs this file before it loads any pack.
+# The content of prestartup_script.py, which ComfyUI runs before it loads packs.
 FIRST = """import sys
 sys.path.append({root!r})
 from testbed.stand_ins import use_newer_models
@@ -21,7 +20,7 @@ use_newer_models()
 
 
 def newer_pack(folder: Path) -> Path:
-    """Write a pack with the nodes of newer_nodes.py into a folder, and return its path."""
+    """Write a pack with the nodes of newer_nodes.py into a folder, and return the path of the pack."""
     made = folder / "newer"
     made.mkdir(parents=True)
     (made / "prestartup_script.py").write_text(FIRST.format(root=str(ROOT)))

@@ -16,7 +16,7 @@ class Text:
 
 
 class Pictures:
-    """A VAE whose latent has one pixel for 16 x 16 pixels of the picture."""
+    """A stand-in for a VAE, whose latent has one cell for 16 x 16 pixels."""
 
     def encode(self, pixels):
         return random(1, 64, pixels.shape[1] // 16, pixels.shape[2] // 16)
@@ -34,7 +34,7 @@ class TinyQwenImage21:
 
     def load(self):
         model = models.qwen_image21()
-        del model.model_options["transformer_options"]["qwen_image21_cache"]  # ComfyUI chooses where to cache
+        del model.model_options["transformer_options"]["qwen_image21_cache"]  # then ComfyUI chooses the cache's device
         return model, Text(), Pictures()
 
 

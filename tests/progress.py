@@ -1,4 +1,4 @@
-"""Prints the progress of a test run: the number of tests at the start, and a line every half minute."""
+"""Print the progress of a test run: the number of tests at the start, and a line every half minute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Progress:
         self._since: dict[str, float] = {}
 
     def announce(self, total: int, processes: int) -> None:
-        """Print the number of tests, once."""
+        """Print the number of tests, unless it has been printed."""
         if self._total == 0 < total:
             self._total = total
             self._write(f"{total} tests, processes: {processes}; a line follows every {SECONDS} s")
@@ -52,6 +52,6 @@ class Progress:
 
 
 def register(config: pytest.Config) -> None:
-    """Print the progress in the main process, unless the user wants little output."""
+    """Print the progress, but not in xdist's workers, nor with --quiet or --collect-only."""
     if not hasattr(config, "workerinput") and config.option.verbose >= 0 and not config.option.collectonly:
         config.pluginmanager.register(Progress(config), "progress")

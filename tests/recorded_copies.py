@@ -1,8 +1,8 @@
-"""Provide simulated CUDA streams: the CPU computes at once, copies run late, early or at random, and races are errors.
+"""Provide simulated CUDA streams, on which copies run late, early or at random, and races raise errors.
 
-A copy waits in the queue of its stream until other work waits for the copy. With the order `early` a copy runs at once,
-with a random order at any time. The simulation tracks, at each point of a stream, how much work of the other streams is
-known to be finished. A copy raises an error
+Computation runs at once. A copy is queued in its stream: with the order `late` until other work waits for the copy,
+with a random order for a random time, with `early` not at all. The simulation tracks, at each point of a stream, how
+much work of the other streams is known to be finished. A copy raises an error
 
 - if it may overlap with the computation of its source, or with the earlier use of its target's memory;
 - if it may overlap with another copy of the same main memory, unless both only read;
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Known = dict[str, int]  # by name of a stream, the amount of its work that is known to be finished
+Known = dict[str, int]  # by name of a stream: how much of its work is known to be finished
 
 
 class RaceError(AssertionError):
-    """An error: nothing orders two accesses to a tensor."""
+    """Nothing orders two accesses to the same memory."""
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class Copies:
 
     order: when copies run: "late", "early", or at random with this seed.
     pins: whether main memory can be pinned.
-    deaf: a pair of streams. Waits of the first stream for the second are not counted, which shows that they are needed.
+    deaf: a pair of streams. The first ignores its waits for the second; a race then shows that the waits are needed.
     """
 
     order: str | int = "late"
@@ -98,9 +98,9 @@ class Copies:
     deaf: tuple[str, str] | None = None
     pinned: set[int] = field(default_factory=set)  # addresses of pinned memory
     made_streams: list[Recorded] = field(default_factory=list)
-    count: int = 0  # copies so far
-    made: int = 0  # buffers so far
-    staged: int = 0  # bytes of the device that copies use now
+    count: int = 0  # number of copies so far
+    made: int = 0  # number of buffers so far
+    staged: int = 0  # bytes on the device that copies occupy now
     peak: int = 0
     _accesses: list[_Access] = field(default_factory=list)  # accesses to main memory
     _errors: list[str] = field(default_factory=list)
@@ -122,16 +122,16 @@ class Copies:
         stream.work += 1
         if stream.known.get("compute", 0) < self.compute.work:
             raise RaceError(f"{stream.name} runs beside the computation before it")
-        mine, theirs = (target, source) if up else (source, target)  # a tensor on the device, and one in main memory
+        mine, theirs = (target, source) if up else (source, target)  # `mine` is on the device, `theirs` in main memory
         self._access(stream, theirs, writes=not up)
         self._hold(stream, mine, stream.work)
         if up:
-            mine.view(torch.uint8).fill_(0xFF)  # NaN, until the copy has run
+            mine.view(torch.uint8).fill_(0xFF)  # the target is NaN until the copy has run
         held = weakref.ref(mine)
 
         def run() -> None:
             device_side = held()
-            if device_side is not None:  # otherwise the error was noted when the tensor was freed
+            if device_side is not None:  # if the tensor was freed, `freed` has noted the error
                 (device_side.copy_(theirs) if up else theirs.copy_(device_side))
 
         stream.queue.append((stream.work, run))
@@ -147,7 +147,7 @@ class Copies:
             overlaps = other.start < found.end and found.start < other.end and (writes or other.writes)
             if overlaps and other.stream != stream.name and stream.known.get(other.stream, 0) < other.work:
                 raise RaceError(f"{stream.name} runs beside {other.stream}")
-        # Later accesses of a stream to the same memory come after its earlier ones, so only the last one is stored.
+        # Accesses of one stream to the same memory follow each other, so only the last one is stored.
         self._accesses = [a for a in self._accesses if (a.stream, a.writes, a.start, a.end) != (found[0], *found[2:])]
         self._accesses.append(found)
 
@@ -164,7 +164,7 @@ class Copies:
         weakref.finalize(t, freed)
 
     def check(self) -> None:
-        """Raise an error that was noted while memory was freed."""
+        """Raise the first error that was noted when memory was freed."""
         if self._errors:
             raise RaceError(self._errors[0])
 
@@ -184,5 +184,5 @@ class Copies:
 
 
 def orders(seeds: int) -> list[Any]:
-    """Return the orders of completion to try: the latest, the earliest, and some at random."""
+    """Return the values of `Copies.order` to try: late, early, and random orders with this many seeds."""
     return ["late", "early", *range(seeds)]

@@ -1,5 +1,5 @@
-"""Test `scripts.api_check`, which lists the names of ComfyUI that the pack uses. All these names are in known.json and
-in the tested ComfyUI."""
+"""Test `scripts.api_check`, which lists the names of ComfyUI that the pack uses. All these names must be in
+known.json and in the tested ComfyUI."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def all_of_it() -> Pack:
 
 @pytest.mark.compat
 def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
-    """All methods that run blocks must be known, because a step cache could replace an unknown method without the pack
-    noticing."""
+    """Every method of a model that runs its blocks must be listed, because the pack would not notice if a step cache
+    replaced an unlisted method."""
     uses, _, known, facts, here = all_of_it
     version = ComfyUI(here, "", here).version
     found = compare.differences(uses, facts, known, compare.nearest(known, version), here)
@@ -70,8 +70,7 @@ def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
 
 
 def test_data_has_every_release_and_nothing_else(all_of_it: Pack) -> None:
-    """Only models that are newer than a release, and names that belong to these models, may be missing in the
-    release."""
+    """Only optional names, and names of models that are newer than a release, may be missing in that release."""
     uses, known = all_of_it.uses, all_of_it.known
     assert set(known) <= set(uses), f"the pack uses some of these no longer: {WRITE}"
     newest = pack_module("nodes.adapters.compat").NEWEST_TRIED
@@ -126,8 +125,8 @@ wrappers = {WrappersMP.OUTER_SAMPLE: _sampled}
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_blocks_are_those_that_hooks_stand_in_for(kind: str, all_of_it: Pack) -> None:
-    """Compare the classes and signatures in ComfyUI's source code with those of real models. `compat.check` must judge
-    both equally."""
+    """The classes and signatures of blocks that are read from ComfyUI's source code must be those of a real model, and
+    `compat.check` must accept both."""
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     try:
         model = (models.unet if kind == "unet" else models.TRANSFORMERS[kind])().model.diffusion_model
@@ -161,7 +160,7 @@ FLUX_BLOCK = "block flux Flux.double_blocks"
 
 @pytest.fixture
 def some_files(tmp_path: Path, all_of_it: Pack) -> Path:
-    """Return a folder with some files of this ComfyUI."""
+    """Return a folder with copies of FILES."""
     for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(all_of_it.here / name, tmp_path / name)
@@ -169,7 +168,7 @@ def some_files(tmp_path: Path, all_of_it: Pack) -> Path:
 
 
 def renamed(file: str, old: str, new: str) -> Callable[[Path], None]:
-    """Return a function that replaces a text in a file."""
+    """Return a function that replaces the text `old` by `new` in a file of a folder."""
 
     def change(folder: Path) -> None:
         text = (folder / file).read_text(encoding="utf-8")
@@ -180,7 +179,7 @@ def renamed(file: str, old: str, new: str) -> Callable[[Path], None]:
 
 
 def with_argument(name: str, where: str) -> Callable[[Path], None]:
-    """Return a function that adds an argument before `where` to the double blocks' `forward`."""
+    """Return a function that adds an argument to `forward` of Flux's double blocks, before the argument `where`."""
 
     def change(folder: Path) -> None:
         file = folder / "comfy/ldm/flux/layers.py"
@@ -240,7 +239,7 @@ def test_change_is_found(some_files: Path, all_of_it: Pack, item: str, kind: Kin
 def test_command_on_a_folder_with_some_files(
     some_files: Path, all_of_it: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names of files that are not in the folder are not reported as missing."""
+    """Names that are defined in files which the folder lacks are not reported as missing."""
     uses, families, _, facts, here = all_of_it
     partial = facts_of(some_files, uses, families)
     seen = [item for item in facts if uses[item].kind not in ("key", "trait", "derived")]

@@ -19,7 +19,7 @@ from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 from scripts.console import SetupError
 
-NAME = "toma-token-merge"  # Manager and comfy-cli install into a folder of this name
+NAME = "toma-token-merge"  # ComfyUI-Manager and comfy-cli install into a folder of this name
 FOR_USERS = {
     *("__init__.py", "nodes", "toma_core", "web", "locales", "workflows", "subgraphs"),
     *("pyproject.toml", "requirements.txt", "LICENSE", "README.md", "README.zh.md", "CHANGELOG.md"),
@@ -36,7 +36,7 @@ def installed(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh_server(installed: Path) -> Iterator[ComfyServer]:
-    """Run a ComfyUI with the installed pack instead of this checkout, and with the demo's nodes for its tiny Flux."""
+    """Run a ComfyUI with the installed archive and, for a tiny Flux, the demo's nodes, but without this checkout."""
     server = ComfyServer(packs=[installed, ROOT / "demo"], checkout=False)
     try:
         place_dit(server.base / "models")
@@ -56,7 +56,7 @@ def test_holds_what_a_user_needs_and_no_more(packed: Path) -> None:
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git makes clones, and it is not here")
 def test_clones_are_light(tmp_path: Path) -> None:
-    """A sparse clone has every folder of the archive; GitHub's ZIP has no weights."""
+    """The README's sparse clone has every folder of the archive, and GitHub's ZIP has no weights of the demo."""
     (folders,) = re.findall(r"sparse-checkout set ([\w ]+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert {*folders.split()} == {name for name in FOR_USERS if (ROOT / name).is_dir()}
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -73,7 +73,8 @@ def test_clones_are_light(tmp_path: Path) -> None:
 
 
 def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In CI two runs of these tests share a checkout, and comfy-cli's archive always has the same name."""
+    """In CI two runs of these tests share a checkout. They may not call comfy-cli at once, because both would write the
+    same archive."""
     running, most, comfy_node = [], [], archive._comfy_node
 
     def watched(command: str, root: Path) -> str:
@@ -92,7 +93,7 @@ def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_warnings_of_the_registry_stop_the_pack(tmp_path: Path) -> None:
-    """comfy-cli only warns of an unknown accelerator, but then drops all accelerators."""
+    """comfy-cli only warns of an unknown accelerator, and then drops all accelerators. Packing must fail."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (tmp_path / "pyproject.toml").write_text(text.replace("GPU :: NVIDIA CUDA", "GPU :: Abacus"))
     with pytest.raises(SetupError, match="Invalid Environment classifier"):
@@ -104,7 +105,7 @@ def test_warnings_of_the_registry_stop_the_pack(tmp_path: Path) -> None:
 
 
 def test_registry_gets_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    """comfy-cli itself reads the fields, and drops those that it does not understand."""
+    """Read pyproject.toml with comfy-cli, because it drops fields that it does not understand."""
     from comfy_cli.registry.config_parser import extract_node_configuration
 
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""Test `scripts.comfy_pack`, which loads the pack beside ComfyUI: module names mean the same as inside ComfyUI."""
+"""Test `scripts.comfy_pack`, which loads the pack with the module names that it has inside ComfyUI."""
 
 from __future__ import annotations
 

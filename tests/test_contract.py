@@ -1,5 +1,5 @@
-"""Test the arguments that ComfyUI passes to wrappers and blocks while it samples: shapes, order and keys, which
-signatures do not show."""
+"""Test the shapes, order and keys of the arguments that ComfyUI passes to wrappers and blocks while it samples.
+Signatures alone do not show them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ BLOCKS = ("BasicTransformerBlock", "DoubleStreamBlock", "SingleStreamBlock")
 
 @pytest.fixture(scope="module", params=["unet", "flux"])
 def seen(request: pytest.FixtureRequest, pack: Any) -> tuple[str, Seen]:
-    """Record (executor or None, args, kwargs) of wrappers and blocks while ComfyUI samples without ToMA."""
+    """Return the model's name and the calls of wrappers and blocks while ComfyUI samples without ToMA, by name. A call
+    is (executor, args, kwargs), with the executor None for a block."""
     from comfy.patcher_extension import WrappersMP
 
     model = getattr(models, request.param)()

@@ -1,4 +1,4 @@
-"""Links, headings and pictures of pages exist; settings, presets and nodes on pages match the code."""
+"""Test that links and pictures of pages exist, and that settings, presets and nodes on pages match the code."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def words(text: str) -> int:
 
 
 def table(page: Path, head: str) -> list[list[str]]:
-    """Return the cells below the head of the first table whose head begins with `head`."""
+    """Return the rows, as lists of cells, of the first table whose header line begins with `head`."""
     lines = page.read_text(encoding="utf-8").split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith(head)) + 2
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]
@@ -148,7 +148,7 @@ def test_the_table_of_settings_is_the_codes() -> None:
 
 
 def _shown(value: object) -> str:
-    """Format a setting's value as the page does."""
+    """Format a setting's value as docs/settings.md does."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value.value) if isinstance(value, Enum) else f"{value:g}"

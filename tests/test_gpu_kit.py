@@ -1,5 +1,4 @@
-"""Test the content of the GPU kit: libraries that are cut to one architecture, and the files of ComfyUI that benchmarks
-need."""
+"""Test the GPU kit: CUDA libraries that are cut to one architecture, and the files of ComfyUI that benchmarks need."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from scripts.console import SetupError
 
 
 def entry(kind: int, sm: int, code: bytes) -> bytes:
-    """Return an entry of a library: a header of 64 bytes with the architecture at byte 28, then code."""
+    """Return an entry of a CUDA library: a header of 64 bytes with the architecture at byte 28, then code."""
     head = struct.pack("<HHIQ", kind, 0x101, 64, len(code)).ljust(28, b"\0") + struct.pack("<I", sm)
     return head.ljust(64, b"\0") + code
 
@@ -66,7 +65,8 @@ touch "$2/results.json"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux")
 def test_a_visit_finds_a_kit_and_results_of_visits_before_it(tmp_path: Path) -> None:
-    """A second kit is unpacked beside the first, and earlier results remain. Names of folders have spaces."""
+    """A visit runs visit.sh. It unpacks a new kit beside earlier kits, and keeps earlier results. Folders have spaces
+    in their names."""
     tree, out, temporary, python = (tmp_path / name for name in ("a tree", "the out", "its tmp", "a python"))
     for folder in (tree / ".gpu", out, temporary):
         folder.mkdir(parents=True)

@@ -1,5 +1,4 @@
-"""Every node has a help page in every language that describes its settings, and ComfyUI's help panel can load the
-page."""
+"""Test that every node has a help page in every language, which describes its settings and is served by ComfyUI."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Test the rules of imports, read from syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
+"""Test what modules import, read from syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
 
-Inside the pack every import of its own code is relative, because ComfyUI names the pack by its path. toma_core never
+Imports between modules of the pack are relative, because ComfyUI names the pack by its path. toma_core never
 imports ComfyUI, shipped code imports none of the folders beside it, and no modules import each other in a circle.
 """
 
@@ -24,9 +24,9 @@ OURS = {"toma_core", "nodes", "scripts", "demo", "testbed", "benchmarks", "compa
 class Room:
     """The allowed imports of the files under a path.
 
-    `outside`: top-level modules besides the standard library; None allows any except our own.
-    `lazily`: further modules, only inside functions.
-    `inside`: our own rooms, as paths from the root, reached by relative imports, or by absolute ones if `absolute`.
+    `outside`: allowed top-level modules besides the standard library; None allows all except our own.
+    `lazily`: top-level modules that are allowed only inside functions.
+    `inside`: our allowed modules, as paths from the root. Imports must be relative, or absolute if `absolute`.
     """
 
     path: str
@@ -36,7 +36,7 @@ class Room:
     absolute: bool = False
 
 
-# The first room whose path fits is the room of a file.
+# The room of a file is the first one whose path contains the file.
 ROOMS = (
     Room("toma_core/setting_spec.py", ("toma_core/reasons",), frozenset()),
     Room("toma_core/config.py", ("toma_core/setting_spec", "toma_core/reasons"), frozenset()),
@@ -87,7 +87,7 @@ def violations(file: str, source: str) -> list[str]:
 
 
 def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
-    """Return the modules of `known` that a file imports relatively. Imports inside functions and for type checking
+    """Yield the modules of `known` that a file imports relatively. Imports inside functions and for type checking
     count, because they can hide a circle. The implicit import of a module's package does not count."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -99,8 +99,8 @@ def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
 
 
 def circle(sources: Mapping[str, str]) -> list[str]:
-    """Return modules that import each other in a circle, with the first one again at the end. Without a circle, return
-    []."""
+    """Return modules that import each other in a circle, with the first one also at the end; [] if there is no
+    circle."""
     try:
         TopologicalSorter({file: set(reached(file, text, sources)) for file, text in sources.items()}).prepare()
     except CycleError as error:
@@ -118,7 +118,8 @@ def test_contract() -> None:
 
 
 def test_one_copy_of_the_core_per_test_file() -> None:
-    """`import toma_core` and the pack's own toma_core are two module objects, whose classes do not match."""
+    """`import toma_core` and the pack's own toma_core are two modules, whose classes do not match. A test file may use
+    only one of the two."""
     both = []
     for path in (ROOT / "tests").rglob("*.py"):
         modules = {module for level, module, _, _ in imports(ast.parse(path.read_text(encoding="utf-8"))) if not level}

@@ -1,4 +1,4 @@
-"""Texts in every language recommend the ratios of `toma_core.config`, and one order of nodes."""
+"""Test that texts in every language recommend the ratios of `toma_core.config` and the same order of nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toma_core.config import TRANSFORMER_RATIOS, UNET_RATIOS, ToMAConfig
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir())
 ALL = {0.25, 0.5, 0.6, 0.75}
 PLACE = "ToMA goes after the LoRAs, before step caches, torch.compile and the sampler."
-NOTES = ("- **ratio** is", "- **合并比例**是", "- **合併比例**是")  # beginnings of a line in a note
+NOTES = ("- **ratio** is", "- **合并比例**是", "- **合併比例**是")  # beginnings of the line on the ratio in a note
 
 
 def ratios(text: str) -> set[float]:
@@ -20,7 +20,7 @@ def ratios(text: str) -> set[float]:
 
 
 def line_of(path: str, begin: str) -> str:
-    """Return the only line of a page with this beginning."""
+    """Return the only line of a page that begins with `begin`."""
     (line,) = [line for line in (ROOT / path).read_text(encoding="utf-8").split("\n") if line.startswith(begin)]
     return line
 
@@ -54,8 +54,8 @@ def test_tooltips_and_pages_recommend_them() -> None:
 
 
 def test_templates_recommend_them() -> None:
-    """A template's note is about the model that the template loads. Templates that measure have no ratio to set by
-    hand."""
+    """The note of a template has ratios for the model that the template loads. Notes of templates that benchmark or
+    calibrate have none."""
     for path in sorted((ROOT / "workflows").glob("*.json")):
         graph = json.loads(path.read_text(encoding="utf-8"))["nodes"]
         is_unet = "SD" in path.stem and "CheckpointLoaderSimple" in {node["type"] for node in graph}

@@ -61,8 +61,7 @@ def test_publishing_installs_the_pins_of_the_tests() -> None:
 
 
 def test_files_of_github_have_what_it_asks_for() -> None:
-    """GitHub's workflows run modules and files that exist. GitHub's form for bug reports asks for the text of ToMA's
-    report."""
+    """Workflows run modules and files that exist. Forms for bug reports require the text of ToMA's report."""
     for path in sorted((ROOT / ".github").rglob("*.yml")):
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
@@ -92,7 +91,7 @@ def test_comfy_test_knows_the_namespace_of_the_page_extension() -> None:
 
 
 def test_publishing_needs_python_alone() -> None:
-    """The workflow reads the changelog before it installs packages."""
+    """The workflow runs `scripts.release` before it installs packages."""
     command = [sys.executable, "-S", "-m", "scripts.release", "--pin", "ruff"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.stdout.startswith("ruff=="), answer.stderr

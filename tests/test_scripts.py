@@ -1,4 +1,4 @@
-"""Test the set-up: finding ComfyUI, making the environment, and errors."""
+"""Test how scripts find ComfyUI, make the environment and report errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUTSIDE = ("COMFYUI_PATH", "TOMA_PYTHON", "TOMA_CACHE", "XDG_CACHE_HOME", "MAKEF
 
 @pytest.fixture(autouse=True)
 def empty_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Simulate a machine without any set-up."""
+    """Simulate a machine on which nothing is set up."""
     for name in OUTSIDE:
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
@@ -127,7 +127,7 @@ class TestEnvironment:
             environment.ensure(nothing)
 
     def test_interrupted_set_up_is_done_again(self, nothing: comfyui.ComfyUI) -> None:
-        """The environments are real but without packages, so that no network is needed."""
+        """The environment is real but has no packages, so that no network is needed."""
         python = environment.ensure(nothing)
         assert subprocess.run([python, "-c", ""], check=False).returncode == 0
         stray = python.parent.parent / "stray"
@@ -193,7 +193,7 @@ class TestCache:
 def test_stage_shows_that_it_is_alive_and_why_it_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A terminal shows one line that is overwritten again and again."""
+    """On a terminal, one line shows the progress and is overwritten; otherwise each state gets a new line."""
     monkeypatch.setattr("scripts.console.HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr("scripts.console.TERMINAL_SECONDS", 0.1)
     program = "import time; print('halfway', flush=True); time.sleep(1.5); raise SystemExit('no luck')"
@@ -252,8 +252,7 @@ class TestMake:
         assert "F401" in done.stdout
 
     def test_lint_passes_in_a_folder_called_as_clones_are(self, tmp_path: Path) -> None:
-        """The name of the checkout's folder becomes part of module names, and `ComfyUI-ToMA` is not a valid module
-        name."""
+        """ruff counts the folder of a checkout as a package, and `ComfyUI-ToMA` is not a valid name of a package."""
         clone = tmp_path / "ComfyUI-ToMA"
         folders = ("benchmarks", "compatibility", "demo", "nodes", "scripts", "testbed", "toma_core", "tests")
         for path in (comfyui.ROOT / name for name in folders):
@@ -266,5 +265,5 @@ class TestMake:
 
 
 def _no_python(folder: Path, names: list[str]) -> set[str]:
-    """Ignore files that lint does not check: pictures, weights, results and caches."""
+    """Return the names that `shutil.copytree` should leave out: files that are not Python, and caches."""
     return {name for name in names if not name.endswith(".py") and not (folder / name).is_dir()} | {"__pycache__"}

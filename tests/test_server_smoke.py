@@ -9,7 +9,7 @@ from scripts.comfy_server import PACK_FOLDER, ComfyServer
 
 
 def image_prompt(width: int = 32) -> dict:
-    """Return a graph of ComfyUI's own nodes: one image, saved to the temporary folder."""
+    """Return a graph of ComfyUI's own nodes that makes and previews an image."""
     image = {"class_type": "EmptyImage", "inputs": {"width": width, "height": 16, "batch_size": 1, "color": 0}}
     return {"1": image, "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}}}
 

@@ -1,5 +1,4 @@
-"""Test the words of the code: no identifier that has been replaced by a term of the field, and no file that is too
-long."""
+"""Test that the code uses no old identifier that was renamed to an established term, and that no file is too long."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ MAX_LINES = 350
 MISTAKES = re.compile(r"\b(so many|so-manieth|nobody|somebody|whoever|anew|left whole)\b", re.IGNORECASE)
 SHIPPED = ["toma_core", "nodes"]
 OTHERS = ["web", "demo", "testbed", "benchmarks", "compatibility", "scripts", "tests", "docs", ".github"]
-# Identifiers that have been replaced by another name, see the glossary of docs/how-it-works.md.
+# Old identifiers. The glossary of docs/how-it-works.md has the terms that replaced them.
 REPLACED = {
     *("so_many", "moved_on", "move_on", "given_up", "give_up", "chosen_blindly", "unplanned", "unserved", "otherwise"),
     *("settle", "take_back", "goes_on", "dealt", "most_slots", "picks", "FieldSpec", "Details", "Detail", "Bands"),
@@ -25,7 +24,7 @@ REPLACED = {
 
 
 def complaints(path: Path) -> list[str]:
-    """Return the words of a file that have been replaced, and "lines" if the file has too many lines."""
+    """Return the words of MISTAKES and REPLACED in a file, and "lines" if the file has too many lines."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return MISTAKES.findall(text)

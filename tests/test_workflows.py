@@ -1,5 +1,5 @@
-"""The shipped workflows and blueprints have the format of ComfyUI's page, a real server accepts them, and each workflow
-has a thumbnail."""
+"""Test that the shipped workflows and blueprints have the format of ComfyUI's page, that a real server accepts them,
+and that each workflow has a thumbnail."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests import newer
 
 EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
-NOTES = {"Note", "MarkdownNote"}  # only the page has these nodes
-# Maximum heights of nodes with their output after a run. Nodes that grow around a picture have their height before the
-# run.
+NOTES = {"Note", "MarkdownNote"}  # the page has these nodes, the server does not
+# Largest allowed heights of nodes. A node that shows text after a run must have room for it; a node that shows a
+# picture grows by itself.
 MOST_HEIGHT = {"ToMA": 250, "ToMAAdvanced": 350, "ToMAReport": 290, "ToMABenchmark": 370, "ToMACalibrate": 370}
-# The type of a list whose choices add widgets; the choice "auto" adds none.
+# The type of an input whose choices add widgets to the node. The choice "auto" adds none.
 CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
-# After a seed, ComfyUI's page has a further widget, whose value it does not send.
+# After the widget of a seed, ComfyUI's page adds one for changes of the seed, whose value it does not send.
 SEEDS = ("seed", "noise_seed")
 AFTER_SEED = ("fixed", "increment", "decrement", "randomize")
 
@@ -40,20 +40,20 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def node_inputs(definition: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Return (name, type or list of choices, options) of a node's inputs in the order of its widgets."""
+    """Yield (name, type or list of choices, options) of a node's inputs in the order of its widgets."""
     for part in ("required", "optional"):
         for name, spec in definition["input"].get(part, {}).items():
             yield name, spec[0], spec[1] if len(spec) > 1 else {}
 
 
 def is_widget(kind: Any) -> bool:
-    """Return whether an input of this type is shown as a widget. If there are several types, the first one counts."""
+    """Return whether an input of this type is shown as a widget. Of several types, the first one counts."""
     simple = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", CHOICE_WITH_MORE)
     return isinstance(kind, list) or kind.partition(",")[0] in simple
 
 
 def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
-    """Convert a workflow to the API format, with values by the order of widgets and definitions of the real server."""
+    """Convert a workflow to the API format. Values belong to inputs in the order in which the server defines them."""
     origins = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
     prompt = {}
     for node in workflow["nodes"]:
@@ -63,7 +63,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
         linked = {slot["name"]: slot["link"] for slot in node["inputs"] if slot.get("link") is not None}
         inputs = {name: origins[link] for name, link in linked.items()}
         for name, kind, options in node_inputs(server.object_info(node["type"])):
-            if kind == "IMAGECOMPARE":  # the page sends its state, which is empty before the first run
+            if kind == "IMAGECOMPARE":  # the page sends the state of this input, empty before the first run
                 inputs[name] = {"__value__": ["", ""]}
             if not is_widget(kind) or options.get("forceInput"):
                 continue
@@ -71,7 +71,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
             inputs.setdefault(name, value)
             if options.get("control_after_generate", name in SEEDS):
                 assert values.pop(0) in AFTER_SEED
-        # These nodes have widgets that only the page uses and does not send.
+        # Only these nodes may have values left over: those of widgets that the page does not send.
         assert not values or node["type"] in ("PreviewAny", "LoadImage"), (
             f"{node['type']} has more widget values than inputs: {values}"
         )
@@ -100,7 +100,7 @@ def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
     prompt["wrong out"] = {"class_type": "SaveLatent", "inputs": {"samples": ["wrong", 0], "filename_prefix": "x"}}
     try:
         answer = server.post("/prompt", {"prompt": prompt})
-    except urllib.error.HTTPError as error:  # the server raises an error if no output is valid
+    except urllib.error.HTTPError as error:  # the server answers with an error if no output is valid
         answer = json.loads(error.read())
     server.post("/queue", {"clear": True})
     server.interrupt()
@@ -109,7 +109,8 @@ def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
 
 @every_workflow
 def test_links_fit_and_it_opens_readable(path: Path) -> None:
-    """Below a scale of 0.5 the page draws nodes as grey boxes. On a coloured node, labels are unreadable."""
+    """Below a scale of 0.5 the page would draw nodes as grey boxes. Our nodes have no colour, because it would make
+    their labels unreadable."""
     workflow = load(path)
     assert workflow["version"] == 0.4
     nodes = {node["id"]: node for node in workflow["nodes"]}
@@ -159,7 +160,7 @@ def test_note_says_where_its_models_come_from(path: Path) -> None:
 
 @every_workflow
 def test_server_accepts_it(path: Path, demo_server: ComfyServer) -> None:
-    """The server checks types, ranges and choices. A template opens on a ComfyUI with only this pack."""
+    """The server checks types, ranges and choices. Templates use only nodes of ComfyUI and of this pack."""
     assert refused(demo_server, to_prompt(load(path), demo_server)) == set()
     for node in load(path)["nodes"] if path in EXAMPLES else ():
         ours = node["type"].startswith("ToMA")
@@ -190,8 +191,7 @@ def test_every_workflow_has_a_thumbnail_that_can_be_made_again(pack: Any) -> Non
 
 @every_example
 def test_thumbnail_is_of_this_workflow(path: Path) -> None:
-    """Draw the thumbnail again, and compare the drawing with the saved thumbnail. The drawing shows as many steps as
-    the note says."""
+    """The saved thumbnail equals a new drawing, and shows as many steps as the workflow's note says."""
     thumbnail, saved = THUMBNAILS[path.stem], Image.open(path.with_suffix(".jpg")).convert("RGB")
     assert ImageStat.Stat(ImageChops.difference(saved, drawn(path.stem))).mean < [4.0] * 3, "python -m demo.thumbnails"
     assert saved.size == (512, 512)
@@ -247,7 +247,7 @@ def test_blueprint_is_consistent_and_exposes_what_people_change() -> None:
 
 
 def test_server_accepts_the_blueprint(demo_server: ComfyServer) -> None:
-    """The blueprint is sent as a graph that saves its picture. Every exposed widget has its saved value."""
+    """Send the nodes inside the blueprint, with their saved values, as a graph that saves the picture."""
     (path,) = BLUEPRINTS
     ((key, entry),) = [(k, e) for k, e in demo_server.get("/global_subgraphs").items() if e["name"] == path.stem]
     assert entry["info"]["node_pack"] == f"custom_nodes.{PACK_FOLDER}"
@@ -258,7 +258,7 @@ def test_server_accepts_the_blueprint(demo_server: ComfyServer) -> None:
     for node in inside["nodes"]:
         for slot in node["inputs"]:
             slot["link"] = None if "widget" in slot else slot["link"]
-        later = [""] * (node["type"] == "ToMA")  # a profile, which the page fills in
+        later = [""] * (node["type"] == "ToMA")  # the value of `profile`, which the page fills in
         node["widgets_values"] = [*node.get("widgets_values", []), *later]
     prompt = to_prompt({"links": flat, "nodes": inside["nodes"]}, demo_server)
     assert [node["inputs"]["ratio"] for node in prompt.values() if node["class_type"] == "ToMA"] == [0.5]
