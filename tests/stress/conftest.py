@@ -34,7 +34,7 @@ from testbed import models
 
 HERE = Path(__file__).parent
 OURS = json.loads((HERE.parent / "nodes" / "schema.json").read_text())
-os.environ.setdefault("TOMA_FUZZ", "300")  # number of cases in test_fuzz.py; test_damaged.py runs some of them
+os.environ.setdefault("TOMA_FUZZ", "300")  # number of cases in test_fuzz.py; test_damaged.py tries fewer files
 
 
 def _module(path: Path) -> ModuleType:
@@ -177,7 +177,7 @@ def lab(pack: ModuleType) -> Iterator[ComfyServer]:
     results of the last prompt, so that memory grows only if the pack leaks."""
     flags = ["--use-pytorch-cross-attention", "--cache-classic"]
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    # The server uses the CPU, because forked processes, whose results are compared, cannot use CUDA.
+    # Use the CPU: the server's results are compared with those of forked processes, which cannot use CUDA.
     server = ComfyServer(packs=[ROOT / "demo", HERE / "lab.py"], flags=flags, environ=environ, cpu=True)
     try:
         place_dit(server.base / "models")

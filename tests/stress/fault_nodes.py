@@ -1,7 +1,7 @@
 """Provide nodes that fail on demand, linked into the custom_nodes of a real server.
 
-Widgets of `FaultLatent` select the fault. The graph of the model is the same with and without a fault, so the MODEL
-stays in ComfyUI's cache.
+Widgets of `FaultLatent` select the fault. The nodes that make the MODEL have equal inputs with and without a fault, so
+the MODEL stays in ComfyUI's cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAULTS = ("none", "error", "out of memory", "slow")
 # call.
 _armed: dict[str, Any] = {"fault": "none", "calls": 0}
 
-# Classes of a run's objects, by the last part of their module's name.
+# Classes of a run's objects: (end of the module's name, name of the class).
 KINDS = {
     ("toma_core.run", "RunState"),
     ("toma_core.cache", "_Entry"),
@@ -86,7 +86,7 @@ class FaultModel:
 
 
 class FaultLatent:
-    """An empty latent that ComfyUI never caches. It arms the fault."""
+    """Arms the fault and makes an empty latent, which ComfyUI never caches."""
 
     RETURN_TYPES = ("LATENT",)
     FUNCTION = "make"

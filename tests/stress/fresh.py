@@ -1,7 +1,8 @@
 """Run prompts with ComfyUI's own executor, each in a fresh process.
 
 ComfyUI is imported once, with the flags of a server; every prompt runs in a fork of that process. Each line of stdin is
-a prompt in JSON, and each line of stdout its result: {"status": ..., "latent": SHA-256 of the saved latent}.
+a prompt in JSON, and each line of stdout is the result of a prompt: {"status": ..., "latent": SHA-256 of the saved
+latent}.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ def run(prompts, prompt):
 
 
 def digest(path):
-    """Hash the numbers of a saved latent, without the prompt in its file."""
+    """Hash the numbers of a saved latent, but not the prompt, which the file also contains."""
     from safetensors.torch import load_file
 
     return hashlib.sha256(load_file(path)["latent_tensor"].numpy().tobytes()).hexdigest()

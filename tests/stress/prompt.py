@@ -1,4 +1,4 @@
-"""Sample after every fault. As a script, this file samples in a process without faults.
+"""Provide the sampling that tests repeat after every fault. As a script, this file samples in a process without faults.
 
 `python tests/stress/prompt.py unet` prints {"unet": {case: hash}}. The tests load this file as a module too.
 """

@@ -1,6 +1,6 @@
-"""Damaged files give an error that names the file, or they run. No process hangs or ends.
+"""A damaged file gives an error that names the file, or it can still be used. The server neither hangs nor ends.
 
-`make fuzz` tries more files. TOMA_FUZZ sets the number, see conftest.py.
+TOMA_FUZZ sets the number of files, see conftest.py. `make fuzz` sets a higher number than other commands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CASES = int(os.environ["TOMA_FUZZ"])
 
 
 def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
-    """Truncate the data, or flip bits in the header, in the numbers, or anywhere."""
+    """Return a kind of damage, and the data of a safetensors file with this damage: truncated, or with flipped bits."""
     chance = random.Random(seed)  # noqa: S311 - cases, no secrets
     header = 8 + int.from_bytes(data[:8], "little")
     way = ("cut", "cut in the header", "length", "header", "numbers", "anywhere", "empty")[seed % 7]
@@ -40,7 +40,6 @@ def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
 
 
 def test_damaged_checkpoint_is_refused_in_words_or_runs(steady: ComfyServer, outcome: Any) -> None:
-    """ComfyUI's own loader reads the file, as it would read a user's broken download."""
     intact = (steady.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").read_bytes()
     seen = set()
     for seed in range(max(7, CASES // 40)):
@@ -64,11 +63,10 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_damaged_demo_weights_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any) -> None:
-    """The demo's own loaders read the file."""
     path = tmp_path / name
     monkeypatch.setattr(demo_nodes, "UNET_WEIGHTS", path)
     original = WEIGHTS_FOLDER / name
-    # Without trained weights, use a checkpoint of another model, whose header is about as long.
+    # If the demo has no trained weights, use the checker's file, whose header is about as long.
     intact = (original if original.exists() else WEIGHTS_FOLDER / "checker.safetensors").read_bytes()
     refused = 0
     for seed in range(max(14, CASES // 10)):

@@ -117,7 +117,7 @@ def test_fault_inside_a_merged_block(
     assert hooked, "the fault was to be inside a merged block"
     assert hooks_left(model) == []
     nothing_alive()
-    # The report of an aborted run has no maps, so there may be fewer tensors.
+    # There may be fewer tensors than before, because the report of an aborted run has no maps.
     assert tensors() <= before
 
     assert prompt.digest(prompt.sample(patched)) == fresh[kind][case]
@@ -147,7 +147,7 @@ def test_interrupt_before_and_between_steps(
     if step == prompt.STEPS - 1:
         assert prompt.digest(prompt.sample(patched, callback=after)) == fresh[kind]["stack"]
         assert mm.processing_interrupted()
-        # ComfyUI clears a pending interrupt when it starts the next prompt.
+        # Clear the pending interrupt, as ComfyUI does when it starts the next prompt.
         mm.interrupt_current_processing(False)
     else:
         with pytest.raises(mm.InterruptProcessingException):
@@ -183,7 +183,8 @@ def test_fault_inside_our_own_code(
     kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any, tensors: Any,
     uninterrupted: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, spring: Any,
 ) -> None:  # fmt: skip
-    """Raise the fault in selection, weights or merging, at the second call, when a plan exists."""
+    """Raise the fault in selection, weights or merging: at the second call of a function, when a plan exists, or at the
+    first of `make_windows`."""
     import comfy.model_management as mm
 
     patched = attach(model, **{**prompt.CASES["stack"], "weight_interval": 1})
@@ -239,7 +240,7 @@ def test_call_that_is_made_again(
     kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
 ) -> None:
     """Another pack catches an out-of-memory error inside of ToMA's hooks. Either it repeats the call, or it splits the
-    batch, to which the plans do not fit."""
+    batch into halves, which ToMA's plans do not fit."""
     from comfy.patcher_extension import WrappersMP
 
     def cut(value: Any, index: int) -> Any:
@@ -302,7 +303,7 @@ def unet_wrapper(model: Any) -> None:
 
 
 def diffusion_wrapper(model: Any) -> None:
-    """Add a wrapper inside of ToMA's that raises an error after the model."""
+    """Add a wrapper inside of ToMA's wrappers that raises an error after the model has run."""
     from comfy.patcher_extension import WrappersMP
 
     model.add_wrapper_with_key(
@@ -325,7 +326,7 @@ def cleanup(model: Any) -> None:
 PATCHES = (outer_wrapper, after_cfg, unet_wrapper, diffusion_wrapper, before_run, cleanup)
 
 
-# ERNIE-Image, SD3 and OmniGen2 call no wrappers of DIFFUSION_MODEL.
+# Leave out ERNIE-Image, SD3 and OmniGen2, which call no wrappers of DIFFUSION_MODEL.
 @pytest.mark.parametrize(
     ("kind", "patch", "first"),
     [(kind, patch, first) for kind in BOTH for patch in PATCHES for first in (True, False)]

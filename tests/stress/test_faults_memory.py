@@ -1,5 +1,5 @@
-"""Test scarce memory: models that are unloaded between and within prompts, weights that do not fit, and attention that
-recovers."""
+"""Test scarce memory: models that are unloaded between or within prompts, weights that do not fit, and attention that
+tries again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ both = pytest.mark.parametrize("kind", BOTH)
 def test_attention_that_recovers_from_no_memory_inside_a_merged_block(
     kind: str, model: Any, attach: Any, prompt: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ComfyUI's split attention clears its caches and tries again. The merged picture is bit-identical."""
+    """After an out-of-memory error, ComfyUI's split attention clears its caches and tries again. The picture equals
+    that of a run without errors."""
     import comfy.model_management
     from comfy.ldm.modules import attention
 
@@ -156,6 +157,6 @@ def test_dynamic_patcher_on_a_cpu_is_the_plain_one(
         pytest.skip("dynamic VRAM is on: the other tests run on it")
     assert prompt.digest(prompt.sample(attach(dynamic, **prompt.CASES["stack"]))) == fresh[kind]["stack"]
     nothing_alive()
-    # Otherwise ComfyUI would treat the model as leaked when this patcher is deleted, and collect garbage before every
-    # later run.
+    # Unload the model. Otherwise ComfyUI would treat it as leaked when this patcher is deleted, and collect garbage
+    # before every later run.
     mm.unload_all_models()

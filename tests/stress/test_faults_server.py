@@ -1,5 +1,5 @@
-"""Prompts fail on a real server. Afterwards the server samples the latent of a fresh process, and no object of the
-failed run is alive.
+"""Make prompts fail on a real server. Afterwards the server samples the same latent as a fresh process, and no object
+of the failed run is alive.
 
 fault_nodes.py has the nodes that fail. Before and after each fault, ComfyUI has the same patched MODEL in its cache.
 """
@@ -19,16 +19,17 @@ from scripts.comfy_client import Run
 from scripts.comfy_server import ComfyServer
 
 KINDS = {"unet": 4, "flux": 16}
-# Milliseconds for each call of attention, so that a run takes two seconds and can be interrupted.
+# By kind of model: a fault that delays each call of attention by `calls` milliseconds, so that a run takes two seconds
+# and can be interrupted.
 SLOW = {"unet": {"fault": "slow", "calls": 20}, "flux": {"fault": "slow", "calls": 110}}
 
 
 @pytest.fixture(scope="module")
 def server(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """Start a separate server, which tests kill and restart."""
+    """Start a server of this file, which a test kills and restarts."""
     base = tmp_path_factory.mktemp("server")
     nodes = Path(__file__).parent / "fault_nodes.py"
-    # Use PyTorch's attention and one order of sums, as the fresh process does.
+    # Use PyTorch's attention and one thread, as the fresh process does, because results depend on the order of sums.
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     flags = ["--use-pytorch-cross-attention"]
     with ComfyServer(base=base, packs=[nodes], environ=environ, flags=flags) as running:
@@ -41,7 +42,7 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def graph(server: ComfyServer, prompt: Any) -> Callable[..., dict[str, Any]]:
-    """graph(kind, case, fault, calls): return the graph that samples as prompt.py does, with a fault."""
+    """graph(kind, case, fault, calls): return a graph that samples as prompt.py does, with a fault of FaultLatent."""
     required = server.object_info("ToMAAdvanced")["input"]["required"]
     defaults = {name: spec[1]["default"] for name, spec in required.items() if name != "model"}
 
@@ -96,8 +97,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def good(server: ComfyServer, graph: Any, sampled: Any, fresh: Any) -> Callable[[str], int]:
-    """good(kind): check that a latent equals that of a fresh process and that no objects are left; return the number of
-    tensors."""
+    """good(kind): check that a latent equals that of a fresh process, and that no object of the run is left. Return the
+    server's number of tensors."""
 
     def check(kind: str) -> int:
         assert sampled(server.run(graph(kind))) == fresh[kind]["stack"]
@@ -116,7 +117,8 @@ def at_first(good: Any) -> dict[str, int]:
 
 @pytest.fixture
 def survived(at_first: dict[str, int], good: Any, kind: str) -> Iterator[None]:
-    """Check after the test that the next latent equals that of a fresh process, and that no tensors are left."""
+    """Check after the test that the next latent equals that of a fresh process, and that the test has left no
+    additional tensors."""
     yield
     assert good(kind) <= at_first[kind]
 
@@ -163,7 +165,7 @@ def test_interrupt_between_prompts(server: ComfyServer, kind: str, survived: Non
 def test_free_memory_while_sampling(
     server: ComfyServer, graph: Any, sampled: Any, fresh: Any, kind: str, asked: Any, survived: None
 ) -> None:
-    """ComfyUI frees memory at the end of the prompt. The next prompt loads or makes its model again."""
+    """ComfyUI frees memory at the end of the prompt. The next prompt then loads or builds its model again."""
     prompt_id = server.queue(graph(kind, **SLOW[kind]))
     wait_until_it_samples(server, prompt_id)
     assert running(server) == [prompt_id]

@@ -1,4 +1,4 @@
-"""Any settings, prompts and files work, or are refused with a readable error. No process hangs or ends.
+"""Any settings and prompts work, or are refused with a readable error. The server neither hangs nor ends.
 
 There are 300 cases by default, and 10,000 in `make fuzz`. TOMA_FUZZ sets the number.
 """
@@ -35,7 +35,7 @@ core, config = pack_module("toma_core"), pack_module("toma_core.config")
 
 
 def cases(share: float) -> Any:
-    """Limit a test to a share of all cases."""
+    """Give a test `share` times TOMA_FUZZ cases."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     return settings(max_examples=max(5, int(CASES * share)), suppress_health_check=checks)
 
@@ -122,7 +122,7 @@ def tasks(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def sample(model: Any, task: dict[str, Any]) -> torch.Tensor:
-    """Sample a task. Every condition has reference images of the task's sizes."""
+    """Sample a task. Every condition has reference images with the sizes in `task["references"]`."""
     latent = model.model.latent_format
     frames = (1,) if latent.latent_dimensions == 3 else ()
     found = [torch.randn(1, latent.latent_channels, *frames, *size, generator=torch.Generator().manual_seed(3))
@@ -267,14 +267,14 @@ PLACES = [(name, key) for name, node in NODES.items() for key in node["inputs"]]
 
 
 def survivable(value: Any) -> bool:
-    """Return whether ComfyUI 0.30.0 survives an unknown input with this value. A link to a missing output, if the input
-    is unknown, ends the thread that runs prompts."""
+    """Return whether ComfyUI 0.30.0 survives an unknown input with this value. In an unknown input, a link to a missing
+    output ends ComfyUI's thread that runs prompts."""
     return not (isinstance(value, list) and len(value) == 2) or value in (["loader", 0], ["toma", 0])
 
 
 @st.composite
 def broken_graphs(draw: st.DrawFn) -> Any:
-    """Draw a graph with one invalid value in one of the pack's nodes."""
+    """Draw a graph with one random change, usually to an input of one of the pack's nodes."""
     graph = complete_graph(draw(st.integers(0, 3)))
     name, key = draw(st.sampled_from(PLACES))
     node = graph[name]
@@ -309,7 +309,7 @@ HOSTILE = ("../../../etc/passwd\0", "<img src=x onerror=alert(1)>", "'; drop tab
 def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: Any) -> None:
     for index, (name, key) in enumerate(PLACES):
         graph = complete_graph(index)
-        # Nodes that do not depend on the invalid node would still run and take time.
+        # Delete nodes that do not depend on the invalid node, because ComfyUI would still run them, which takes time.
         apart = (
             ("simple", "benchmark")
             if name in ("toma", "report")
@@ -319,8 +319,8 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
             del graph[other]
         graph[name]["inputs"][key] = HOSTILE[index % len(HOSTILE)]
         how = outcome(steady, graph)
-        # Values without an effect: ComfyUI accepts any text as true, the report passes any latent on, and with an
-        # unreadable profile the preset runs.
+        # In some inputs, hostile text has no effect: ComfyUI takes any text as true, the report node passes on any
+        # latent, and ToMA ignores an unreadable profile.
         harmless = isinstance(NODES[name]["inputs"][key], bool) or (name, key) in {
             ("report", "latent"),
             ("toma", "profile"),
@@ -329,7 +329,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
 
 
 def test_unknown_option_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
-    """A graph that a later version has saved may have such options."""
+    """A graph that a later version has saved may have options that this version lacks."""
     graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_step_interval=0, similarity_from="tokens")
     expected = saved_latent(steady.run(graph))
     later = copy.deepcopy(graph)

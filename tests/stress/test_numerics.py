@@ -1,4 +1,4 @@
-"""Test selection, weights and merges of difficult tokens: huge, tiny, equal and non-finite ones in every dtype."""
+"""Test selection, weights and merging of huge, tiny, equal and non-finite tokens in every dtype."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def run_of(fast: Any = None, **settings: Any) -> Any:
 
 
 def plan_of(x: Tensor, **settings: Any) -> Any:
-    """Make a plan at ratio 0.5 on windows of 2 x 3 to 4 x 3 tokens, some of them ragged."""
+    """Make a plan at ratio 0.5 on windows of different sizes, of which the smaller ones are padded."""
     return run_of(**settings).plan(x, GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,))
 
 
 def check_picks(plan: Any) -> None:
     """Check that each window has as many destination slots as its budget, ascending, distinct and without padding.
-    Unused slots repeat the first one."""
+    Unused slots repeat the first slot."""
     for image in plan.dest_slots.tolist():
         for row, used, count in zip(image, plan.budget.counts, plan.windows.counts, strict=True):
             assert row[:used] == sorted(set(row[:used]))
@@ -117,7 +117,7 @@ BROKEN: dict[str, Callable[[Tensor], None]] = {
     "one NaN": lambda x: x[1, 40, 3].fill_(float("nan")),
     "one infinity": lambda x: x[1, 40, 3].fill_(float("inf")),
     "both infinities": lambda x: x[1, 40, 3:5].copy_(torch.tensor([float("inf"), -float("inf")])),
-    # Padding of ragged windows repeats the first token.
+    # These tokens also fill the padding of small windows.
     "the first of each window": lambda x: x[1].view(*GRID, -1)[::3, ::3].fill_(float("nan")),
     "a window of NaN": lambda x: x[1].view(*GRID, -1)[:4, :4].fill_(float("nan")),
     "all of it": lambda x: x[1].fill_(float("nan")),
@@ -125,8 +125,8 @@ BROKEN: dict[str, Callable[[Tensor], None]] = {
 
 
 def check_broken(name: str, dtype: torch.dtype, **settings: Any) -> None:
-    """Check that destinations are valid, and that the first image and all windows without a non-finite token are
-    bit-identical."""
+    """Check that destinations are valid. The first image, and all windows without a non-finite token, must be
+    bit-identical to those of finite tokens."""
     x = smooth(dtype)
     broken = x.clone()
     BROKEN[name](broken)
@@ -161,7 +161,7 @@ def triton() -> Any:
     ("name", "window_size"), [("one infinity", 4), ("the first of each window", 4), ("one NaN", 13), ("all of it", 13)]
 )
 def test_kernels_are_as_careful(name: str, window_size: int, triton: Any) -> None:
-    """Small windows fit into registers. The large window has all 117 tokens."""
+    """Windows of size 4 fit into registers. A window of size 13 has all 117 tokens."""
     check_broken(name, HALF, fast=triton, window_size=window_size)
 
 
@@ -174,7 +174,6 @@ def test_scale_does_not_matter_to_kernels(dtype: torch.dtype, triton: Any) -> No
 
 @pytest.mark.parametrize("name", ["one NaN", "one infinity", "all of it"])
 def test_a_later_weighing_of_broken_tokens(name: str) -> None:
-    """Destinations come from finite tokens, and weights from non-finite ones."""
     x, run = smooth(FULL), run_of()
     broken = x.clone()
     BROKEN[name](broken)
@@ -187,7 +186,7 @@ def test_a_later_weighing_of_broken_tokens(name: str) -> None:
 
 @dtypes
 def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, dtypes_used: Any) -> None:
-    """Cards that support only fp16 must get no bf16. Apple's GPUs lack fp64."""
+    """Some cards cannot compute in bf16, and Apple's GPUs cannot compute in fp64."""
     x = smooth(dtype)
     details = run_of(granularity="block", full_step_interval=3)
     with dtypes_used() as seen:
@@ -205,8 +204,8 @@ def test_no_other_float_than_the_tokens_own_and_fp32(dtype: torch.dtype, dtypes_
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu", "cuda:1", "cuda:0"), ("cpu", "cuda:0", "cpu")], ids=str)
 def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
-    """Fake tensors have a device and no values; an operation on two devices raises an error. One run moves between
-    devices, as in multi-GPU sampling and offloading, and another run is new for each device."""
+    """With fake tensors, which have a device but no values, an operation on two devices raises an error. One run moves
+    between devices, as in multi-GPU sampling, and a new run begins on each device."""
     moving = run_of()
     moving.plan(
         smooth(HALF), GRID, "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,)

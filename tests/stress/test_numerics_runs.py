@@ -1,5 +1,5 @@
-"""Sample with real models in every dtype, with non-finite, empty, huge and tiny content: never worse than without
-ToMA."""
+"""Sample with small models in every dtype, with non-finite, empty, huge and tiny latents. Results must not be worse
+than without ToMA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
 SIDE = 16
 EVERYTHING = {"min_tokens": 4}
-# Dtypes and sizes round differently. Fixed destinations and soft weights make results comparable.
+# Fixed destinations and soft weights make results comparable between dtypes, which round differently.
 COMPARABLE = {**EVERYTHING, "selector": "grid", "sharpness": 20.0}
 SETTINGS = {
     "stack": EVERYTHING,
@@ -38,13 +38,13 @@ STORED = {
     "fp8 in bf16": (torch.float8_e4m3fn, BRAIN),
 }
 BOTH = ("unet", "flux")
-# ComfyUI runs some models in bf16 or fp32 only. Flux.2 is left out of the longest tests, because its 512 text tokens
-# take as long as all other models together, and its fp16 code is that of Flux. MiniMax H3's latents have two streams,
-# which these tests do not make.
+# KINDS leaves out MiniMax H3, whose latents have two streams. WITH_HALF has the models that these tests run in fp16;
+# ComfyUI runs some of the others only in bf16 or fp32. LOWEST leaves out Flux.2, whose 512 text tokens take as long as
+# all other models together.
 KINDS = [kind for kind in models.KINDS if kind != "h3"]
 WITH_HALF = ("unet", "flux", "chroma", "z_image", "krea2", "sd3", "wan")
-# Pairs of family and dtype. Each family of BOTH has every dtype except fp32. Each other family has one or two of the
-# most common dtypes of its files.
+# Pairs of family and dtype. Each family of BOTH has every dtype except fp32. Each family outside of BOTH has one or two
+# common dtypes.
 WAYS = [(kind, stored) for kind in BOTH for stored in STORED if stored != "fp32"]
 WAYS += [(kind, ("bf16", "fp8 in bf16")[turn % 2]) for turn, kind in enumerate(KINDS) if kind not in BOTH]
 WAYS += [(kind, "fp16") for kind in WITH_HALF if kind not in BOTH]
@@ -60,7 +60,7 @@ def model_in(pack: Any) -> Callable[..., Any]:
 
     def make(kind: str, stored: str, as_fp32: bool = False) -> Any:
         weights, computed = STORED[stored]
-        fewest = {"z_image": {"layers": 2}, "krea2": {"layers": 2}}.get(kind, {})  # these models are the slowest
+        fewest = {"z_image": {"layers": 2}, "krea2": {"layers": 2}}.get(kind, {})  # the slowest models
         with pytest.MonkeyPatch.context() as patch:
             cast = not as_fp32 and weights is not computed
             patch.setattr(comfy.supported_models_base.BASE, "manual_cast_dtype", computed if cast else None)
@@ -118,7 +118,7 @@ def test_dtypes_cost_a_merged_run_no_more_than_an_unmerged_one(
 def test_no_bf16_on_the_path_of_an_fp16_model(
     kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any, dtypes_used: Any
 ) -> None:
-    """The model itself uses fp64; ToMA must add no operations in fp64."""
+    """ToMA must add no operations in fp64 to those of the model itself."""
     model = model_in(kind, stored)
     noise = noise_of(model)
     with dtypes_used() as plain:
@@ -139,14 +139,14 @@ def test_no_bf16_on_the_path_of_an_fp16_model(
 def test_broken_image_of_a_batch_is_alone_with_it(
     kind: str, stored: str, value: float, model_in: Any, attach: Any, stats_of: Any
 ) -> None:
-    """One number of the second latent is NaN or infinite. Values that are finite without ToMA stay finite, and the
-    first image is bit-identical."""
+    """One number of the second latent is NaN or infinite. Values that are finite without ToMA stay finite. The first
+    image is bit-identical to that of an intact batch."""
     model = model_in(kind, stored)
     noise = noise_of(model, batch=2)
     broken = noise.clone()
     broken[1, 2, ..., 5, 6] = value
     clean, plain = sampled(model, noise), sampled(model, broken)
-    # On the CPU, PyTorch's fp16 product spreads NaN to other rows (the text of Flux), also without ToMA.
+    # In Flux in fp16 on the CPU, PyTorch's matrix product may spread NaN to the first image, even without ToMA.
     apart = plain[0].equal(clean[0])
     assert apart or (kind, stored) == ("flux", "fp16")
     assert not plain[1].isfinite().all()
@@ -208,7 +208,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Tensor]]:
     return watch
 
 
-# Only models that add nothing to image tokens before the first block can have tiny tokens.
+# Z-Image and SD3 cannot have tiny tokens, because they add values to image tokens before the first block.
 POWERS = [(kind, 9 if kind == "unet" else 12) for kind in WITH_HALF]
 POWERS += [(kind, -12) for kind in WITH_HALF if kind not in ("z_image", "sd3")]
 

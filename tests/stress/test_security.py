@@ -17,15 +17,15 @@ from demo.showcase_graphs import DIT, sampling_graph
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 
-# Modules that open no files or connections, start no programs and run no text, except through the names in REFUSED.
+# Modules that open no files or connections, start no programs and execute no strings, except through the names in
+# REFUSED_NAMES and REFUSED_ATTRIBUTES.
 ALLOWED = {
     *("__future__", "abc", "collections", "contextlib", "contextvars", "copy", "dataclasses", "enum", "functools"),
     *("hashlib", "heapq", "inspect", "itertools", "json", "logging", "math", "pathlib", "statistics", "sys"),
     *("textwrap", "threading", "time", "types", "typing", "uuid", "weakref"),
     *("comfy", "comfy_api", "comfy_execution", "comfyui_version", "numpy", "PIL", "psutil", "torch", "triton"),
 }
-# Builtins by name, and attributes of any object. Triton's `load` and `store`, which read and write GPU memory, are
-# allowed.
+# Names of builtins, and of attributes of any object except Triton's `load`, which reads GPU memory.
 REFUSED_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
 REFUSED_ATTRIBUTES = {
     *("load", "save", "open", "fromfile", "tofile", "loadtxt", "savetxt", "genfromtxt", "memmap", "savez", "dump"),
@@ -35,7 +35,7 @@ REFUSED_ATTRIBUTES = {
     *("add_routes", "add_route", "add_static", "router", "middlewares", "environ", "getenv", "urlopen", "connect"),
     *("basicConfig", "FileHandler", "addHandler"),
 }
-# By script of the pack's web page: the scripts that it imports, from ComfyUI's page or from the pack.
+# By script that the pack adds to ComfyUI's page: the scripts that it imports, from ComfyUI or from the pack.
 SCRIPTS = {
     "web/toma.js": {
         *("../../scripts/api.js", "../../scripts/app.js"),
@@ -130,7 +130,8 @@ def test_what_is_refused_is_found(source: str) -> None:
 
 
 def test_no_other_code_is_shipped(shipped: dict[str, str]) -> None:
-    """There is no install script, requirement or binary. The only code beside Python is that of the page's scripts."""
+    """There is no install script, requirement or binary. Except Python, the only code is the scripts for ComfyUI's
+    page."""
     scripts = {name for name in shipped if Path(name).suffix in {".js", ".mjs"}}
     assert scripts == set(SCRIPTS)
     assert not {"install.py", "prestartup_script.py", "setup.py"} & set(shipped)
@@ -154,7 +155,7 @@ def test_script_of_the_page_speaks_to_its_page_alone(shipped: dict[str, str]) ->
 
 
 def test_texts_of_the_nodes_hold_no_markup(shipped: dict[str, str]) -> None:
-    """The page renders help, names and tooltips, so a translation must not contain a script."""
+    """ComfyUI's page renders help, names and tooltips, so a translation must not contain a script."""
     for name, text in shipped.items():
         if name.startswith(("locales/", "web/docs/", "web/i18n/", "workflows/", "subgraphs/")):
             assert not re.search(
@@ -208,7 +209,7 @@ def files(base: Path) -> set[Path]:
 def test_security_page_names_what_holds_it() -> None:
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert "tests/stress/test_security.py" in text
-    # Without --strict, an audit that looks up no package passes.
+    # Require --strict: without it, pip-audit passes even if it looked up no package.
     audit = (ROOT / ".github" / "workflows" / "audit.yml").read_text(encoding="utf-8")
     assert "pip-audit --strict --requirement dev.txt" in audit
     assert "/security/advisories/new" in text

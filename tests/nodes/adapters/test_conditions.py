@@ -15,8 +15,8 @@ from tests.loop import loop
 report_text = pack_module("nodes.adapters.report_text")
 
 SIDE = 24
-# Make results of different batch sizes, which round differently, comparable: fix the destinations, and use soft
-# weights, because sharp weights amplify the difference for tokens with two nearly equal destinations.
+# Batches of different sizes round differently. Sharp weights would amplify the difference for tokens with two nearly
+# equal destinations, so use soft weights and fixed destinations.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
 NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values of latents reach 500
 every_kind = loop("kind", ["unet", "flux", "qwen"])
@@ -218,7 +218,6 @@ def apart(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @every_kind
 def test_area_is_computed_as_if_it_were_alone(model: Any, attach: Any, apart: Any) -> None:
-    """In joined and split calls, each area has the plan of its own tokens."""
     area = (SIDE, SIDE // 2)
     positive = [
         *models.conditioning(model, seed=1, area=(*area, 0, 0)),

@@ -33,7 +33,6 @@ def without_room(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
 def test_where_room_is_short_they_are_packed(
     kind: str, frames: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulate a device with too little memory for a cache in full precision."""
     run, model, asked = pack_module("nodes.adapters.patch_model"), model_of(kind), list[int]()
     merged, reserved = run.apply_toma(model, preset("balanced")), pack_module("nodes.adapters.kv_memory").reserved
     size = {"steps": 4, **({"frames": frames} if frames else {})}

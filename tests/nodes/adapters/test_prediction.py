@@ -77,7 +77,7 @@ def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any
 def test_the_full_steps_prediction_plans_the_next_step(
     every: int, model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full step makes no plan. The next step makes its plan from the full step's prediction."""
+    """A full step makes no plan."""
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     settings = {"similarity_from": "prediction", "selection_interval": every, "weight_interval": every}
     patched = attach(model, **settings, full_step_interval=every)

@@ -84,8 +84,7 @@ def test_the_headline_names_the_shares(ratio: float, words: str) -> None:
 
 
 def test_the_headline_counts_blocks_alone() -> None:
-    """The headline counts neither calls of the model nor reference images as blocks. Names of blocks may have
-    spaces."""
+    """The headline counts neither calls of the model nor reference images as blocks."""
     stats = RunStats(total_steps=1)
     stats.count_evaluation(0, 0.5)
     for n in range(7):

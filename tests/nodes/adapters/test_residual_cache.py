@@ -17,8 +17,8 @@ report_text = pack_module("nodes.adapters.report_text")
 DELTA_WEIGHT = 0.5
 SIDE = 24
 REUSE = {"full_step_interval": 2}
-# Use soft weights: batches of different sizes round differently, and sharp weights amplify the difference for tokens
-# with two nearly equal destinations.
+# Batches of different sizes round differently. Sharp weights would amplify the difference for tokens with two nearly
+# equal destinations, so use soft weights.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
 # Options for the first step, or the first two, of a schedule of three steps, whose last step is never merged.
 FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}

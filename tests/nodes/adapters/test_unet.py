@@ -83,7 +83,7 @@ def test_modules_are_computed_on_merged_tokens_one_by_one(
 @loop("granularity", ["block", "stack"])
 @loop("amount", [4, 0.35])
 def test_last_stacks_are_skipped(unet: Any, attach: Any, stats_of: Any, granularity: str, amount: float) -> None:
-    """All blocks of the last stacks are skipped. An amount below 1 is a share of the 11 stacks."""
+    """An amount below 1 is a share of the 11 stacks."""
     model = attach(unet, skip_last_blocks=amount, granularity=granularity)
     models.sample(model, SIDE, SIDE, steps=1)
     stats = stats_of(model)
