@@ -1,7 +1,8 @@
 """Make the archive that the Comfy Registry and Manager install: `python -m scripts.archive`.
 
-Publishing uses the same two commands of comfy-cli: `comfy node validate` checks for everything that the registry would
-refuse, and `comfy node pack` zips the files that git tracks, except those that `.comfyignore` names.
+It is made by the two commands of comfy-cli by which the pack is also published: `comfy node validate` checks for
+everything that the registry would refuse, and `comfy node pack` zips the files that git tracks, except those that
+`.comfyignore` names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from scripts.console import SetupError, say
 
 PACKED = "node.zip"  # comfy-cli determines this name
 COMPLAINTS = ("Warning", "Error", "found:", "File not found")
-NO_GIT = "Warning: Not in a git repository"  # harmless: .comfyignore also names build outputs
+NO_GIT = "Warning: Not in a git repository"  # harmless, because .comfyignore excludes what git would ignore
 
 
 def main() -> int:
@@ -75,8 +76,8 @@ def _comfy_node(command: str, root: Path) -> str:
 
 
 def project(root: Path, key: str) -> str:
-    """Return a string of the [project] table of pyproject.toml; Python 3.10 has no TOML reader. Raises SetupError if
-    the key is missing."""
+    """Return a string of the [project] table of pyproject.toml, by a regular expression, because Python 3.10 has no
+    TOML reader. Raises SetupError if the key is missing."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(rf'^{key} = "(.+?)"', text, re.MULTILINE)
     if found is None:

@@ -1,9 +1,9 @@
-"""ComfyUI and this pack inside the current process, imported as ComfyUI itself imports them.
+"""Import ComfyUI and this pack into the current process, as ComfyUI itself imports them.
 
 ComfyUI comes first on `sys.path`, so that `import nodes` means ComfyUI's `nodes.py` and not this checkout's folder
-`nodes/`. The pack is loaded by spec, under the name that ComfyUI would give it. The pack's `toma_core` is then a
-separate module: use `pack_module("toma_core.config")`, and never mix its objects with those of a plain `import
-toma_core`, because the enums, classes and registries of the two modules do not match.
+`nodes/`. The pack is loaded by spec, under the name that ComfyUI would give it. Its `toma_core` is then another module
+than that of a plain `import toma_core`. Import it by `pack_module("toma_core.config")`, and never mix objects of the
+two modules, because their enums, classes and registries do not match.
 """
 
 from __future__ import annotations

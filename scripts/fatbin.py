@@ -14,7 +14,7 @@ from scripts.console import SetupError
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 _HEADER = struct.Struct("<IHHQ")  # magic, version, size of the header, size of the entries
 _ENTRY = struct.Struct("<HHIQ")  # kind, version, size of the entry's header, size of its code
-_ARCHITECTURE = 28  # offset in an entry, 4 bytes
+_ARCHITECTURE = 28  # offset of the architecture in an entry, 4 bytes
 _CUBIN = 2  # kind: machine code; 1 is PTX
 
 

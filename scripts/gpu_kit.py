@@ -26,14 +26,14 @@ from scripts.console import SetupError, run_stage, say
 from scripts.fatbin import one_architecture
 
 ARCHIVE = "kit.tar.gz"
-# Files of ComfyUI: its sources, and data files except tokenizers.
+# The kit has ComfyUI's sources and its data files of less than LARGEST bytes, which excludes tokenizers.
 FOLDERS = (
     "comfy", "comfy_extras", "comfy_api", "comfy_execution", "comfy_config", "app", "utils", "middleware", "api_server",
 )  # fmt: skip
 FILES = ("*.py", "requirements.txt", "LICENSE")
 EMPTY = ("models", "input", "output", "custom_nodes")
 LARGEST = 60_000
-# Packages have the versions in ComfyUI's requirements, or the versions given below if ComfyUI has none.
+# Packages have the versions in ComfyUI's requirements, or the versions below if ComfyUI's requirements name none.
 PACKAGES = {"comfy-kitchen": "", "comfy-aimdo": "", "torchsde": "==0.2.6", "trampoline": "==0.1.2"}
 GLIBC = ("2_28", "2_27", "2_24", "2_17")
 
@@ -73,7 +73,7 @@ def pack(folder: Path, arch: int, python: str) -> Path:
         for library in kitchen.glob("hip/*.so"):
             library.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        # An interrupted run leaves the previous kit unchanged.
+        # Write to another file first, so that an interrupted run leaves the previous kit unchanged.
         archive, part = folder / ARCHIVE, folder / f"{ARCHIVE}.part"
         with tarfile.open(part, "w:gz") as tar:
             for name in ("ComfyUI", "site"):

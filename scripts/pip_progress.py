@@ -1,4 +1,4 @@
-"""Progress of pip in a few words and numbers."""
+"""Describe the progress of pip."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Check a release before it is published: `python3 -m scripts.release v0.1.0`.
 
 The command prints the section of that version in CHANGELOG.md, and fails if the tag, pyproject.toml and the changelog
-differ. `--pin NAME` prints a requirement of the `dev` extra instead, so that publishing uses the versions of the tests.
+name different versions. `--pin NAME` prints the `dev` extra's requirement for a package instead, so that the pack is
+published with the version that tests use.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def main() -> int:
 
 
 def notes(tag: str, root: Path = ROOT) -> str:
-    """Return the changelog of the version that `tag` names. Raises SetupError if the tag is not vX.Y.Z of
-    pyproject.toml, or if the changelog has no text under `## [X.Y.Z] - date`."""
+    """Return the changelog of the version X.Y.Z that the tag vX.Y.Z names. Raises SetupError if pyproject.toml has
+    another version, or if the changelog has no text under `## [X.Y.Z] - date`."""
     version = project(root, "version")
     if tag != f"v{version}":
         raise SetupError(f"the tag is {tag} and pyproject.toml says {version}; tag v{version}, or change the version")

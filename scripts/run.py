@@ -1,4 +1,4 @@
-"""Make ComfyUI and the environment if needed, then run a command in it.
+"""Download ComfyUI and make the Python environment if needed, then run a command in the environment.
 
     python3 -m scripts.run [--comfyui 0.16.3] [--quiet] -- python -m pytest -k windows
 
@@ -18,7 +18,8 @@ from scripts.console import SetupError, say
 
 
 def main() -> int:
-    """Parse the command line and run the command; return the exit code if there is no command to run."""
+    """Parse the command line and run the command, which replaces this process. Return the exit code if no command
+    runs."""
     parser = argparse.ArgumentParser(prog="python3 -m scripts.run", description=__doc__.splitlines()[0])
     parser.add_argument("--comfyui", metavar="RELEASE", help=f"one of {', '.join(comfyui.RELEASES)}; else one is found")
     parser.add_argument("--quiet", action="store_true", help="do not print which ComfyUI, Python and device are used")
@@ -41,7 +42,7 @@ def main() -> int:
 
 
 def run(command: list[str], *, release: str | None, quiet: bool) -> NoReturn:
-    """Replace this process by the command; this does not return."""
+    """Replace this process by the command."""
     found = comfyui.find(release)
     python = environment.ensure(found)
     if not quiet:

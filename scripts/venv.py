@@ -1,4 +1,4 @@
-"""Make a virtual environment, also on a Debian without the module `venv`."""
+"""Make a virtual environment, or name the package that Debian needs for it."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """List the parts of a ComfyUI that this pack uses, and those that are missing or changed. Nothing of that ComfyUI is
 imported.
 
-    python -m scripts.api_check FOLDER            a whole ComfyUI, or a folder with only some of its files
+    python -m scripts.api_check FOLDER            checks an entire ComfyUI, or a folder with only some of its files
     python -m scripts.api_check FOLDER --all      lists everything that is used
     python -m scripts.api_check --write [FOLDER]  writes known.json again: downloadable releases, and those in folders
 
-*Missing* and *do not fit* stop merging, and the command ends with exit code 1. *New* lists classes that are refused
-until a family names them in `DERIVED`, and methods that run blocks but are not in `_LOOPS` of
-`nodes/adapters/family.py`. If the pack uses a new part, a test asks for --write; releases whose folder is not given
-keep their entries.
+The command ends with exit code 1 if merging stops because ComfyUI lacks a part that the pack needs (*Missing*), or
+because the pack's arguments *do not fit* it. *New* lists derived classes that the pack refuses until a family names
+them in `DERIVED`, and methods that run blocks but are not in `_LOOPS` of `nodes/adapters/family.py`. If the pack begins
+to use a part, a test asks for --write; releases whose folder is not given keep their entries in known.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scripts.api_check.families import uses_of
 from scripts.comfyui import RELEASES, ROOT, ComfyUI, is_comfyui
 from scripts.console import SetupError
 
-# Names of the kinds of uses, see `uses.py`.
+# The words by which the report counts the uses of each kind, see `uses.py`.
 NAMES = {
     "name": "names",
     "call": "calls",
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write(folders: list[Path]) -> int:
-    """Write the data from these folders and the downloadable releases; the entries of other releases stay."""
+    """Write known.json from these folders and the downloadable releases; other releases keep their entries."""
     uses, families = uses_of(ROOT)
     known = compare.read() if FILE.exists() else {}
     known = {item: known.get(item, {}) for item in uses}
@@ -76,7 +76,8 @@ def write(folders: list[Path]) -> int:
 
 
 def check(folder: Path, everything: bool) -> int:
-    """Print the parts of a ComfyUI that the pack uses and their differences; return 1 if one of them stops merging."""
+    """Print how the parts of a ComfyUI that the pack uses differ from the nearest tried release; return 1 if a
+    difference stops merging."""
     uses, families = uses_of(ROOT)
     known, facts, version = compare.read(), facts_of(folder, uses, families), version_of(folder)
     release = compare.nearest(known, version)

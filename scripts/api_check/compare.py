@@ -1,4 +1,4 @@
-"""Find the differences of a ComfyUI from the releases on which the pack was tried, and those that stop merging."""
+"""Find the differences of a ComfyUI from the releases on which the pack was tried, and which of them stop merging."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Difference:
 
     kind: Kind
     use: Use
-    before: str  # text of that release; empty if the release is not listed
-    now: str
+    before: str  # text of the tried release; empty if the release is not listed
+    now: str  # text of the ComfyUI
 
     @property
     def fatal(self) -> bool:
@@ -72,7 +72,7 @@ def write(known: Known, file: Path = FILE) -> None:
         for release in sorted(known[item], key=number_of):
             texts.setdefault(known[item][release], []).append(release)
         joined = {text: " ".join(releases) for text, releases in texts.items()}
-        # A key or trait that no release has is the pack's own.
+        # Leave out keys and traits that no release has: they are the pack's own.
         if set(texts) != {GONE} or not item.startswith(("key ", "trait ")):
             lines.append(f"{json.dumps(item)}: {json.dumps(joined)}")
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -89,8 +89,8 @@ def newest(known: Known) -> str:
 
 
 def nearest(known: Known, version: str) -> str:
-    """Return the release with which a version is compared: the same one, else the next older one; for an unknown
-    version the newest one."""
+    """Return the listed release with which a version is compared: the release of this version, or else the next older
+    one. An unknown version is compared with the newest release."""
     older = [r for texts in known.values() for r in texts if number_of(r) <= number_of(version)]
     return max(older, key=number_of, default=newest(known))
 
@@ -123,7 +123,7 @@ def _kind(use: Use, before: str, now: str, folder: Path) -> Kind | None:
         return Kind.UNSEEN
     if now == GONE:
         return Kind.GONE
-    if before == GONE:  # the part is in no tried release
+    if before == GONE:  # the tried release lacks the part
         return Kind.UNFIT if use.kind == "block" and not fits(use, before, now) else None
     if use.kind in ("key", "trait"):
         lost = set(before.split(", ")) - set(now.split(", "))
@@ -136,7 +136,7 @@ def _kind(use: Use, before: str, now: str, folder: Path) -> Kind | None:
 
 
 def fits(use: Use, before: str, now: str) -> bool:
-    """Whether the arguments that the pack passes or reads fit, as far as signatures show."""
+    """Return whether the arguments that the pack passes or reads fit the ComfyUI, as far as signatures show."""
     if use.kind == "block":
         forms = now.split("; ")
         return all("(" in form and any(stands_in(each, form) for each in use.stand_ins) for form in forms)
@@ -161,7 +161,8 @@ def _read_fits(use: Use, before: list[str], now: list[str]) -> bool:
 
 
 def stands_in(stand_in: StandIn, form: str) -> bool:
-    """Whether a hook can stand in for a block of "Name(arguments)": the rule of `nodes.adapters.compat.check`."""
+    """Return whether a hook can stand in for a block, by the rule of `nodes.adapters.compat.check`. form: the block as
+    "Name(arguments)"."""
     names = _names(form)
     if any(name.startswith("*") and name.strip("*") and not name.startswith("**") for name in names):
         return True  # the block takes any arguments
@@ -180,6 +181,6 @@ def _names(form: str) -> list[str]:
 
 
 def unknown_arguments(stand_ins: Iterable[StandIn], form: str) -> list[str]:
-    """Return arguments that no hook knows; if they have a value, such a block runs unmerged."""
+    """Return the arguments of a block that no hook knows; if one of them has a value, the block runs unmerged."""
     known = frozenset[str]().union(*({*each.places, *each.required, *each.known} for each in stand_ins))
     return [name.strip("=*") for name in _names(form) if name.strip("=*") not in known and not name.startswith("*")]

@@ -1,4 +1,4 @@
-"""Read from a folder of ComfyUI a fact for each use, as a line of text."""
+"""Read from a folder of ComfyUI a fact on each part that the pack uses: a line of text, such as a signature."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Reader:
         self.files = list(dict.fromkeys([*_FILES, "comfy.ldm.modules.attention", *homes]))
 
     def _models(self, family: Family) -> Iterator[Found]:
-        """Yield the classes of a family, and the derived classes wherever they are."""
+        """Yield the class of a family's model, and the family's derived classes from any file."""
         first = self.source.find(family.models[0])
         if first is not None:
             yield first
@@ -62,7 +62,7 @@ class _Reader:
 
     def _name(self, use: Use) -> str:
         head, _, option = use.subject.rpartition(".")
-        if head == "comfy.cli_args.args":  # argparse makes these options
+        if head == "comfy.cli_args.args":  # argparse makes these attributes from options
             module = self.source.module("comfy.cli_args")
             if module is not None:
                 return "option" if f"--{option.replace('_', '-')}" in module.texts else GONE
@@ -202,7 +202,7 @@ def _name_of(found: Found) -> str:
 
 
 def _executed(module: Module, kind: str) -> Iterator[str]:
-    """Yield the arguments that a module passes to wrappers of a kind."""
+    """Yield the arguments that a module passes to wrappers of this kind."""
     for function in ast.walk(module.tree):
         if not isinstance(function, Function):
             continue

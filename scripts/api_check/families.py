@@ -1,4 +1,5 @@
-"""Read from the pack's families for which models and blocks of ComfyUI they stand in, and with which arguments."""
+"""Read from the pack's families for which models and blocks of ComfyUI their hooks stand in, and which arguments the
+hooks know."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from scripts.api_check.source import Found, Source
 from scripts.api_check.uses import OF_NODES, VARIABLES, StandIn, Uses, add, files_of, uses_in
 
 FAMILIES = "nodes.adapters.families"
-# The UNet's hooks stand in for parts of blocks, which no `BlockGroup` lists. The keys are the classes that stand in.
+# Blocks of the UNet, and parts of blocks, which no `BlockGroup` lists -> the classes of the hooks that stand in.
 PARTS = {
     "unet SpatialTransformer.transformer_blocks": ("unet.Signature", "unet_layers.ByModule"),
     "unet BasicTransformerBlock.attn1": ("unet_layers.MergedAttention",),
@@ -29,11 +30,11 @@ class Family:
     """A family of models, as the pack declares it."""
 
     name: str
-    models: list[str]  # dotted names of ComfyUI's classes: MODEL, then those of DERIVED by their short name
+    models: list[str]  # ComfyUI's classes: the dotted name of MODEL, then the short names in DERIVED
 
 
 def uses_of(root: Path) -> tuple[Uses, dict[str, Family]]:
-    """Return all uses of the pack in a folder, by item, and its families."""
+    """Return the parts of ComfyUI that the pack in a folder uses, by item, and the pack's families."""
     uses: Uses = {}
     for file in files_of(root):
         where = file.relative_to(root)
@@ -90,7 +91,7 @@ def _copy_paths(uses: Uses, source: str, name: str) -> None:
 
 
 def _groups(hooks: Found) -> list[tuple[str, str]]:
-    """Return the attribute of the model and the name of the signature of each `BlockGroup` that a class makes."""
+    """Return, for each `BlockGroup` that a class makes, the attribute of the model and the name of the signature."""
     found = []
     for function in ast.iter_child_nodes(hooks.node):
         if not isinstance(function, ast.FunctionDef) or function.name != "block_groups":
@@ -114,7 +115,7 @@ def _stand_in(pack: Source, module: str, signature: str) -> StandIn:
 
 
 def _of_class(pack: Source, dotted: str) -> StandIn:
-    """Return the arguments of a block that a `BlockSignature`, or a hook by its own `__call__`, knows."""
+    """Return which arguments of a block a class knows. The class is a `BlockSignature`, or a hook with a `__call__`."""
     found = _must(pack.find(dotted), dotted)
     if pack.member(found, "tokens_arg") is None:
         call: Any = _must(pack.member(found, "__call__"), f"{dotted}.__call__").node
@@ -131,8 +132,8 @@ def _of_class(pack: Source, dotted: str) -> StandIn:
 
 
 def _value(pack: Source, found: Found | None, name: str) -> Any:
-    """Return the value of a constant: a text, a tuple (also with `*`), or the keys of a dictionary. () if there is no
-    such constant."""
+    """Return the value of a constant: a text, a tuple (also of starred parts), or the keys of a dictionary. () if the
+    constant is missing."""
     node = getattr(found.node, "value", None) if found is not None else None
     if found is None or node is None:
         return ()

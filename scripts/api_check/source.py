@@ -60,7 +60,7 @@ class Module:
 
     @cached_property
     def texts(self) -> frozenset[str]:
-        """Texts in the file."""
+        """The string constants in the file."""
         constants = (node.value for node in ast.walk(self.tree) if isinstance(node, ast.Constant))
         return frozenset(text for text in constants if isinstance(text, str))
 
@@ -76,7 +76,7 @@ class Module:
 
     @cached_property
     def attributes(self) -> frozenset[str]:
-        """Attributes that are named in the file."""
+        """The names of the attributes that the file reads or sets."""
         return frozenset(node.attr for node in ast.walk(self.tree) if isinstance(node, ast.Attribute))
 
 
@@ -110,7 +110,7 @@ class Source:
         return None
 
     def modules(self, package: str, pattern: str = "") -> Iterator[Module]:
-        """Yield every module below a package whose text has a pattern."""
+        """Yield the modules below a package in whose text the pattern is found."""
         for file in sorted(self.root.joinpath(*package.split(".")).rglob("*.py")):
             if re.search(pattern, file.read_text(encoding="utf-8")):
                 parts = file.relative_to(self.root).with_suffix("").parts
@@ -119,7 +119,7 @@ class Source:
                     yield module
 
     def lacks(self, dotted: str) -> bool:
-        """Whether the file that would define a name is not in the folder."""
+        """Return whether the file that would define a name is not in the folder."""
         for module, rest in self._prefixes(dotted):
             if module is not None:
                 bound = module.names.get(rest[0]) if rest else None
@@ -127,7 +127,7 @@ class Source:
         return True
 
     def lacks_bases(self, found: Found) -> bool:
-        """Whether a class has bases of ComfyUI whose file is not in the folder."""
+        """Return whether a class has bases of ComfyUI whose file is not in the folder."""
         for each in self.mro(found):
             for base in getattr(each.node, "bases", []):
                 bound = each.module.names.get(ast.unparse(base).partition(".")[0])
@@ -214,9 +214,9 @@ class Source:
         return None
 
     def classes_in(self, found: Found, owner: Found | None = None) -> list[Found]:
-        """Return the classes of the objects that a definition makes: those that its value calls or names, and those
-        that its function appends to it. Parameters of the enclosing function are followed to their defaults, and to the
-        values that derived classes pass for them.
+        """Return the classes of the objects that a definition makes: the classes that its value calls or names, and
+        those of objects that the enclosing function appends to it. Parameters of the enclosing function are followed to
+        their defaults, and to the values that derived classes pass for them.
 
         owner: the class that was looked up, which may be derived from the class with the definition.
         """
@@ -239,8 +239,8 @@ class Source:
         return classes
 
     def _passed(self, found: Found, owner: Found | None, name: str) -> Iterator[tuple[Module, ast.AST]]:
-        """Yield values of a local name: those assigned in the function, the default of a parameter, and those that a
-        derived class passes on by that name."""
+        """Yield the values of a local name in the function that encloses a definition: values that are assigned to it,
+        the default if it is a parameter, and values that a derived class passes by this name."""
         around = [each for each in found.module.functions if any(node is found.node for node in each[1])]
         places = [(found.module, each) for each in around]
         for each in self.mro(owner) if owner is not None else ():
@@ -262,7 +262,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
 
 
 def _calls(value: ast.AST) -> list[ast.AST]:
-    """Return the names that an expression calls or is; for comprehensions, those of their elements."""
+    """Return the expression itself if it is a name, else all names that it calls."""
     if isinstance(value, ast.Name | ast.Attribute):
         return [value]
     return [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]

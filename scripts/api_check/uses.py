@@ -1,4 +1,4 @@
-"""Read from the pack's source its uses of ComfyUI.
+"""Read from the pack's source which parts of ComfyUI it uses.
 
 Kinds of uses, and their subjects:
 name     a dotted name that is imported, reached through an import, or an attribute of an object of a known class
@@ -6,10 +6,10 @@ call     a dotted name that is called
 wrapper  a kind of wrapper (`WrappersMP`), with the arguments that the pack reads
 path     attributes that a family reads of its model: "flux double_blocks[0].img_attn"
 block    a list of blocks that a family stands in for: "flux Flux.double_blocks"
-loop     such a list, for the methods of the model that run its blocks
+loop     the methods of the model that loop over a list of blocks; the subject is that list, as for `block`
 derived  classes that ComfyUI derives from the classes of a family
 key      a text by which the pack finds an entry of a mapping
-trait    an attribute, of an object without a known class, that may be absent
+trait    an attribute that may be absent, of an object whose class is unknown
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class StandIn:
     """The arguments that a hook knows of the block for which it stands in, see `compat.check`."""
 
     places: tuple[str, ...]  # the first arguments, in order; "" for one without a name
-    required: frozenset[str]  # further arguments that must exist
-    known: frozenset[str]  # other arguments that merging handles
+    required: frozenset[str]  # arguments that must exist after the first ones
+    known: frozenset[str]  # arguments that merging handles
     rest: bool = True  # whether unknown arguments are passed on
 
 
@@ -64,8 +64,8 @@ class Use:
     named: set[str] = field(default_factory=set)  # arguments that a call passes by name
     read: set[tuple[int, str]] = field(default_factory=set)  # arguments of a wrapper, by position or by name
     optional: bool = True  # whether the pack also runs without this part
-    stand_ins: list[StandIn] = field(default_factory=list)  # stand-ins for blocks, of which one has to fit
-    allowed: frozenset[str] = frozenset()  # methods that may run blocks, and derived classes that merge
+    stand_ins: list[StandIn] = field(default_factory=list)  # stand-ins for a block, of which one has to fit
+    allowed: frozenset[str] = frozenset()  # loop: methods that may run blocks; derived: classes that the pack merges
 
     @property
     def item(self) -> str:
@@ -120,9 +120,9 @@ def _imports(tree: ast.AST, uses: Uses) -> Iterator[tuple[str, str]]:
 
 
 class _Reader(ast.NodeVisitor):
-    """Follow names through a module. What an expression refers to is noted as a dotted name; as ":" and the class of an
-    instance; as "." and the dotted name of an instance's attribute; or as "%" and the family, with the attributes that
-    lead from its model to the object."""
+    """Follow names through a module. The method `path` describes what an expression refers to by a dotted name; by ":"
+    and the class of an instance; by "." and the dotted name of an instance's attribute; or by "%" and the family, with
+    the attributes that lead from the family's model to the object."""
 
     def __init__(self, uses: Uses, known: dict[str, str], models: str, words: bool) -> None:
         self.uses, self.known, self.models, self.words = uses, known, models, words
