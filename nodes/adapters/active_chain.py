@@ -4,7 +4,8 @@
     out = blocks(reduced)                       the model's own blocks
     y = reduction.restore(out, reduced, x)      unmerge
 
-`chain.ChainSite` calls these methods: directly in eager mode, and through the operators of `compile_ops` in a graph.
+`chain.ChainSite` calls these methods: directly in eager mode, and through the operators of `compile_ops` in a graph of
+torch.compile.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from .signature import BlockSignature
 
 @dataclass(frozen=True, eq=False)
 class ActiveChain:
-    """A chain of blocks in one evaluation."""
+    """Consecutive blocks that may keep their tokens merged from the first block to the last, in one evaluation."""
 
     signature: BlockSignature
     grids: tuple[Grid, ...]  # the image's grid, then one per reference image; (N,) for a reference that is not merged
     scope: Hashable  # chains with equal scopes share plans
-    names: Sequence[str]  # blocks of the chain, as in the report
+    names: Sequence[str]  # names of the blocks, as in the report
     work: tuple[Block, Granularity]  # cost of one block, and the granularity at which the chain is merged
     evaluation: Evaluation
 
@@ -52,10 +53,10 @@ class ActiveChain:
         return "-".join(dict.fromkeys((self.names[0], self.names[-1])))
 
     def prepare(self, like: Tensor, width: int) -> tuple[tuple[int, int], ...]:
-        """Return (N, D) of each grid for images of `like`'s batch, dtype and device, before the tokens exist.
+        """Return (N, D) of each grid: the counts of tokens before and after merging, known before the tokens exist.
 
-        Return an empty tuple if the chain is not merged, and note the reason in the run's stats. width: C of the
-        tokens.
+        If the chain is not merged, return an empty tuple and note the reason in the run's stats. like: a tensor with
+        the tokens' batch, dtype and device. width: the tokens' C.
         """
         evaluation, tokens = self.evaluation, self.tokens
         if not self.merges(like.new_empty(()).expand(len(like), tokens[0], width)):
@@ -72,8 +73,8 @@ class ActiveChain:
     def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
         """Whether (B, N, C) tokens of the image are merged. If not, note the reason in the run's stats.
 
-        reason: a reason against merging that the caller found. part: name of the part of the blocks that gets these
-        tokens, for the report.
+        reason: why the caller does not want to merge, None if it does. part: name of the part of the blocks that gets
+        these tokens, for the report.
         """
         if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(self.evaluation.plan_keys)):
             reason = Reason.TOKENS_CHANGED()
@@ -88,7 +89,7 @@ class ActiveChain:
         return reason is None
 
     def reduce(self, x: Tensor) -> tuple[Reduction, Tensor]:
-        """Merge the (B, N, C) tokens of all grids. An evaluation that only refreshes the cache returns the tokens
+        """Merge the (B, N, C) tokens of all grids. If the evaluation only refreshes the caches, return the tokens
         unchanged."""
         evaluation, name, parts = self.evaluation, self.name, split(x, self.tokens)
         plans = [evaluation.plan(parts[0], self.grids[0], self.scope)]
@@ -109,16 +110,17 @@ class ActiveChain:
 
 @dataclass(eq=False)
 class Reduction:
-    """The merged tokens of a chain, from its first block to its last."""
+    """How the tokens of a chain are merged, from its first block to its last."""
 
     chain: ActiveChain
     plans: tuple[MergePlan | None, ...]  # one for each grid; None in an evaluation that only refreshes the cache
     cached: tuple[Refresh | Cached | None, ...]  # the chain's cache entry for each grid; None where nothing is cached
     lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid; N = D where the chain only refreshes the cache
     attended: set[str] = field(default_factory=set)  # blocks whose attention has read or stored keys and values
-    # Rotary positions of the image's N tokens and of its D destinations, (B or 1, T, ..., P, 2, 2).
+    # Rotary positions of the image's N tokens and of its D destinations, (B or 1, N or D, ..., P, 2, 2) for P pairs of
+    # channels.
     positions: tuple[Tensor, Tensor] | None = None
-    _rotations: dict[tuple[int, torch.dtype], Rotation | None] = field(default_factory=dict)  # by C and dtype of keys
+    _rotations: dict[tuple[int, torch.dtype], Rotation | None] = field(default_factory=dict)  # by the keys' C and dtype
 
     @property
     def refreshes(self) -> bool:
@@ -126,9 +128,10 @@ class Reduction:
         return self.plans[0] is None or isinstance(self.cached[0], Refresh)
 
     def restore(self, out: Tensor, reduced: Tensor, x: Tensor, attends: bool) -> Tensor:
-        """Return all (B, N, C) tokens from out and reduced, (B, D, C), and x, (B, N, C).
+        """Unmerge out, the (B, D, C) output of the last block, to (B, N, C).
 
-        attends: Whether the blocks attend to all tokens.
+        reduced, x: input of the first block, (B, D, C), and the tokens before merging, (B, N, C). attends: whether the
+        blocks attend to all tokens.
         """
         counts, exact = [count for _, count in self.lengths], attends and self._all_attended()
         parts = split(out, counts), split(reduced, counts), split(x, self.chain.tokens)
@@ -136,19 +139,19 @@ class Reduction:
         return self.chain.signature.clamp_fp16(joined(restored))
 
     def _all_attended(self) -> bool:
-        """Return whether `attended` has every block of the chain. Note in the run whether `attended` has any block, and
-        empty it."""
+        """Return whether `attended` has every block of the chain. Note in the run whether `attended` has any block,
+        then empty `attended`."""
         run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
         run.attention_hook_called = bool(run.attention_hook_called or self.attended)
         self.attended.clear()
         return every
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
-        """Return the keys or values of all tokens, in place of those of the destinations.
+        """Return the keys or values of all tokens, from t, which has those of the destinations.
 
-        (B, before + D + rest, C) -> (B, before + N + rest, C); with axis 2, (B, heads, T, C). A refresh caches t; a
-        merged step propagates the change at its destinations. Without a cache t is returned unchanged or, with
-        `always`, unmerged.
+        (B, before + D + rest, C) -> (B, before + N + rest, C); with axis 2, (B, heads, T, C). A refresh caches t and
+        returns it. A merged step propagates the change at its destinations to the cached tensor. If nothing is cached,
+        t is returned unchanged or, with `always`, unmerged.
         """
         evaluation, lengths = self.chain.evaluation, [count for _, count in self.lengths]
         quantized = evaluation.run.quantized
@@ -162,7 +165,7 @@ class Reduction:
             shape = part[:, :1].expand(-1, tokens, -1)
             cached = evaluation.cached(f"{block} {what} {n}", shape, kv=True, of_latent=not n)
             if isinstance(cached, Refresh):
-                # A cached view would change when the block writes into the tensor.
+                # Clone a view of t, because the block may write into t later.
                 cached.store(part if own else part.clone(memory_format=torch.contiguous_format))
             elif cached is not None and plan is not None:
                 rotation = self._rotation(part, t.shape[3:]) if what.startswith("key") and not n else None
@@ -176,13 +179,13 @@ class Reduction:
         images = from_btc(joined(seen), t, axis)
         after = before + sum(lengths)
         if t.shape[axis] == sum(lengths):
-            return images if quantized else images.clone()  # blocks must not write into the cache
+            return images if quantized else images.clone()  # blocks may write into the clone, but not into the cache
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
-        """Note the image's rows in the rotary positions of [before | N | rest] and of [before | D | rest]. Rotations of
-        channels that are not adjacent are ignored: keys with such rotations are regressed without undoing the
-        rotation."""
+        """Note the image's rows of two tables of rotary positions: rope is that of [before | N | rest], merged is that
+        of [before | D | rest]. If rotation pairs channels that are not neighbours, nothing is noted, and keys are
+        propagated without undoing their rotation."""
         axis, (tokens, destinations) = self.chain.signature.rope_token_dim, self.lengths[0]
         if self.chain.signature.rope_split_half:
             return
@@ -191,7 +194,7 @@ class Reduction:
             self.positions, self._rotations = (rope.narrow(axis, before, tokens).movedim(axis, 1), mine), {}
 
     def _rotation(self, keys: Tensor, head: tuple[int, ...]) -> Rotation | None:
-        """Return the rotation of (B, T, C) keys, None if unknown. head: the size of a head, () if unknown."""
+        """Return the rotation of (B, T, C) keys, None if unknown. head: (channels of a head,), () if unknown."""
         kind = keys.shape[2], keys.dtype
         if self.positions is not None and kind not in self._rotations:
             whole = not head or head[0] == 2 * self.positions[0].shape[-3]
@@ -212,7 +215,7 @@ class Reduction:
 
 
 def is_merged(grid: Grid) -> bool:
-    """Whether tokens of a grid are merged. A reference that is not merged has a grid of one row, (N,)."""
+    """Whether tokens of a grid are merged. A reference image that is not merged has (N,) in place of its grid."""
     return len(grid) > 1
 
 

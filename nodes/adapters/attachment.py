@@ -56,14 +56,14 @@ def config_for(settings: UserSettings | ToMAConfig, model: ModelPatcher, kv_cach
 
 
 def last_stats(model: ModelPatcher) -> RunStats | None:
-    """Return the stats of a model's last finished run. None without ToMA, or if these stats were dropped to store newer
-    ones."""
+    """Return the stats of a model's last finished run. None if there was no run with ToMA, or if the stats were dropped
+    to store those of later runs."""
     attachment = attachment_of(model)
     return None if attachment is None else _reports.get(attachment.report_id)
 
 
 def keep_stats(attachment: Attachment, stats: RunStats) -> None:
-    """Store the stats of a finished run in place of the previous run's."""
+    """Store the stats of a finished run in place of those of the same model's previous run."""
     _reports.pop(attachment.report_id, None)
     _reports[attachment.report_id] = stats
     for oldest in list(_reports)[:-_MAX_REPORTS]:

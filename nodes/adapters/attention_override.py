@@ -1,8 +1,8 @@
 """Replace the keys and values of a block's self-attention by those of all tokens.
 
-ComfyUI calls the `optimized_attention_override` after norm and rotation, so each key has its own position. Attention is
-then computed by the same function as without ToMA: by another node's override, else by the function that the checkpoint
-names for this attention, else by ComfyUI's default.
+ComfyUI calls the `optimized_attention_override` after norm and rotation, so cached keys carry their own positions.
+Attention itself is computed by the function that computes it without ToMA: by another node's override, else by the
+function that the checkpoint names for this attention, else by ComfyUI's default.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .signature import CallArguments
 
 _OVERRIDE = "optimized_attention_override"
 
-# (keys or values, name, tokens before the image, axis of tokens) -> keys or values to attend to instead: (B, T, C), (B,
-# T, heads, C) or, with axis 2, (B, heads, T, C).
+# Gets a block's keys or values, their name, the number of tokens before the image, and the axis of tokens. Returns the
+# keys or values to attend to in their place: (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C).
 Change = Callable[[Tensor, str, int, int], Tensor]
-# A mask of the keys -> a mask of the keys that replace them, None if unknown.
+# Gets a mask of a block's keys. Returns a mask of the keys that replace them, None if unknown.
 Masked = Callable[[Tensor], "Tensor | None"]
-# (whether tokens are merged, whether another node passed this attention on to ComfyUI).
+# Gets two facts: whether tokens are merged, and whether another node passed this attention on to ComfyUI.
 Note = Callable[[bool, bool], None]
 
 
@@ -33,7 +33,7 @@ class KVOverride:
 
     change: Change  # returns the keys and values to attend to
     spans: Sequence[tuple[int, ...]]  # see `BlockSignature.attention_spans`
-    then: Callable[..., Any] | None  # the override of another node
+    then: Callable[..., Any] | None  # the override of another node, if there is one
     masked: Masked  # returns the mask of the new keys
     preferred: Sequence[nn.Module] = ()  # see `preferences_of`
     note: Note | None = None  # called for each of the block's self-attentions that `then` has computed
@@ -41,7 +41,7 @@ class KVOverride:
 
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
-        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # mask of the original keys
+        mask = args[1] if len(args) > 1 else kwargs.get("mask")  # mask of the keys k
         seen = None if mask is None else self.masked(mask)
         number = self._number(q, k, v, axis)
         if number is not None and (mask is None or seen is not None):
@@ -49,7 +49,7 @@ class KVOverride:
             keys = self.change(k, f"key {number}", before, axis)
             values = self.change(v, f"value {number}", before, axis)
             self.called += 1
-            if keys.shape[axis] == values.shape[axis]:  # otherwise only keys or only values are cached
+            if keys.shape[axis] == values.shape[axis]:  # lengths differ if only keys or only values are cached
                 k, v = keys, values
             if seen is not None and k.shape[axis] > tokens:
                 if len(args) > 1:
@@ -80,8 +80,8 @@ class KVOverride:
         return self.called if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries else None
 
     def _default(self, function: Callable[..., Any], number: int | None) -> Callable[..., Any]:
-        """Return the function that computes this attention without overrides. Under any override, including ours,
-        ComfyUI ignores the function that the checkpoint names."""
+        """Return the function that would compute this attention without an override: the one that the checkpoint names,
+        if any. ComfyUI ignores it as soon as there is an override, including ours."""
         if not self.preferred:
             return function
         named: Any = self.preferred[0 if number == 0 else -1].function
@@ -90,8 +90,8 @@ class KVOverride:
 
 def preferences_of(block: nn.Module) -> tuple[nn.Module, ...]:
     """Return a block's `ComfyAttention` modules: first that of the self-attention, last that of the attention to text.
-    Each module's `function` is the one that the checkpoint names for this attention, or None. Empty before ComfyUI
-    0.34."""
+    Each module's `function` is the one that the checkpoint names for this attention, or None. ComfyUI before
+    0.34 has no such modules."""
     named = dict(block.named_modules())
     return tuple(module for name, module in named.items() if name.rpartition(".")[2] == "comfy_attention")
 

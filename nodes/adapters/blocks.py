@@ -1,5 +1,5 @@
-"""The description of a block that all families share, the rule by which blocks are skipped, and the hooks of a
-chain."""
+"""The description of a block, the rules by which blocks are skipped and joined to chains, and the hooks of a chain, for
+all families of models."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .signature import Options
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """The facts of a block, the same for every family."""
+    """Name, cost and size of a block, in one form for every family of models."""
 
     name: str  # name in the report
-    home: str  # only blocks with the same home may be merged in one chain
+    home: str  # stack of the block in the model; a chain lies in one stack
     work: Block  # cost of the block
     tokens: int  # image tokens at this block
     width: int  # channels of a token, 0 if unknown
 
     def flops(self, ratio: float = 0.0, attends: bool = False) -> float:
-        """Return the FLOPs of an evaluation of one image at a ratio. attends: whether the block attends to all
-        tokens."""
+        """Return the FLOPs of the block for one image, merged by a ratio. attends: whether the merged block attends to
+        all tokens."""
         left = self.tokens - round(ratio * self.tokens)
         return self.work.flops(left, 1, self.width or 1024, self.tokens if attends else left)
 
 
 def token_grid(latent: Tensor, patch_size: int) -> Grid:
-    """Return (rows, columns) of the image tokens of a (B, C, ..., H, W) latent, odd sides padded as ComfyUI does;
-    (frames, rows, columns) if a (B, C, T, H, W) latent has several frames."""
+    """Return (rows, columns) of the image tokens of a (B, C, ..., H, W) latent, or (frames, rows, columns) if it has
+    several frames. Sides are rounded up to entire tokens, because ComfyUI pads the latent."""
     *frames, height, width = latent.shape[2:]
     sides = -(-height // patch_size), -(-width // patch_size)
     return (*frames, *sides) if prod(frames) > 1 else sides
@@ -60,8 +60,8 @@ def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True
 def merged_blocks(
     hooks: Sequence[BlockHook], modules: Any, skips: Sequence[Message | None], evaluation: Evaluation
 ) -> dict[int, BlockHook]:
-    """Return the hooks of the blocks that are merged, by index, each set to the module that is in the model now. Note
-    why other blocks are not merged.
+    """Return the hooks of the blocks that are merged, by index, and set each hook's module to the one that is in the
+    model now. Note in the stats why each of the other blocks is not merged.
 
     modules: the model's list of blocks, which another pack may have replaced. skips: per block, why the settings skip
     it.
@@ -105,7 +105,7 @@ def chain_hooks(
     """
     first, config = hooks[0], evaluation.run.config
     evaluation = evaluation.of(first.name)
-    # A chain of one block costs as much as granularity `block`.
+    # Estimate the cost of a chain of one block as for granularity `block`, which merges in the same way.
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(hooks) == 1 else Granularity.STACK
     names = [hook.name for hook in hooks]

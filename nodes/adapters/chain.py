@@ -1,7 +1,7 @@
 """Chains of blocks on merged tokens, for every family: a site in the model, and a hook for each block.
 
     x = site.enter(x)         merge
-    x = block(x) ...          the blocks, with rotary positions and arguments that fit the merged tokens
+    x = block(x) ...          the blocks, with rotary positions and other arguments for the merged tokens
     y = site.leave(x)         unmerge
 
 Eager mode and graphs merge in different ways, because the arguments of blocks are known only when blocks are called:
@@ -35,20 +35,20 @@ class ChainSite:
     A graph reads plain values of the site, and torch.compile guards on these values.
     """
 
-    signature: BlockSignature  # arguments in which the blocks take their tokens
-    shared: RopeCache  # what all chains of the model share in an evaluation
+    signature: BlockSignature  # how the blocks take and return tokens
+    shared: RopeCache  # rotary positions, shared by all chains of the model in an evaluation
     number: int  # the id by which operators find the site
-    image: int  # image tokens, N, without references
-    references: int  # tokens of reference images that are merged too
-    before: int  # tokens before the image, counted at the chain's first block
+    image: int  # N, the number of image tokens without references
+    references: int  # number of tokens of the reference images in the chain
+    before: int  # number of tokens before the image, counted at the chain's first block
     lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and of each reference; N = D in a refresh
     tokens: int  # sum of all N
     destinations: int  # sum of all D
-    in_graph: bool  # whether the numbers were prepared for a graph; if not, the chain decides outside of the graph
+    in_graph: bool  # whether `prepare` has set the token counts; if not, the chain decides outside of the graph
     attends: bool  # whether blocks attend to all tokens; False where a graph leaves the decision to run time
     chain: ActiveChain | None  # the chain of this evaluation
-    reduction: Reduction | None  # the chain's merged tokens
-    pair: tuple[Tensor, ...]  # (tokens for the blocks, x) until `leave`, else empty; in a refresh both have N tokens
+    reduction: Reduction | None  # how the chain's tokens are merged
+    pair: tuple[Tensor, ...]  # (merged tokens, all tokens) until `leave`, else empty; both have N tokens in a refresh
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
     reached: bool  # whether the model has reached the chain in this evaluation
 
@@ -74,16 +74,16 @@ class ChainSite:
         self.chain, self.image, self.references = chain, chain.tokens[0], sum(chain.tokens[1:])
 
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
-        """Prepare the numbers for a graph in which blocks like `module` get (B, N, width) tokens for a latent of B
+        """Set the token counts for a graph in which blocks like `module` get (B, N, width) tokens for a latent of B
         images.
 
-        Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks. If the
-        method returns True, either the numbers are prepared, or the decision waits for the tokens, because the chain is
-        not set, the width is unknown (0), or the plan keys do not divide the batch.
+        Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks. Return
+        True if the counts are set, or if the chain can decide only when it gets its tokens: the chain is not set, the
+        width is unknown (0), or B is no multiple of the number of plan keys.
         """
         chain = self.chain
         if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
-            self.attends = False  # compiled code does not see the decisions of a chain at run time
+            self.attends = False  # compiled code cannot depend on a decision at run time
             return True
         weight = next(module.parameters(), latent)
         dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
@@ -96,9 +96,9 @@ class ChainSite:
         self.tokens, self.destinations = (sum(each) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
 
     def reach(self) -> ActiveChain | None:
-        """Note that the model has reached the chain, and return it. If another node calls the model a second time in
-        one evaluation, that call has separate caches. A `pair` that is still set was left by a call that ran out of
-        memory and is now repeated with fewer images."""
+        """Note that the model has reached the chain, and return the chain. If another node calls the model a second
+        time in one evaluation, the second call gets separate caches. A `pair` that is still set means that this is no
+        second call: it repeats a call that ran out of memory, with fewer images."""
         if self.chain is not None and self.reached and not self.pair:
             self.chain = replace(self.chain, evaluation=self.chain.evaluation.again())
         self.reached = True
@@ -125,8 +125,7 @@ class ChainSite:
         grid = signature.grid(call_args, chain.grids[0])
         if grid is None:
             return Reason.UNKNOWN_GRID()
-        # A ComfyUI that does not name references also passes reference tokens behind the image; these tokens then stay
-        # unmerged.
+        # Leave reference tokens unmerged if ComfyUI's options do not give their number, as in older versions.
         grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
         self.activate(replace(chain, grids=grids))
         reason = self.obstacle(call_args)
@@ -137,7 +136,8 @@ class ChainSite:
 
     def obstacle(self, call_args: CallArguments) -> Message | None:
         """Count the tokens before the image, and return why the tokens of the first block cannot be merged, None if
-        they can. In a single stream, the image begins where it begins in the positions of earlier blocks."""
+        they can. If a block without a text stream does not show where the image begins, the index that earlier blocks
+        noted in `shared` is used."""
         before = self.signature.image_start(call_args, self.image)
         if before is None and not self.signature.text_arg:
             before = self.shared.image_start
@@ -157,7 +157,7 @@ class ChainSite:
             self.pair = compile_ops.operators.enter(image, self.number, self.destinations), image
         reduced = self.pair[0]
         if x.shape[1] == self.tokens:
-            # Clone, because `leave` needs the original input of the block.
+            # Clone for a block that writes into its input, because `leave` needs `reduced` unchanged.
             return reduced.clone() if self.signature.mutates_input else reduced
         return torch.cat([x[:, :before], reduced, x[:, before + self.tokens :]], 1)
 
@@ -167,7 +167,7 @@ class ChainSite:
 
     def _leave(self, out: Tensor) -> Tensor:
         before, after, (reduced, image) = self.before, self.before + self.destinations, self.pair
-        self.pair, self.rows, self.before = (), {}, 0  # a graph returns the attributes that it leaves changed
+        self.pair, self.rows, self.before = (), {}, 0  # reset, so that the graph need not return them
         unmerge = compile_ops.operators.leave if self.in_graph else compile_ops.leave
         x = unmerge(out[:, before:after], reduced, image, self.number)
         return x if out.shape[1] == self.destinations else torch.cat([out[:, :before], x, out[:, after:]], 1)
@@ -176,19 +176,19 @@ class ChainSite:
     _leave_eagerly = eager(_leave)
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int) -> Tensor:
-        """See `Reduction.attend`."""
+        """Return the keys or values of all tokens, see `Reduction.attend`."""
         if not self.in_graph and self.reduction is not None:
             return self.reduction.attend(block, t, what, before, axis)
         sizes = before, self.tokens, self.destinations, axis
         return compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
 
     def note_attention(self, merged: bool, left: bool) -> None:
-        """Note whether the attention of another node passed merged tokens, or all tokens, on to ComfyUI."""
+        """Note whether another node's attention got merged tokens, and whether it passed them on to ComfyUI."""
         if self.chain is not None:
             self.chain.evaluation.run.stats.attentions.add((merged, left))
 
     def merge_rows(self, rows: dict[str, Any], before: int) -> None:
-        """Make the rows of the merged tokens from `rows`, the rows of [before | N | rest]."""
+        """Set `self.rows` for the merged tokens, made from `rows`, the rows of [before | N | rest]."""
         sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
         if not self.in_graph:
             rows = self.shared.of(rows, self, before)
@@ -198,9 +198,9 @@ class ChainSite:
 
 
 class RopeCache:
-    """Rotary positions and other rows of merged tokens, shared by all blocks of a model in an evaluation."""
+    """Rotary positions of merged tokens, and other tensors with a row per token, shared by all blocks of a model."""
 
-    # (rows of all tokens, then plans), and the rows of merged tokens made from both.
+    # (rows of all tokens, then plans), and the rows of merged tokens made from them.
     entry: tuple[tuple[Any, ...], tuple[Tensor, ...]] | None = None
     image_start: int | None = None  # where the image begins in positions, noted by chains with a text stream
 
@@ -228,7 +228,7 @@ class BlockHook(Hook):
     own_site: ChainSite  # site of a chain that begins with this block
     site: ChainSite  # site of the block's chain in this evaluation: `own_site`, or that of an earlier block
     last: bool  # whether the chain ends with the block
-    preferences: Sequence[nn.Module]  # the attention functions that the checkpoint names, see `preferences_of`
+    preferences: Sequence[nn.Module]  # modules with the attention functions that the checkpoint names
 
     def __init__(
         self, module: nn.Module, name: str, signature: BlockSignature, work: Block, scope: Hashable, rope: RopeCache
@@ -259,7 +259,7 @@ class BlockHook(Hook):
 
     @outside_graph
     def outside(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block outside of a graph, where its chain decides as soon as the tokens are known."""
+        """Run the block outside of a graph, where its chain decides on merging as soon as the tokens are known."""
         site, signature = self.site, self.signature
         call_args = signature.call_args(args, kwargs)
         if not signature.has_image(call_args):
@@ -293,6 +293,6 @@ class BlockHook(Hook):
     _merged_outside = outside_graph(_merged)
 
     def _call_original(self, positional: int, call_args: CallArguments) -> Any:
-        """Call the block with as many positional arguments as the caller passed."""
+        """Call the block's own `forward`, with as many positional arguments as ComfyUI passed."""
         arguments = list(call_args.items())
         return self.original(*[value for _, value in arguments[:positional]], **dict(arguments[positional:]))

@@ -1,4 +1,4 @@
-"""Check the parts of ComfyUI that this pack uses, at the places of their use.
+"""Check the parts of ComfyUI that this pack uses, where it uses them.
 
 A later ComfyUI may call a hook with other arguments, or remove the hook. The pack then logs one warning that names the
 hook, and models run unmerged: a workflow that worked still works. Errors of this pack are handled in the same way, but
@@ -22,15 +22,15 @@ from .report_text import Line
 
 NEWEST_TRIED = "0.33.0"  # the newest ComfyUI that all tests have run on; `make api-check` lists changes in newer ones
 _warned: set[str] = set()
-RAISES_OWN_ERRORS = False  # set by `scripts.comfy_pack`, for tests and measurements
+RAISES_OWN_ERRORS = False  # whether `own_code` raises the original errors, as in tests; set by `scripts.comfy_pack`
 
 
 class UnmergedError(Exception):
-    """An error after which the next call of the model is not merged."""
+    """An error because of which a call of the model runs unmerged."""
 
     @property
     def reason(self) -> Message:
-        """The reason, as shown in the report."""
+        """The reason why the call is not merged, as shown in the report."""
         raise NotImplementedError
 
 
@@ -93,7 +93,7 @@ def optional_api(name: str) -> Iterator[None]:
 
 
 def warn(error: UnmergedError, consequence: str = "without merging") -> None:
-    """Log a warning, once per process. consequence: how sampling continues."""
+    """Log an error as a warning, once per process and text. consequence: how sampling continues."""
     text = str(error)
     if text in _warned:
         return
@@ -114,8 +114,8 @@ def warn(error: UnmergedError, consequence: str = "without merging") -> None:
     )
 
 
-# Options of ComfyUI that switch off two features for which all evaluations of a model must be alike: CUDA graphs, and
-# its compiler, which records a block's allocations and repeats the addresses in the next evaluation.
+# Options of ComfyUI that switch off two features which need all evaluations of a model to be alike: CUDA graphs, and
+# ComfyUI's compiler, which records a block's allocations and repeats the addresses in the next evaluation.
 _REPLAYS = ("disable_comfy_compiler", "disable_cuda_graphs")
 _replays_lock = Lock()
 _replays_before = list[dict[str, bool]]()
@@ -123,8 +123,9 @@ _replays_before = list[dict[str, bool]]()
 
 @contextmanager
 def without_replays() -> Iterator[None]:
-    """Keep ComfyUI from recording or replaying the evaluations inside. Merged evaluations allocate memory differently
-    from full ones, and cache tensors that outlive their block. Several devices may be inside at the same time."""
+    """Keep ComfyUI from recording or replaying the model calls inside, because merged calls allocate memory differently
+    from full ones, and cache tensors that outlive their block. Threads of several devices may be inside at the same
+    time; the last one to leave restores the options."""
     from comfy.cli_args import args
 
     with _replays_lock:
@@ -185,18 +186,18 @@ def with_argument(
 def check(module: nn.Module, hook: object) -> None:
     """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`.
 
-    The hook's `BlockSignature`, or its own `__call__`, lists the known arguments. The hook's positional arguments must
-    be the first ones of the class's `forward`, with the same names (names before a `/` do not count). The hook's named
-    arguments must come after these in `forward`. All further arguments of `forward` must have defaults, and the hook
-    must take and check them by a `**rest`.
+    The hook's known arguments are those of its `BlockSignature` or, without one, of its own `__call__`. The known
+    positional arguments must be the first ones of the class's `forward`, with the same names (names before a `/` do not
+    count). The known named arguments must exist in `forward`. Arguments of `forward` that are not known must have
+    defaults, and the hook must take them by a `**rest`.
     """
-    module = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes any argument
+    module = getattr(module, "_orig_mod", module)  # not torch.compile's wrapper, which takes any argument
     try:
         theirs = list(signature(type(module).forward).parameters.values())[1:]
     except ValueError as error:  # compiled code may hide its arguments
         raise UnsupportedApiError(f"{type(module).__name__}.forward: {error}") from error
     if any(p.kind is Parameter.VAR_POSITIONAL for p in theirs):
-        return  # this `forward` passes on all arguments
+        return  # a `forward` with `*args` passes all arguments on
     taken = getattr(hook, "signature", None)
     if taken is None:
         ours = list(signature(type(hook).__call__).parameters.values())[1:]

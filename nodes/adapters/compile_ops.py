@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...toma_core.kernels.layout import free_namespace
 
-# Graphs per function: full and merged ones, for a few dozen image sizes and prompt lengths.
+# Maximum number of graphs per function: enough for full and merged steps at a few dozen image sizes and prompt lengths.
 _GRAPHS = 64
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
@@ -31,14 +31,14 @@ def compiled(model_options: dict[str, Any]) -> bool:
 
 
 def in_one_piece(model_options: dict[str, Any]) -> bool:
-    """Whether torch.compile raises an error where the graph has to be broken, as by merging with unknown arguments."""
+    """Whether torch.compile must make one graph of the model and raises an error where merging would break it."""
     return bool((model_options.get("torch_compile_kwargs") or {}).get("fullgraph"))
 
 
 def allow_more_graphs() -> None:
-    """Allow as many graphs per function as there are sizes, prompts and references. By default PyTorch stops compiling
-    after eight graphs; full and merged steps need one graph each. The limit of graphs is not lowered again, because the
-    graphs remain."""
+    """Raise PyTorch's limit of eight graphs per function to `_GRAPHS`, because every image size and prompt length needs
+    a graph for full steps and one for merged steps. The limit is not lowered after the run, because the graphs
+    remain."""
     from torch._dynamo import config  # imported here, because the import takes seconds
 
     for name in ("recompile_limit", "cache_size_limit"):  # PyTorch before 2.6 has only `cache_size_limit`
@@ -48,7 +48,7 @@ def allow_more_graphs() -> None:
 
 
 _numbers = itertools.count()
-# The references are weak: a site lives as long as its hook, which lives as long as the model.
+# Sites by number. The references are weak, so that a site lives only as long as its hook, and the hook as its model.
 _sites: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -81,7 +81,7 @@ def _attend(t: Tensor, what: str, site: int, before: int, tokens: int, destinati
 
 
 def _own(result: Tensor, *inputs: Tensor) -> Tensor:
-    """Return a contiguous tensor that shares no memory with the inputs, because a graph may write into it."""
+    """Return a contiguous tensor that shares no memory with the inputs, because a graph may write into the result."""
     if any(result.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in inputs):
         return result.clone(memory_format=torch.contiguous_format)
     return result.contiguous()
@@ -96,7 +96,7 @@ def _rope(rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, de
 
 _namespace = free_namespace("toma_graphs", "enter")
 _library = torch.library.Library(_namespace, "FRAGMENT")
-# Operators get the strides of eager mode; the recording of CUDA graphs must stop at these operators.
+# The tags give operators tensors with the strides of eager mode, and keep operators out of CUDA graphs.
 _tags = tuple(
     getattr(torch.Tag, name) for name in ("needs_fixed_stride_order", "cudagraph_unsafe") if hasattr(torch.Tag, name)
 )

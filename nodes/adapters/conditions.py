@@ -12,24 +12,24 @@ from .compat import optional_api
 
 
 def chunks_of(batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
-    """Return the ids of the conditions in a batch, one for each equal chunk; (None,) if unknown."""
+    """Return the ids of the conditions in a batch, one for each chunk of equal size; (None,) if unknown."""
     chunks = tuple(transformer_options.get("uuids") or (None,))
     return chunks if batch % len(chunks) == 0 else (None,)
 
 
 def frames_of(transformer_options: Mapping[str, Any]) -> Hashable:
-    """Return the indices of a context window's images in a longer series, None for all."""
+    """Return the indices of the frames in a call's context window, None if the call has no window."""
     window = transformer_options.get("context_window")
     return None if window is None else tuple(getattr(window, "index_list", ()))
 
 
-# Parts of a block that guidance switches off in some calls of LTX-2.
+# Options by which guidance switches off parts of a block in some calls of LTX-2.
 _SWITCHES = ("run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn")
 
 
 def patches_of(transformer_options: Mapping[str, Any]) -> Hashable:
-    """Return the parts of a block that are switched off, and the patches. Patches are compared by the names of their
-    functions, because many functions are created again in each evaluation."""
+    """Return the options in `_SWITCHES` that are off, and the patches by the names of their functions. The functions
+    themselves cannot be compared between evaluations, because many nodes create them in each evaluation."""
     added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
     return (
         *(switch for switch in _SWITCHES if not transformer_options.get(switch, True)),
@@ -56,8 +56,8 @@ def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
 
 
 def area_size(area: Sequence[int] | None, size: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows and columns of an area, preceded by its frames if it has any, in a latent of this size. Sizes are
-    not positive outside of the latent."""
+    """Return the size of the part of an area that lies inside a latent of this size, (rows, columns) or (frames, rows,
+    columns). A number is 0 or negative if the area lies outside of the latent."""
     if area is None:
         return tuple(size)
     half = len(area) // 2
@@ -73,15 +73,16 @@ def takes_part(conds: Sequence[Mapping[str, Any]] | None, sigma: float | None) -
 
 
 def is_active(cond: Mapping[str, Any], sigma: float) -> bool:
-    """Whether a condition takes part at this noise level, as in ComfyUI."""
-    # ComfyUI compares with a tensor in single precision, and a step may begin exactly where a condition begins.
+    """Whether ComfyUI evaluates a condition at this noise level."""
+    # Round the limits to single precision, as ComfyUI does when it compares them with the noise level; otherwise a
+    # condition that begins exactly at a step could count as inactive there.
     start = np.float32(cond.get("timestep_start", np.inf))
     end = np.float32(cond.get("timestep_end", -np.inf))
     return bool(start >= sigma >= end)
 
 
 def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
-    """Return for each ControlNet of a condition whether it takes part. ControlNets change residuals and end chains."""
+    """Return for each ControlNet of a condition whether it acts at this noise level."""
     active, control = [], cond.get("control")
     while control is not None:
         within = getattr(control, "timestep_range", None)
@@ -91,8 +92,8 @@ def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
 
 
 def set_keyframes(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tensor, model_options: Any) -> None:
-    """Set the keyframes of weight hooks for an evaluation of these conditions. ComfyUI does the same a little later,
-    once per noise level."""
+    """Set the keyframes of the conditions' weight hooks for an evaluation, so that `weights_of` returns the strengths
+    with which the model will run. ComfyUI sets the same keyframes later in the evaluation."""
     for hooks in (cond["hooks"] for cond in conds if cond.get("hooks") is not None):
         with optional_api("ModelPatcher.prepare_hook_patches_current_keyframe"):
             model.current_patcher.prepare_hook_patches_current_keyframe(timestep, hooks, model_options)

@@ -1,8 +1,8 @@
-"""Find conditions of equal content, such as prompts of a schedule, so that they share caches.
+"""Find conditions of equal content, such as a prompt that a schedule repeats, so that they share caches.
 
-ComfyUI gives each condition an id, even if several hold the same text. Contents are compared by digests of their
-tensors. The conditions of a run are compared before sampling. Conditions that another node adds later are compared only
-where reading a tensor does not wait for a device.
+ComfyUI gives each condition its own id, even if several hold the same text. Contents are compared by digests of their
+tensors, before sampling. Of conditions that another node adds later, only tensors on the CPU are digested, because
+reading from a device would wait for it; tensors on a device are compared by address.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Entries that say when, where and how strongly a condition takes part, and entries that ComfyUI derives from others.
+# Entries of a condition that are not compared: when, where and how strongly the condition takes part, and entries that
+# ComfyUI derives from others.
 _NOT_CONTENT = {
     *("uuid", "strength", "area", "mask", "mask_strength", "set_area_to_bounds", "default", "model_conds"),
     *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
@@ -26,10 +27,10 @@ class Contents:
     """The contents of one run's conditions."""
 
     def __init__(self, conds: Mapping[str, Sequence[Mapping[str, Any]] | None] = {}) -> None:
-        """Compare the conditions of each group ("positive", "negative"), before sampling begins."""
+        """Compare all conditions before sampling begins. conds: by group ("positive", "negative")."""
         groups = [members or () for members in conds.values()]
         self._first = [cond for members in groups for cond in members]
-        # The id of the first condition with the same content, by each condition's id and by content.
+        # The id of the first condition with the same content: in `_of` by a condition's id, in `_stands` by content.
         self._of: dict[Hashable, Hashable] = {cond["uuid"]: cond["uuid"] for cond in self._first}
         self._stands: dict[Hashable, Hashable] = {}
         self._digests: dict[int, tuple[Any, Hashable]] = {}
@@ -68,7 +69,7 @@ class Contents:
 
 
 def _digest(tensor: Tensor, wait: bool) -> Hashable:
-    """Return a digest of a tensor's values, or their address if reading them would wait for a device."""
+    """Return a digest of a tensor's values. If they lie on a device and `wait` is False, return their address."""
     shape = tuple(tensor.shape)
     stride = tensor.stride()
     if not wait and tensor.device.type != "cpu":

@@ -1,7 +1,7 @@
 """Predict, before a run begins, which conditions each step evaluates, and which of them the caches will hold.
 
-Only the guider's `predict_noise` decides what is evaluated. This method is called on zeros, without the model and
-without the functions of other nodes, which may hold state.
+A guider's `predict_noise` decides which conditions are evaluated. To find out, this method is called on zeros, with a
+stand-in for the model. Functions of other nodes are left out of that call, because they may hold state.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .conditions import is_active, patches_of
 from .contents import Contents
 
 Area = tuple[int, ...]  # area of a latent: sizes, then starts; () for all of it
-# The entries that one evaluation caches: areas by signature. A signature names condition, area and call, as in
-# `SamplingRun`.
+# The entries that one evaluation caches: the area of each entry, by its signature. A signature consists of condition,
+# area, patches and number of the call, as in `SamplingRun`.
 Parts = dict[Hashable, Area]
 Call = tuple[Sequence[Any], Hashable]  # groups of conditions that are evaluated at once, and the patches of that call
 
@@ -37,7 +37,7 @@ _FOREIGN = ("sampler_", "model_function_wrapper", "context_handler", "denoise_ma
 
 
 def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Sequence[float]) -> list[Parts]:
-    """Return the cache entries that each step of a run would write as a refresh.
+    """Return for each step of a run the cache entries that the step would write if it were a refresh.
 
     shape: the latent's shape as packed by ComfyUI. sigmas: one per step; if empty, one step with every condition is
     returned.
@@ -60,7 +60,7 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 
 
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
-    """Return the areas of the entries in a run's caches at the time when these are fullest.
+    """Return the areas of the entries in a run's caches at the step when the caches are largest.
 
     steps: the entries of each step. size: returns the size of an area's entry.
     """
@@ -77,7 +77,7 @@ def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area],
 
 
 class _Unloaded:
-    """Stands in for a model that is not loaded yet: everything works except evaluation."""
+    """Stands in for a model that is not loaded yet: its attributes can be read, but it cannot be evaluated."""
 
     def __init__(self, patcher: Any) -> None:
         self._model = patcher.model
@@ -98,7 +98,7 @@ def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dic
         for group in prepared.values():
             samplers.resolve_areas_and_cond_masks_multidim(group, tuple(shape[2:]), torch.device("cpu"))
             samplers.calculate_start_end_timesteps(model, group)
-        # Each area of one group is evaluated for the other groups too.
+        # ComfyUI evaluates each area of one group for the other groups, too.
         for name, group in prepared.items():
             for cond in group:
                 for other in (each for key, each in prepared.items() if key != name):
@@ -120,7 +120,7 @@ def _calls(
         alone = not unguided_too and math.isclose(guider.cfg, 1.0)
         yield [conds.get(name) for name in ("positive", "negative")[: 1 if alone else 2]], ()
     elif any(getattr(type(guider), name, None) is not getattr(CFGGuider, name) for name in _PREPARING):
-        yield list(conds.values()), ()  # `predict_noise` would run before its guider is prepared
+        yield list(conds.values()), ()  # without its preparation, `predict_noise` cannot be called
     else:
         if sigma is None:
             sigma = float(model.model_sampling.sigma_max)
@@ -144,7 +144,7 @@ def _asked(
     try:
         asked = copy(guider)
         for name, value in vars(guider).items():
-            if type(value) in (dict, list, set):  # `predict_noise` may write into such attributes
+            if type(value) in (dict, list, set):  # copied, because `predict_noise` may write into it
                 setattr(asked, name, copy(value))
         options = {key: value for key, value in guider.model_options.items() if not key.startswith(_FOREIGN)}
         options["transformer_options"] = {

@@ -41,11 +41,11 @@ class ModelHooks:
     """The hooks of one model, which live as long as the model. By default there are no blocks and nothing is merged."""
 
     takes_frames = False  # whether latents may have several frames
-    own_presets: Fields = MappingProxyType({})  # fields in which presets differ from those for the kind of model
+    own_presets: Fields = MappingProxyType({})  # settings in which this model's presets differ from its kind's
 
     def kind(self, kv_cache: bool) -> ModelKind:
-        """Return the kind of model for which presets have settings. kv_cache: whether the model has a KV cache. UNets
-        have no KV cache: their convolutions see all tokens, so the error is small without one."""
+        """Return the kind of model, by which presets choose settings. kv_cache: whether a run has a KV cache. UNets,
+        the default, never have one: their convolutions see all tokens, so the error is small without it."""
         return ModelKind.UNET
 
     def select(
@@ -59,7 +59,7 @@ class ModelHooks:
         return iter(())
 
     def hook_pairs(self) -> Iterator[HookPair]:
-        """Yield every (module, hook) pair that `select` can yield as long as the modules are ComfyUI's own."""
+        """Yield every (module, hook) pair that `select` can yield, except for modules that another pack replaced."""
         return iter(())
 
     def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
@@ -67,7 +67,7 @@ class ModelHooks:
         return iter(())
 
     def flops_beside_blocks(self, latent: Tensor) -> float:
-        """Return the FLOPs that an evaluation of one image needs outside of `blocks`; a multiply-add is two."""
+        """Return the FLOPs that an evaluation of one image needs outside of `blocks`; a multiply-add counts as two."""
         return 0.0
 
     def kv_cache_numel(
@@ -91,8 +91,8 @@ class ModelHooks:
         """Return the FLOPs of the unmerged run divided by this run's, for a latent of (B, C, ..., H, W). FLOPs are
         computed from shapes: nothing is measured in a step.
 
-        None if nothing was merged, if the model got tiles of the latent, or if the model got reference images, whose
-        tokens are not merged. The counts leave out plans, and text tokens beyond a family's minimum.
+        None if nothing was merged, or if the model got tiles of the latent or reference images, whose tokens are not
+        counted. Also not counted are the making of plans, and text tokens beyond a family's minimum.
         """
         stats, schedule = run.stats, run.schedule
         if run.tiles or run.references or not stats.merged_blocks:
@@ -101,7 +101,7 @@ class ModelHooks:
         every = (self.flops_beside_blocks(latent) + sum(fact.flops() for fact in facts)) * stats.evaluations
         saved = 0.0
         for step, ratio in stats.merged_steps.items():
-            # None: all blocks have the same ratio.
+            # None if all blocks have the same ratio
             by_block = schedule.ratios_at(0.0, step) if schedule.sigmas else None
             for fact in facts:
                 if step in stats.merged_at.get(fact.name, ()):
@@ -121,18 +121,18 @@ class Transformer(ModelHooks, ABC):
     between: tuple[str, ...] = ()  # patches of other nodes that read tokens between two blocks
     passes_options = True  # whether blocks pass ComfyUI's options to their attention; if not, there is no KV cache
     width = 0  # channels of a token, 0 if unknown
-    keys_width = 0  # channels of a token's keys in all attentions of a block; 0 if equal to those of the token
+    keys_width = 0  # channels of a token's keys, summed over a block's attentions; 0 if as many as `width`
     patch_size = 2  # side of a token in pixels of the latent
     references_follow = False  # whether the tokens of reference images come directly after those of the image
     hooks: list[list[BlockHook]]  # by group, then by block
 
     def __init__(self, model: Any) -> None:
-        self.model = ref(model)  # weak, because the registry stores these hooks by their model
+        self.model = ref(model)  # weak: the registry drops the hooks when their model is deleted
         shared = RopeCache()
         self.groups = self.block_groups(model)
-        # Lists are stored by name, because another pack may replace the list.
+        # Store the names of the lists of blocks, because another pack may replace a list.
         self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.groups]
-        # Only blocks of one kind share plans, because the tokens of other kinds differ.
+        # The kind is the scope of plans: blocks of different kinds have different tokens and must not share plans.
         self.hooks = [
             [
                 BlockHook(unwrapped(module), f"{group.kind}.{n}", group.signature, group.work, group.kind, shared)
@@ -164,7 +164,7 @@ class Transformer(ModelHooks, ABC):
     def kv_cache_numel(
         self, latent: Tensor, config: ToMAConfig, options: Options, controlled: bool, references: Sequence[Tensor]
     ) -> tuple[int, int]:
-        # Grouped keys are counted in full, because attention gets repeated keys.
+        # Without `keys_width`, grouped keys count once for each head of queries, because attention gets them repeated.
         if not self.passes_options:
             return 0, 0
         merged = references if config.merge_references and self.references_follow else ()
@@ -181,8 +181,8 @@ class Transformer(ModelHooks, ABC):
         return tokens * self.width * updates, tokens * (self.keys_width or self.width) * keys
 
     def chains(self, options: Options, config: ToMAConfig) -> bool:
-        """Whether tokens stay merged from one block to the next. Step caches that run the blocks in their own loops may
-        read tokens between any two blocks."""
+        """Whether tokens may stay merged from one block to the next: not if another node may read tokens between them,
+        by a patch or because it runs the blocks in its own loop, as step caches do."""
         model: Any = self.model()
         stacked = config.granularity is Granularity.STACK and runs_own_loop(model, _LOOPS)
         return stacked and not patched(options, self.between)

@@ -64,12 +64,14 @@ class KVCachePlan:
 def plan_kv_cache(
     config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any, packed: Sequence[int], sigmas: Sequence[float] = ()
 ) -> KVCachePlan:
-    """Decide what a run on latents of (B, C, ..., H, W) caches. Keys and values have full precision if they fit beside
-    the model's weights, else four bits, for fewer blocks if necessary. Keys and values that do not fit on the card lie
-    in main memory; if main memory is short too, nothing is cached.
+    """Plan the KV cache of a run on latents of (B, C, ..., H, W).
+
+    Keys and values have full precision if they fit on the card beside the model's weights, else four bits. Those that
+    do not fit in four bits lie in main memory. If main memory is short too, only the keys and values of some blocks are
+    cached, or none.
 
     packed: the shape of all streams as packed by ComfyUI. sigmas: one per step, then that at the run's end; if empty,
-    all conditions count.
+    every condition is counted.
     """
     model, options = guider.model_patcher, guider.model_options
     hooks = registry.find(model.get_model_object("diffusion_model"))
@@ -121,9 +123,9 @@ def _numbers(
     windows: float,
     config: ToMAConfig,
 ) -> tuple[int, int, int]:
-    """Return the maximum number of elements of updates that a run with these settings holds at a time, the same for
-    keys and values, and how many conditions have keys and values. steps: see `evaluated_parts`. windows: see
-    `windows_of`."""
+    """Return three numbers for a run with these settings, at the step when its caches are largest: the elements of
+    updates, the elements of keys and values, and the conditions with cached entries. steps: see `evaluated_parts`.
+    windows: see `windows_of`."""
     conds = _conds(guider)
     of_an_area = partial(
         hooks.kv_cache_numel,
@@ -220,12 +222,13 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
     try:
         activations, _ = estimate_memory(as_run, shape, guider.conds)
     except Exception as error:
-        # A later ComfyUI may estimate memory in another way. A cache in four bits fits most cards without an estimate.
+        # Count no free memory if the estimate fails, because a later ComfyUI may estimate memory in another way.
         warn(UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}"), "with a smaller KV cache")
         return 0.0
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
     loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
-    # A guider may use a second model for the negative prompt. Clones of a model share weights.
+    # Count the guider's own models, too: it may use a second one for the negative prompt. Count clones of a model once,
+    # because they share weights.
     loaded += [model, *model.model_patches_models(), *(m for m in vars(guider).values() if isinstance(m, ModelPatcher))]
     here = {id(getattr(m, "model", m)): m for m in loaded if m.load_device == model.load_device}
     weights = sum(m.model_size() for m in here.values())
@@ -244,7 +247,8 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
 
 def windows_of(guider: Any, latent: Tensor) -> float:
     """Return how often a frame of the latent is evaluated for a condition: more than once where context windows
-    overlap, 0 where windows move at each step, because a full step would then have cached other frames."""
+    overlap. Return 0 where windows move at each step, because nothing can be cached there: the frames that a full step
+    caches are not those of the next step."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:
@@ -252,15 +256,15 @@ def windows_of(guider: Any, latent: Tensor) -> float:
         if handler.context_schedule.name in _MOVING:
             return 0.0
         windows = handler.get_context_windows(guider.model_patcher.model, latent, guider.model_options)
-        # ComfyUI may add a frame before the frames of a window.
+        # Count one more frame per window, because ComfyUI may add a frame before those of the window.
         return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
     except (AttributeError, TypeError, IndexError):
-        return 1.0  # windows of another pack: the size of the cache is limited in any case
+        return 1.0  # windows of another pack, of which nothing is known
 
 
 class _AsRun:
-    """Stands in for a model's patcher and has the dtype and the options of the run. A copy of the patcher would detach
-    the model when the copy is deleted."""
+    """Stands in for a model's patcher and has the dtype and the options of the run. It is no copy of the patcher,
+    because the deletion of a copy would detach the model."""
 
     def __init__(self, patcher: ModelPatcher, options: dict[str, Any]) -> None:
         self._patcher, self.model_options, self.model = patcher, options, copy(patcher.model)

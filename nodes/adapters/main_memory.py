@@ -10,12 +10,11 @@ from comfy import model_management
 
 from .compat import optional_api
 
-# The share of main memory that keys and values may take, because ComfyUI also keeps weights and text encoders in main
-# memory.
+# The share of main memory that keys and values may take; ComfyUI needs the remainder for weights and text encoders.
 SHARE = 0.35
-# Bytes that always stay free. ComfyUI pins weights until about 2 GB are available.
+# Bytes of main memory that keys and values leave free. ComfyUI itself leaves about 2 GB free when it pins weights.
 _LAST = 1e9
-# Where a container on Linux finds its limits: per version of control groups, the files with the limit and the usage.
+# Files with the memory limit and the usage of a container on Linux, for versions 2 and 1 of control groups.
 _CGROUPS = Path("/sys/fs/cgroup")
 _FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
@@ -56,7 +55,7 @@ def _container() -> _Memory | None:
         except (OSError, ValueError):  # the files do not exist, or the limit is "max"
             continue
         stat = dict(line.split() for line in lines)
-        # Cached files are dropped when memory is needed; psutil also counts them as available.
+        # Count cached files as available, as psutil does, because Linux drops them when memory is needed.
         files = float(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
         return _Memory(total, total - taken + files)
     return None

@@ -24,10 +24,10 @@ def merged_call(
     x: Tensor,
     positions: Hashable = (),
 ) -> Any:
-    """Return the result of `call` under the hooks that `select` chooses for latents x of (B, C, ..., H, W).
+    """Return the result of `call` with the hooks installed that `select` chooses for latents x of (B, C, ..., H, W).
 
-    The use of the caches is decided when the chains of the call are known, before the model runs. If this pack fails
-    before that decision, the call is full. positions: see `conditions.positions_of`.
+    The use of the caches is decided when the chains of the call are known, before the model runs. If code of this pack
+    fails before the model runs, the call is full. positions: see `conditions.positions_of`.
     """
     with ExitStack() as installation:
         try:
@@ -70,5 +70,5 @@ def _note(
     sites: Sequence[ChainSite], sampling: SamplingRun, evaluation: Evaluation, x: Tensor, layout: Hashable
 ) -> None:
     missed = [site for site in sites if not site.reached or site.pair]
-    if len(missed) < len(sites) or not sites:  # otherwise another node has skipped the model
+    if len(missed) < len(sites) or not sites:  # if all chains were missed, another node has skipped the model
         sampling.ended(evaluation, x, layout, [site.chain.name for site in missed if site.chain is not None])

@@ -1,9 +1,9 @@
 """Replace a module's `forward` for the duration of one model evaluation, in the same way for every model.
 
-ComfyUI's patch lists are not sufficient: the UNet has none around the feed-forward or a block, in Flux a place for a
-patch holds one patch only, often another pack's, and in both models patches would get merged tokens. A replaced
-`forward` lies inside all patches, so patches get all tokens. The model is unchanged between evaluations, however a run
-ends.
+ComfyUI's own patches are not sufficient. The UNet has no patches around the feed-forward or a block. A block of Flux
+can have only one patch, which is often another pack's. In both models, patches of other packs would get merged tokens,
+whereas a replaced `forward` lies inside all patches, so that they get all tokens. The model is unchanged between
+evaluations, however a run ends.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def kinds_of(model: nn.Module) -> list[str]:
-    """Return the names of those classes of a model that ComfyUI defines, most derived first. Other packs, and PyTorch
-    on several cards, derive further classes from ComfyUI's."""
+    """Return the names of those classes of a model that ComfyUI defines, most derived first. Classes
+    that other packs, or PyTorch on several cards, derive from them are left out."""
     return [kind.__name__ for kind in type(model).__mro__ if _by_comfyui(kind)]
 
 
@@ -29,14 +29,14 @@ def is_original(block: nn.Module) -> bool:
     """Whether a block is of one of ComfyUI's classes, and not of a class that another pack has put in its place."""
     module = unwrapped(block)
     own = vars(module).get("forward")
-    # Use the class that defines `forward`, because PyTorch derives a further class if weights are spread over cards.
+    # Judge by the class that defines `forward`: PyTorch derives a class without it if weights are spread over cards.
     homes = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
     return _by_comfyui(homes[0]) and (own is None or isinstance(own, Hook) or _by_comfyui(own))
 
 
 def foreign_positions(model: nn.Module | None) -> str | None:
-    """Return the class of another pack's module that computes positions, None without such a module. The positions of
-    such modules may differ at each step, as for pictures larger than in training."""
+    """Return the class of a module that computes the model's positions, if the module is another pack's, else None. Its
+    positions may differ at each step, as some packs do for pictures larger than in training."""
     for name, child in () if model is None else unwrapped(model).named_children():
         if name.startswith(_POSITIONS) and not type(child).__module__.startswith("torch.") and not is_original(child):
             return type(child).__name__
@@ -44,7 +44,7 @@ def foreign_positions(model: nn.Module | None) -> str | None:
 
 
 def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
-    """Whether all of these methods that the model has are ComfyUI's own."""
+    """Whether the model runs its blocks in ComfyUI's own code. methods: names of methods that may run the blocks."""
     loops = [getattr(type(model), name) for name in methods if hasattr(type(model), name)]
     return vars(model).keys().isdisjoint(methods) and all(map(_in_its_own_file, loops))
 

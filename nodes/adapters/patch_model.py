@@ -3,7 +3,7 @@
 apply_toma       -> settings and three wrappers on a clone of the model
 OUTER_SAMPLE     -> once a run: a new `SamplingRun`, dropped at the end, however the run ends
 PREPARE_SAMPLING -> when ComfyUI loads the model for a run with a KV cache: reserves the cache's memory
-PREDICT_NOISE    -> once an evaluation of the sampler; each run adds this wrapper in front of all others
+PREDICT_NOISE    -> once an evaluation of the sampler; each run adds this wrapper in front of all other wrappers
 CALC_COND_BATCH  -> once for all conditions of an evaluation: its noise level becomes a `StepPlan`
 APPLY_MODEL      -> once a batch of conditions: hooks are installed around the model call
 """
@@ -111,7 +111,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             noise = streams.first(packed, shapes)
             config, kv_plan = run_config(attachment, guider, noise, sampler, packed.shape, sigmas)
             if config.kv_cache and enlarges(sampler):
-                kv_plan = KVCachePlan(reason=kv_plan.reason)  # no cache, because all steps are full
+                kv_plan = KVCachePlan(reason=kv_plan.reason)  # no cache, because this sampler's steps are all full
             video = noise.ndim > 4 and getattr(registry.find(model.model.diffusion_model), "takes_frames", False)
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, video)
             sampling.shapes = shapes
@@ -131,7 +131,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
                 _wrap_first(options["transformer_options"], "PREPARE_SAMPLING", _prepare_sampling)
             if _wrap_first(options["transformer_options"], "PREDICT_NOISE", _predict_noise):
                 sampling.tracker = SigmaTracker(sigmas, sampler, guider)
-                # A wrapper of another pack may change the latent between the sampler and the model.
+                # Measure new noise where a wrapper of another pack may change the latent between sampler and model.
                 between = WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH
                 foreign = wrapped_by_others(options_before["transformer_options"], between)
                 cached = bool(config.kv_cache)
@@ -187,8 +187,8 @@ def run_config(
 
 
 def _wrap_first(transformer_options: dict[str, Any], kind: str, wrapper: Any) -> bool:
-    """Add a wrapper in front of all others for a run. Return False if ComfyUI has no wrappers of this kind. Then no
-    node can skip evaluations, as LazyCache does, but each noise level has to be read, which waits for the device."""
+    """Add a wrapper in front of all other wrappers, for one run. Return False if this ComfyUI has no wrappers of this
+    kind."""
     kind = getattr(WrappersMP, kind, "")
     if not kind:
         return False
@@ -224,9 +224,9 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         image = executor(*args, **kwargs)
     except torch.OutOfMemoryError:
-        # All conditions are evaluated again, because guidance would amplify an error in a single one. With several
-        # devices this is impossible: ComfyUI does not wait for the other devices, and would take their results for
-        # those of the next evaluation.
+        # Evaluate all conditions again, on all tokens: if only one condition were repeated, guidance would amplify its
+        # difference from the merged ones. With several devices this is impossible: ComfyUI does not wait for the other
+        # devices, and would take their results for those of the next evaluation.
         if sampling is None or sampling.several_devices or not sampling.no_memory():
             raise
         image = None
@@ -300,7 +300,8 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return merged_call(full, select, sampling, evaluation, x, positions_of(options))
     except torch.OutOfMemoryError:
-        # If several devices run, the device that ran out of memory repeats its own call, see `_predict_noise`.
+        # With several devices, the one that ran out of memory repeats its own call here; with a single device,
+        # `_predict_noise` repeats the evaluation.
         if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):
             raise
     end_interrupted(several_devices=True)

@@ -1,7 +1,8 @@
 """Measure the error of merging during an unmerged sampling run: one site at a time, once in each band.
 
-At one step of each band the first condition is evaluated again with one site merged, by the pack's own hooks and plans;
-only the ratios of the schedule differ. The predicted clean images are compared.
+A site is a group of blocks, a band is a range of steps. At one step of each band, the first condition is evaluated
+again for each site, with only this site merged. The error is the difference from the clean image that the unmerged
+model predicts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .origin import unwrapped
 from .patch_model import apply_toma
 
 _KEY = "toma_probes"
-RATIO = 0.5  # for single sites
-RATIOS = (0.25, 0.5, 0.75)  # for all sites together, measured in the middle band
+RATIO = 0.5  # at which single sites are measured
+RATIOS = (0.25, 0.5, 0.75)  # at which all sites together are measured, in the middle band
 MAX_BANDS = 3
 # Keys of wrappers that are removed from a model before measuring: ComfyUI's step caches return results of earlier
 # steps, and torch.compile would build a graph for every site and ratio.
@@ -53,7 +54,7 @@ class Probes:
     tick: Callable[[], None] = lambda: None  # called before each additional evaluation
     sigmas: tuple[float, ...] = ()  # noise levels at which the run's steps begin; empty before the run
     bands: tuple[Band, ...] = ()
-    # By band, site (None for all sites together) and ratio. Errors stay on the device, because reading a value would
+    # Squared errors by band, site (None for all sites together) and ratio, on the device, because reading a value would
     # make the host wait.
     _errors: dict[tuple[int, str | None, float], Tensor] = field(default_factory=dict)
 
@@ -91,7 +92,7 @@ class Probes:
             self.sigmas, self.bands = schedule.sigmas, bands_of(schedule.sigmas)
         measured = {band for band, _, _ in self._errors}
         band = next((n for n, each in enumerate(self.bands) if each.may_probe(step) and n not in measured), None)
-        # After memory ran out every evaluation is full, and its error would be measured as 0.
+        # Measure nothing after memory ran out: every evaluation is then full, and its error would be 0.
         if band is None or run.disabled_by or not takes_part(conds[0], sampling.sigma):
             return images
 
@@ -103,7 +104,8 @@ class Probes:
             image: Tensor = executor(model, conds[:1], x, timestep, options)[0]
             return image.float()
 
-        # The baseline is evaluated alone, as the probes are, because batches of two round differently.
+        # If the run evaluates two conditions in a batch, evaluate the first alone for comparison, because the probes
+        # evaluate it alone and a batch of two rounds differently.
         alone = len(conds) == 1 or conds[1] is None
         unmerged = images[0].float() if alone else evaluated(None, 0.0)
         probes: list[tuple[str | None, float]] = [(site, RATIO) for site in self.sites]
@@ -123,7 +125,7 @@ def without_caches(model: ModelPatcher) -> ModelPatcher:
             for key in _LEFT_OUT:
                 wrappers.pop(key, None)
     with optional_api("ModelPatcher.object_patches"):
-        # Some packs put torch.compile's wrapper around each block.
+        # Drop patches that put torch.compile's wrapper around a block, as some packs do.
         plain = {key: module for key, module in patched.object_patches.items() if unwrapped(module) is module}
         patched.object_patches = plain
     patched.model_options.pop("torch_compile_kwargs", None)
@@ -131,7 +133,7 @@ def without_caches(model: ModelPatcher) -> ModelPatcher:
 
 
 def bands_of(sigmas: Sequence[float]) -> tuple[Band, ...]:
-    """Return the steps of a run in up to three bands."""
+    """Divide the steps of a run into at most three bands."""
     count = min(MAX_BANDS, len(sigmas))
     borders = [round(n * len(sigmas) / count) for n in range(count + 1)] if count else []
     parts = [range(*border) for border in pairwise(borders)]
@@ -140,15 +142,16 @@ def bands_of(sigmas: Sequence[float]) -> tuple[Band, ...]:
 
 
 def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
-    """Divide consecutive blocks into at most `limit` sites, and return their blocks by name. A site is a stack, or
-    neighbouring blocks with little work."""
+    """Divide blocks into at most `limit` sites, and return the names of each site's blocks, by the site's name. A site
+    is a stack of blocks, or several neighbouring stacks with little work."""
     stacks: dict[str, list[BlockFacts]] = {}
     for block in blocks:
         stacks.setdefault(block.home, []).append(block)
     groups = list(stacks.values())
 
     def joint_work(index: int) -> tuple[bool, float]:
-        """Return a sorting key by which neighbours are joined, smallest first: equal resolutions, then little work."""
+        """Return a sorting key of two neighbouring groups; those with the smallest key are joined first: groups of
+        equal resolution before others, then those with the least work."""
         a, b = groups[index : index + 2]
         return a[0].tokens != b[0].tokens, math.fsum(block.flops() for block in (*a, *b))
 
@@ -160,7 +163,7 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
 
 
 def _growth(errors: Mapping[float, float], ratio: float) -> float:
-    """Return the factor from the error at `RATIO` to the error at a ratio; if unknown, errors grow as the square of the
-    ratio."""
+    """Return the error at a ratio divided by the error at `RATIO`. If it was not measured, assume that errors grow as
+    the square of the ratio."""
     known = math.isfinite(errors.get(ratio, math.nan)) and errors.get(RATIO, 0.0) > 0.0
     return errors[ratio] / errors[RATIO] if known else (ratio / RATIO) ** 2

@@ -1,11 +1,11 @@
 """Find the family of a model, and the properties by which models are distinguished.
 
-A new family is one new file, its import in this module and its name in `_NAMES`.
+To add a family, add its file, its import in this module and its name in `_NAMES`. The file defines:
 
-NAME     as users read it
+NAME     name of the family, as users read it
 MODEL    ComfyUI's class
 fits     whether a model of the class belongs to the family; without this function all models do
-DERIVED  known classes that ComfyUI derives from MODEL, or from another class
+DERIVED  names of supported classes that ComfyUI derives from MODEL, and of MODEL if it is derived itself
 Hooks    see `family`
 """
 
@@ -29,14 +29,14 @@ from .family import ModelHooks
 from .model_hooks import HookPair
 from .origin import kinds_of, unwrapped
 
-# Families whose classes in this ComfyUI differ from those that this pack knows.
+# Families that could not be imported, because this ComfyUI's classes differ from those that this pack knows.
 _unavailable: list[str] = []
 
 
 @contextmanager
 def _of(family: str) -> Iterator[None]:
-    """Guard the import of a family. A ComfyUI older than the family's models has no folder for these models and cannot
-    load them."""
+    """Log a warning if the import of a family fails. No warning is needed in a ComfyUI older than the family's models:
+    it has no module for them and cannot load them."""
     try:
         with require_api(f"the classes of {family}"):
             yield
@@ -110,13 +110,12 @@ class Unsupported(MessageId):
 
 
 class UnsupportedModelError(MessageError):
-    """The model is of no known class. The message says what to do and names ToMA."""
+    """The model is of no known class. The message itself names ToMA, so it has no prefix."""
 
     prefix = ""
 
 
-# The keys are weak references to the model itself: hooks live as long as the model, and no clone can carry the modules
-# of another model.
+# The hooks of each model. References to the models are weak, so that hooks live only as long as their model.
 _hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()
 
 
@@ -144,7 +143,7 @@ def is_of(family: Any, model: nn.Module) -> bool:
 
 
 def _made(family: Any, model: nn.Module) -> ModelHooks:
-    """Return the family's hooks for the model; `_Plain` unless each hook can stand in for its module."""
+    """Return the family's hooks for the model; `_Plain` if some hook cannot stand in for its module."""
     try:
         with require_api(type(model).__name__):
             hooks: ModelHooks = family.Hooks(model)
@@ -162,7 +161,7 @@ def require(diffusion_model: nn.Module) -> ModelHooks:
     if hooks is None:
         kind = type(unwrapped(diffusion_model))
         if not kind.__module__.startswith("comfy."):
-            # ComfyUI names the modules of a pack by the pack's path.
+            # Take the pack's name from the module's name, which ComfyUI makes from the pack's path.
             pack = kind.__module__.replace("\\", ".").replace("/", ".").rpartition("custom_nodes.")[2]
             raise UnsupportedModelError(Unsupported.WRAPPED(model=kind.__name__, pack=pack))
         supported = tuple(family.NAME for family in _FAMILIES)
