@@ -69,7 +69,7 @@ gc.freeze()
 
 
 class FaultModel:
-    """A small model whose attention can fail."""
+    """Loads a small model whose attention can fail."""
 
     RETURN_TYPES = ("MODEL", "CONDITIONING", "CONDITIONING")
     FUNCTION = "load"

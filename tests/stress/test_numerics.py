@@ -51,7 +51,7 @@ def check_picks(plan: Any) -> None:
 
 
 def check_weights(plan: Any) -> None:
-    """Check that weights are finite, and that used rows of M sum to 1 up to rounding."""
+    """Check that weights are finite, and that used rows of the merge weights sum to 1 up to rounding."""
     M = plan.merge_weights.float()
     assert M.isfinite().all()
     assert plan.unmerge_weights.isfinite().all()

@@ -25,7 +25,7 @@ ALLOWED = {
     *("textwrap", "threading", "time", "types", "typing", "uuid", "weakref"),
     *("comfy", "comfy_api", "comfy_execution", "comfyui_version", "numpy", "PIL", "psutil", "torch", "triton"),
 }
-# Names of builtins, and of attributes of any object except Triton's `load`, which reads GPU memory.
+# Refuse these builtins, and these attributes of any object except Triton's `load`, which reads GPU memory.
 REFUSED_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
 REFUSED_ATTRIBUTES = {
     *("load", "save", "open", "fromfile", "tofile", "loadtxt", "savetxt", "genfromtxt", "memmap", "savez", "dump"),

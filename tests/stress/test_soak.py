@@ -264,7 +264,6 @@ def test_soak(lab: ComfyServer, census: Any, fresh_process: Callable[[Graph], st
     wrong = [index for index, task in enumerate(work) if fresh_process(task.graph) != task.latent]
     fresh_seconds = time.monotonic() - begin
 
-    # Between prompts no object of a run is alive, and the number of cached objects is limited.
     last = counts.append(census(lab)) or counts[-1]
     time.sleep(1.0)
     handles.append((process.num_fds(), process.num_threads()))

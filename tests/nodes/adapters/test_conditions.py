@@ -18,7 +18,7 @@ SIDE = 24
 # Batches of different sizes round differently. Sharp weights would amplify the difference for tokens with two nearly
 # equal destinations, so use soft weights and fixed destinations.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
-NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # values of latents reach 500
+NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # large, because values of latents reach 500
 every_kind = loop("kind", ["unet", "flux", "qwen"])
 
 

@@ -151,7 +151,7 @@ def test_of_other_guiders_all_conditions_count(how: str, flux: Any) -> None:
 
 
 def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
-    """The prediction does not call the guidance's functions, because they may hold state."""
+    """The size is predicted without a call of the guidance's functions, which may hold state."""
     import comfy.samplers
 
     def perturbed(args: Any) -> Any:
@@ -229,7 +229,7 @@ def test_areas_count_by_their_size(
 def test_prompts_that_take_turns_fit_where_two_prompts_fit(
     model_of: Any, stats_of: Any, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With exactly the memory that a first run requested, a second run merges as many steps."""
+    """With exactly the memory that a first run requested, a second run merges as many steps as the first."""
     memory, model = pack_module("nodes.adapters.kv_memory"), model_of("flux")
     merged, conds = run.apply_toma(model, preset("balanced")), turns(model, 10)
     models.sample(merged, HEIGHT, WIDTH, steps=20, positive=conds)

@@ -32,7 +32,7 @@ SHOWN = {"attn1_patch": lambda n, context, value, options: (n, context, value), 
 def test_auto_receives_the_blocks_that_are_merged_together(
     model: Any, granularity: str, patch: str, around: set[str], attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stack of one block counts as a block."""
+    """For Auto, a stack of one block counts as a block."""
     asked = set()
 
     def too_little(*sizes: Any) -> None:

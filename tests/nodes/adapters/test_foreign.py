@@ -165,7 +165,7 @@ def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -
 
 def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
     """Preset `paper` skips 5 blocks in Flux.1, where this number was measured. Models with fewer double blocks, such as
-    Ovis, LongCat and pruned models, skip a share of 0.1."""
+    Ovis, LongCat and pruned models, skip a tenth of their blocks."""
     from scripts.comfy_pack import pack_module
 
     find, core = pack_module("nodes.adapters.registry").find, pack_module("toma_core")

@@ -62,7 +62,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 # By run: size of the latent, and guidance scale. Odd sides give windows of several sizes and budgets.
 RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "odd": ((38, 29), 1.0)}
 HALVED = {"sd15", "ltx"}  # families with one token per latent pixel; their latents have half the side here
-# A low `min_tokens`, because Auto would not merge the coarser grids of UNets.
+# Use a low `min_tokens`, because Auto would not merge the coarser grids of UNets.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
 # Without a preset, skip the first five double and single blocks of Flux.
 FIRST = {"flux": {"skip_first_blocks": 5}}
@@ -143,7 +143,7 @@ def facts(latent: Tensor) -> dict[str, Any]:
     places = [i * (latent.numel() - 1) // (VALUES - 1) for i in range(VALUES)]
     exact = latent.double()
     sums = {"mean": float(exact.mean()), "rms": float(exact.norm()) / math.sqrt(latent.numel())}
-    # Nine digits represent fp32 exactly.
+    # Store nine digits, which represent fp32 exactly.
     return {name: float(f"{value:.9g}") for name, value in sums.items()} | {
         "values": [float(f"{value:.9g}") for value in latent.flatten()[places].tolist()]
     }

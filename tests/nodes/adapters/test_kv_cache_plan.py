@@ -143,8 +143,8 @@ def test_a_model_for_the_negative_prompt_counts(model_of: Any) -> None:
 def test_the_estimate_of_a_later_comfyui_may_read_all_that_a_patcher_has(
     model_of: Any, stats_of: Any, cache_plans: list[Any], warnings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The estimate of ComfyUI's pull request 16116 reads the model's options. If ComfyUI's estimate fails, the run is
-    still merged."""
+    """The memory estimate in ComfyUI's pull request 16116 reads the model's options. If such an estimate fails, the run
+    is still merged."""
     kv_memory, model, read = pack_module("nodes.adapters.kv_memory"), model_of("flux"), list[dict[str, Any]]()
     estimate_memory = kv_memory.estimate_memory
 
@@ -189,7 +189,8 @@ def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, cache_plans: li
 
 
 def test_activations_are_counted_in_the_dtype_of_the_run(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ToMA corrects ComfyUI's estimate, which reads the model's dtype before ModelComputeDtype has changed it."""
+    """ToMA corrects ComfyUI's estimate of activations, which reads the model's dtype before ModelComputeDtype has
+    changed it."""
     import comfy.model_management as management
     from comfy_extras.nodes_model_advanced import ModelComputeDtype
 

@@ -87,8 +87,7 @@ def test_the_grid_fits_the_tokens_in_a_unet(
 def test_the_image_lies_where_flux_says(
     flux: Any, attach: Any, listening: Any, granularity: str, full_step_interval: int, with_references: bool
 ) -> None:
-    """`img_slice` is [text, text + D + references] for D merged image tokens. With full_step_interval 2, every second
-    step is full."""
+    """`img_slice` is [text, text + D + references] for D merged image tokens."""
     foreign, calls = listening(flux)
     settings = {"granularity": granularity, "full_step_interval": full_step_interval, "skip_first_blocks": 1}
     model = attach(foreign, **settings)

@@ -239,7 +239,7 @@ def test_options_may_be_copied_before_sampling(
 @copies
 @settings_of
 def test_options_may_be_copied_while_sampling(model: Any, copied: Any, preset: str, attach: Any, stats_of: Any) -> None:
-    """Other packs copy the options in a guider and inside a block. A copy belongs to the same run as the original
+    """Some packs copy the options in a guider and inside a block. A copy belongs to the same run as the original
     options."""
 
     def after_cfg(args: dict[str, Any]) -> torch.Tensor:

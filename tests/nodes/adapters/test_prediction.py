@@ -25,7 +25,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.fixture
 def planned(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, ...]]:
-    """Record the pictures of every call of `RunState.plan`, in order."""
+    """Record the pictures that each call of `RunState.plan` gets, in order."""
     state, seen = pack_module("toma_core.run").RunState, []
     own = state.plan
 

@@ -154,7 +154,8 @@ def test_bands_of_equal_size() -> None:
 
 
 def test_sites_are_stacks() -> None:
-    """If there are more stacks than sites, the smallest neighbouring stacks of one resolution are joined first."""
+    """If there are more stacks than sites are allowed, neighbouring stacks of one resolution are joined, the smallest
+    first."""
     work = pack_module("nodes.adapters.families.unet").COST
     tokens = {"input.1": 64, "input.2": 64, "middle.0": 16, "output.0": 64}
     blocks = [BlockFacts(f"{home}.{n}", home, work, tokens[home], 8) for home in tokens for n in range(2)]

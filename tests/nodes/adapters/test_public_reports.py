@@ -56,7 +56,7 @@ class Lab:
         return self.drawn(self.patched(models.flux()), **options)
 
     def same_again(self) -> None:
-        """Check that the merged model's latent is bit-identical to its first one."""
+        """Check that the merged model's latent is bit-identical to its first latent."""
         assert torch.equal(self.drawn(), self.first)
 
 

@@ -1,5 +1,5 @@
-"""Every size, batch, guidance and sampler gives a finite latent of the right shape, and each evaluation has the right
-step."""
+"""Every size, batch, guidance and sampler gives a finite latent of the right shape, and each evaluation counts for the
+right step."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_samplers_and_their_steps(
 def test_range_counts_noise_and_every_step_is_reported(
     request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, kind: str, scheduler: str
 ) -> None:
-    """The range is the first half of the noise schedule, whatever the scheduler."""
+    """With every scheduler, steps are merged in the first half of the noise schedule."""
     base = request.getfixturevalue(kind)
     sampling = base.get_model_object("model_sampling")
     middle = float(sampling.percent_to_sigma(0.5))

@@ -124,7 +124,7 @@ def test_nothing_is_read_inside_the_steps(
     """
     settings = pack_module("toma_core").UserSettings(preset, {"min_tokens": 4})
     merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
-    models.sample(merged, SIDE, SIDE, steps=4)  # layouts are made on the host, once per process
+    models.sample(merged, SIDE, SIDE, steps=4)  # a first run, because layouts are made on the host once per process
     for name in {sampler, "euler", "heun"}:
         if (kind, name) not in own_reads:
             own_reads[kind, name] = reads_inside(model, sampler=name)

@@ -139,7 +139,7 @@ def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, 
 
 
 def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:
-    """Stacks of a video UNet mix the frames, so its images cannot be merged one by one."""
+    """Stacks of a video UNet mix the frames, so the frames cannot be merged one by one."""
     adapter = pack_module("nodes.adapters.families.unet")
     assert pack_module("nodes.adapters.registry").is_of(adapter, models.unet().model.diffusion_model)
     assert not pack_module("nodes.adapters.registry").is_of(adapter, models.flux().model.diffusion_model)
