@@ -1,5 +1,5 @@
-"""Provide a pack for a real server: a node that counts the server's live objects, and a loader of small models of every
-family."""
+"""Provide a node pack for a real server: a node that counts the server's live objects, and a loader of small models of
+every family."""
 
 import ctypes
 import gc

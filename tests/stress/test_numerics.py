@@ -65,7 +65,7 @@ def same_plan(a: Any, b: Any) -> bool:
 
 
 def numbers(name: str, dtype: torch.dtype) -> Tensor:
-    """Return finite tokens (2, 117, 40) that are hard to compare."""
+    """Return finite tokens (2, 117, 40) whose similarity is hard to compute."""
     x, info = smooth(dtype), torch.finfo(dtype)
     if name == "huge":
         return x * (info.max / 32)

@@ -43,8 +43,8 @@ BOTH = ("unet", "flux")
 # all other models together.
 KINDS = [kind for kind in models.KINDS if kind != "h3"]
 WITH_HALF = ("unet", "flux", "chroma", "z_image", "krea2", "sd3", "wan")
-# Pairs of family and dtype. Each family of BOTH has every dtype except fp32. Each family outside of BOTH has one or two
-# common dtypes.
+# Pairs of family and dtype. Each family of BOTH has every dtype except fp32. All other families have bf16 or fp8 in
+# bf16; those in WITH_HALF also have fp16.
 WAYS = [(kind, stored) for kind in BOTH for stored in STORED if stored != "fp32"]
 WAYS += [(kind, ("bf16", "fp8 in bf16")[turn % 2]) for turn, kind in enumerate(KINDS) if kind not in BOTH]
 WAYS += [(kind, "fp16") for kind in WITH_HALF if kind not in BOTH]

@@ -54,7 +54,7 @@ def run_of(model: Any, steps: int = 4, **settings: Any) -> Any:
 
 
 def test_more_is_saved_at_a_higher_ratio_and_never_more_than_the_blocks_are(unet: Any) -> None:
-    """Convolutions are not merged, so a UNet saves less work than its ratio."""
+    """Convolutions are not merged, so a UNet saves a smaller share of work than its ratio."""
     quarter, half, most = (run_of(unet, ratio=ratio).times_less_work for ratio in (0.25, 0.5, 0.75))
     assert 1 < quarter < half < most < 4
 

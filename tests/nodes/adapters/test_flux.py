@@ -49,7 +49,7 @@ def test_blocks_with_dropped_tokens_are_not_merged(flux: Any, attach: Any, stats
     foreign = flux.clone()
     foreign.set_model_post_input_patch(drop)
     model = attach(foreign)
-    with pytest.raises(Exception, match=r"140|100"):  # the model itself cannot process such an image
+    with pytest.raises(Exception, match=r"140|100"):  # the model itself fails without these tokens
         models.sample(model, HEIGHT, WIDTH, steps=1)
     stats = stats_of(model)
     assert (stats.merged_blocks, len(stats.blocks)) == (set(), 6)

@@ -203,8 +203,8 @@ def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stat
 def test_new_noise_within_a_step_is_no_tile(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, when: tuple[int, ...]
 ) -> None:
-    """In the steps of `when`, the sampler takes the mean of two evaluations with different noise. No step except these
-    becomes full, and none counts as tiled."""
+    """In the steps of `when`, the sampler takes the mean of two evaluations with different noise. Only these steps may
+    become full, and none of them may count as tiled."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         generator = torch.Generator().manual_seed(6)

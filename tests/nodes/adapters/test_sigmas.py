@@ -73,7 +73,7 @@ def reads_inside(model: Any, **options: Any) -> int:
 
     from comfy.patcher_extension import WrappersMP
 
-    # Name a module of ComfyUI, because ToMA reads the noise of each latent if a wrapper of another pack may change it.
+    # Make the wrapper ComfyUI's own: with a wrapper of another pack, ToMA would also read the noise of each latent.
     evaluation.__module__ = "comfy.samplers"
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", evaluation)
     model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "test", outer)
