@@ -136,7 +136,6 @@ def test_only_graphs_that_are_not_recorded_take_the_operators(graphs: Any, kwarg
 
 
 def test_two_copies_of_the_pack_do_not_share_operators() -> None:
-    """If the pack is loaded twice, under two names, each copy needs its own namespace of operators."""
     free = pack_module("toma_core.kernels.layout").free_namespace
     name = "toma_tried"
     libraries = []
