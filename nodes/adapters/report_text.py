@@ -1,4 +1,4 @@
-"""Describe a run in messages, for the node, the report and the log, and write messages in English."""
+"""Describe a run in messages, for the node, the report and the log, and format messages in English."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...toma_core.reasons import Message, MessageId, Reason, Value
 from ...toma_core.stats import RunStats
 
 _TABLE = Path(__file__).parents[2] / "web" / "i18n" / "en.json"
-# Reasons that the user chose, by a setting or a profile.
+# Reasons that follow from the user's own setting or profile.
 _CHOSEN = {Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK}
 
 
 class Line(MessageId):
-    """The lines of a report. Comments name the parameters."""
+    """The lines of a report. The comment at each line names the parameters of its text."""
 
     NOTHING_MERGED = "nothing_merged"  # reason
     ON = "on"  # parameters: share, merged_blocks, blocks, merged_steps, steps
@@ -40,16 +40,16 @@ class Line(MessageId):
     MERGED_BLOCKS = "merged_blocks"  # blocks
     MERGED_STEPS = "merged_steps"  # steps, ratios
     FULL_STEPS = "full_steps"  # steps
-    FULL_STEPS_BY = "full_steps_by"  # steps, by: messages
+    FULL_STEPS_BY = "full_steps_by"  # steps, by: the reasons (messages) why they are full
     FULL_BY_NEED = "full_by_need"  # steps, reason
-    EVALUATIONS = "evaluations"  # total, merged
+    EVALUATIONS = "evaluations"  # total, merged: numbers of evaluations
     UNMERGED = "unmerged"  # reason, blocks
     UNMERGED_CALLS = "unmerged_calls"  # reason
-    PLANS = "plans"  # selections, weightings
-    RESIDUAL_CACHE = "residual_cache"  # size: MB
+    PLANS = "plans"  # selections, weightings: how often each was made
+    RESIDUAL_CACHE = "residual_cache"  # size: in MB
     RESIDUAL_CACHE_DISABLED = "residual_cache_disabled"
     NO_KV_CACHE = "no_kv_cache"  # reason
-    KV_PLACE = "kv_place"  # card, main: GB
+    KV_PLACE = "kv_place"  # card, main: bytes on the card and in main memory, in GB
     KV_NOT_PINNED = "kv_not_pinned"
     KV_FEWER_BLOCKS = "kv_fewer_blocks"  # percent
     ATTENTION_LEFT = "attention_left"
@@ -103,14 +103,14 @@ reasons.reader = _english
 
 
 def headline(stats: RunStats) -> Message:
-    """Return the first line: the share of tokens that is merged, in how many blocks and steps, or why none is."""
+    """Return the first line: the share of tokens that is merged, in how many blocks and steps, or why nothing is."""
     unmerged = stats.unmerged_reasons()
     total = len(stats.blocks)
     ratios = stats.ratios_in_blocks
     if not ratios:
         return Line.NOTHING_MERGED(reason=next(iter((*stats.unmerged_calls, *unmerged)), _why_full(stats)))
     steps = len(ratios)
-    # A block that merges in only some of these steps counts as a fraction of a block.
+    # A block that merges in only some of the merged steps counts as a fraction of a block.
     merged = max(1, round(sum(len(at & ratios.keys()) for at in stats.merged_at.values()) / steps))
     share = _at_most(stats, Line.PERCENT(value=100 * sum(ratios.values()) / steps))
     every = max(stats.total_steps, len(stats.steps))
@@ -120,7 +120,7 @@ def headline(stats: RunStats) -> Message:
 
 
 def work(stats: RunStats) -> list[Message]:
-    """Return how much less work the run did than an unmerged run, in FLOPs. Empty if unknown or hardly less."""
+    """Return a line on how many FLOPs the run saved, in percent; no line if the saving is unknown or below 5 %."""
     times = stats.times_less_work
     return [] if times is None or times < 1.05 else [Line.WORK(percent=100 - 100 / times)]
 
@@ -221,6 +221,6 @@ def _steps(steps: Iterable[int]) -> str:
 
 
 def _ranges(numbers: Iterable[int], prefix: str = "") -> str:
-    # Consecutive numbers differ from their positions by the same amount.
+    # Group consecutive numbers: they differ from their positions by the same amount.
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{prefix}{run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)

@@ -41,7 +41,7 @@ from .sigmas import SigmaTracker
 from .streams import Shapes, first
 from .trajectory import Trajectory
 
-# A run that begins below this share of the highest noise level begins with an image.
+# A run that begins below this share of the highest noise level begins with an image, not with pure noise.
 _ALL_NOISE = 0.99
 
 
@@ -60,7 +60,7 @@ class SamplingRun:
     tracker: SigmaTracker = field(default_factory=SigmaTracker)
     contents: Contents = field(default_factory=Contents)
     obstacle: Message | None = None  # why nothing may be merged in this run
-    max_prediction_sigma: float = float("inf")  # above this sigma a prediction is too poor to plan from
+    max_prediction_sigma: float = float("inf")  # above this sigma a prediction is too poor to make plans from
     shapes: Shapes | None = None  # shapes of the latent's streams, if it has several
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # the area of each condition that has one
     trajectory: Trajectory = field(default_factory=Trajectory)
@@ -71,7 +71,7 @@ class SamplingRun:
     latent_shape: tuple[int, ...] = ()  # () if unknown
     patches: Hashable = ()  # patches of the model, by name
     several_devices: bool = False  # whether conditions may run on several devices
-    counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)  # calls by condition and content
+    counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)  # calls so far, by condition and key
     calls: int = 0  # calls of `observe` in this evaluation
     merged_calls: int = 0
     tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)  # by shape and device
@@ -111,7 +111,7 @@ class SamplingRun:
         self._begin()
 
     def predicted(self, image: Any) -> None:
-        """Keep the clean image that the evaluation predicted."""
+        """Note the clean image that the evaluation predicted."""
         if isinstance(image, Tensor) and not records_gradients():
             self.trajectory.predicted(first(image, self.shapes))
 
@@ -124,8 +124,8 @@ class SamplingRun:
     def no_memory(self, again: bool = True) -> bool:
         """Drop plans and caches after memory ran out, so that this evaluation and all later ones are full.
 
-        Return False if only the model's own memory is short: for a picture or a full step without a KV cache. again:
-        whether all calls of the evaluation are repeated.
+        Return False where a full evaluation needs as much memory: for a picture without a KV cache, and if the
+        evaluation is full already. again: whether all calls of the evaluation are repeated.
         """
         plan = out_of_memory(self.run, self.step_plan, self._video)
         if plan is None:
@@ -228,8 +228,8 @@ class SamplingRun:
         """Return the evaluation of one call of the model on latents of (B, C, ..., H, W).
 
         Conditions with the same area share plans, made from the tokens of the first condition or, on several devices,
-        from a predicted picture. Plans of a call on a piece of the latent, as in tiled sampling, are made from that
-        piece, and again in every evaluation, because the next call may show another piece.
+        from a predicted picture. A call on a tile of the latent, as in tiled sampling, makes its plans from the tile,
+        and makes them in every evaluation, because the next call may show another tile.
         """
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
@@ -254,7 +254,7 @@ class SamplingRun:
         return LatentChange(x, before) if before is not None and known else None
 
     def decide_call(self, evaluation: Evaluation, layout: Hashable) -> Evaluation:
-        """Return a call in the mode that the caches allow for its chains. layout: see `decision.decide_call`."""
+        """Return the evaluation of a call in the mode that its caches allow. layout: see `decision.decide_call`."""
         with self._lock:
             self._go_on(decide_call(self.run, self.step_plan, evaluation.cond_keys, layout))
         return replace(evaluation, step_plan=self.step_plan)
@@ -265,22 +265,22 @@ class SamplingRun:
         if not evaluation.step_plan.mode.caches:
             return
         missed = [key for name in unreached for key in evaluation.keys(name)]
-        # The entries of skipped chains are older than this latent.
+        # Store no latent if chains were skipped, because their cached entries were made from an older latent.
         latent = x.clone() if self.run.kv_cache and not missed else None
         self.run.coverage.ended(evaluation.cond_keys, latent, layout if evaluation.refreshes else None)
         if evaluation.refreshes:
             self.run.cache.drop(missed)
 
     def _go_on(self, plan: StepPlan) -> None:
-        """Continue this evaluation with another plan. The call in progress was counted with the old plan."""
+        """Continue this evaluation with another plan, and correct the counts to which the old plan was added."""
         if self.step_plan.mode.merges and not plan.mode.merges:
             self.run.stats.discard_evaluations(plan.step, 0, 1)
             self.merged_calls -= 1
         self.step_plan = plan
 
     def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
-        """Return the tiles of a call. Only tiles of the first condition are stored, so that comparisons stay few. Calls
-        for the other conditions come in any order and are compared with these tiles."""
+        """Return the tiles of a call. Only tiles of the first condition are stored, so that comparisons stay few. Tiles
+        of other conditions, which come in any order, are compared with the stored ones."""
         who = self.observed, chunks
         first, tiles = self.tiles.setdefault((x.shape[1:], x.device), (who, []))
         if who != first:
@@ -291,7 +291,7 @@ class SamplingRun:
     def prediction(self, transformer_options: Mapping[str, Any]) -> Tensor | None:
         """Return the clean image that the last evaluation of this size predicted, (B, C, ..., H, W). None if plans are
         made from tokens, if the image is too poor, or with context windows."""
-        # With a KV cache a poor plan does no harm.
+        # Reject predictions at high noise levels, unless a KV cache makes poor plans harmless.
         poor = self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache
         if poor or transformer_options.get("context_window") is not None or not self.run.config.uses_prediction:
             return None
@@ -308,7 +308,7 @@ class SamplingRun:
         return len(x) != self.latent_shape[0] * len(uuids) or any(x.shape[2:] != size for size in sizes)
 
     def cond_keys(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        """Return a distinct key for each chunk of the batch in this evaluation, and count these calls."""
+        """Return a distinct key for each chunk of the batch in this evaluation, and count the call of each."""
         chunks, frames = chunks_of(batch, transformer_options), frames_of(transformer_options)
         with self._lock:
             return self._keys(chunks, frames, self.counts)
@@ -325,7 +325,7 @@ class SamplingRun:
             keys.append((key, counts[each, key]))
         return tuple(keys)
 
-    # Other nodes copy or pickle the options while sampling; a copy still belongs to the same run.
+    # A copy is the run itself, because other nodes copy or pickle the options that hold the run while sampling.
     def __copy__(self) -> SamplingRun:
         return self
 

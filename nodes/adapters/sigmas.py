@@ -23,7 +23,7 @@ from torch.utils import _contextlib
 from ...toma_core.schedule import step_at
 from .compat import with_argument
 
-# ComfyUI's samplers that are known to evaluate once a step; tests/nodes/adapters/test_sigmas.py checks them.
+# ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule: tests/nodes/adapters/test_sigmas.py.
 ONCE_A_STEP = (
     *("sample_euler", "sample_euler_cfg_pp", "sample_euler_ancestral", "sample_euler_ancestral_cfg_pp"),
     *("sample_lms", "sample_ddpm", "sample_lcm", "sample_ipndm", "sample_ipndm_v", "sample_deis"),
@@ -33,8 +33,8 @@ ONCE_A_STEP = (
     *("sample_res_multistep_ancestral_cfg_pp", "sample_gradient_estimation", "sample_gradient_estimation_cfg_pp"),
     *("sample_er_sde", "sample_sa_solver"),
 )
-# Samplers of `ONCE_A_STEP` that draw new noise. Runs with a KV cache measure the noise in each step. These samplers
-# wait for the device anyway, to test for the last step, so no work of the model is queued when the noise is read.
+# Samplers of `ONCE_A_STEP` that draw new noise. Runs with a KV cache measure this noise in each step, which delays
+# nothing: these samplers wait for the device in each step anyway, to test for the last one.
 _DRAWS_NOISE = (
     *("sample_euler_ancestral", "sample_euler_ancestral_cfg_pp", "sample_lcm", "sample_ddpm", "sample_er_sde"),
     *("sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp", "sample_sa_solver"),
@@ -48,7 +48,8 @@ _ENLARGES = (
     *("sample_res_multistep_cfg_pp", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2s_ancestral_cfg_pp"),
     "sample_gradient_estimation_cfg_pp",
 )
-# Options that change neither how often nor where a sampler evaluates. All other options must have their default.
+# Options that change neither how often nor at which sigmas a sampler evaluates. All other options must have their
+# default.
 _PASSIVE = {
     *("eta", "s_noise", "s_noise_end", "noise_sampler", "noise_scaler", "noise_clip_std", "solver_type", "order"),
     *("max_order", "deis_mode", "ge_gamma", "cfg_pp", "max_stage", "tau_func", "predictor_order", "corrector_order"),
@@ -116,17 +117,17 @@ class SigmaTracker:
         return with_argument(args, kwargs, 5, "callback", reported)
 
     def reported(self, step: int) -> None:
-        """Record a step that the sampler reports: samplers report after a step's first evaluation."""
+        """Record a step that the sampler reports, as samplers do after a step's first evaluation."""
         last = -1 if self._reported is None else self._reported
         if step != last + 1 or not self._since:
-            self._reports = False  # the sampler counts steps in another way, as samplers that run in rounds do
+            self._reports = False  # do not rely on reports that skip or repeat steps, as of samplers that run in rounds
         elif self._reported is not None or self._since > 1:
             self._each = self._since
         self._reported, self._since = step, 0
 
     def of(self, timestep: Tensor) -> SigmaStep:
-        """Return the position of the sampler. timestep: (B,), that of the model call. A tensor of another noise level,
-        as some guidance passes, is read."""
+        """Return the position of the sampler in its schedule. timestep: noise level of the model call, (B,). If it is
+        not the sampler's own tensor, as with some guidance, its value is read."""
         mine = timestep is self._given
         if mine and self._evaluation < len(self._scheduled):
             self._taken[self._evaluation] = timestep.detach().flatten()[:1]
@@ -142,7 +143,7 @@ class SigmaTracker:
         self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
-        # Even if a node changes the model's noise level, the sampler's noise level lies within the step.
+        # The sampler's noise level lies within the step, even where another node has changed the model's noise level.
         ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
         sigma = min(max(given, min(ends)), max(ends))
         self._unreported += by_sigma and given != self._last_given
@@ -155,8 +156,8 @@ class SigmaTracker:
         if self._reported is None and self._reports:
             if self._wraps:
                 return min(self._evaluation, len(self._sigmas) - 1)
-            # A sampler evaluates every step, so a noise level below the scheduled one does not mean a later step.
-            # Samplers that skip steps still use the noise levels of the schedule.
+            # A noise level that is not in the schedule comes from another node, and a low one does not mean a late
+            # step: limit the step by the count of evaluations. Samplers that skip steps use levels of the schedule.
             self._kept &= any(abs(sigma - given) <= 1e-3 * sigma for sigma in self._sigmas)
             if not self._kept:
                 by_sigma = min(by_sigma, self._evaluation - self._repeated)
@@ -226,7 +227,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _is_comfyuis(function: Any) -> bool:
-    files = {k_diffusion.__file__, _contextlib.__file__}  # `torch.no_grad` wraps the function
+    files = {k_diffusion.__file__, _contextlib.__file__}  # the second one, because `torch.no_grad` wraps the samplers
     while isinstance(function, FunctionType) and function.__code__.co_filename in files:
         if not hasattr(function, "__wrapped__"):
             return function.__code__.co_filename == k_diffusion.__file__

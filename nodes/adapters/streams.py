@@ -16,7 +16,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 def first(x: Tensor, shapes: Shapes | None) -> Tensor:
-    """Return the first stream of a pack, (B, C, ..., H, W), as a view; x itself where there is one stream."""
+    """Return the first of several packed streams, (B, C, ..., H, W), as a view; x itself if it is a single stream."""
     if shapes is None or len(shapes) < 2 or x.ndim != 3:
         return x
     sides = shapes[0][1:]

@@ -1,4 +1,4 @@
-"""The latents and predicted pictures of a run: how much of an evaluation's latent is new."""
+"""Store a run's latents and predicted pictures, and measure how much new noise an evaluation's latent has."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from ...toma_core.decision import MAX_NEW_NOISE
 from ...toma_core.innovation import History
 from .sigmas import SigmaStep
 
-# Maximum of sets of conditions whose pictures are stored.
+# Maximum number of sets of conditions whose pictures are stored.
 _MAX_HISTORIES = 8
 
 
 @dataclass(eq=False)
 class Trajectory:
-    """The results of a sampler's evaluations, stored by the set of conditions that took part.
-
-    A plan is never made from a picture that was predicted for other conditions.
+    """The results of a sampler's evaluations, stored by the set of conditions that took part, so that no plan is made
+    from a picture that was predicted for other conditions than the plan's.
     """
 
     reads: bool = True  # whether noise may be measured, which makes the host wait for the device
@@ -65,13 +64,13 @@ class Trajectory:
         try:
             history.note(self.latent, picture)
         except torch.OutOfMemoryError:
-            return  # the picture is finished, and no earlier latent is compared with the next one
+            return  # finish the picture, without comparing the next latent with an earlier one
         self._histories[self._kind] = history
         for oldest in list(self._histories)[:-_MAX_HISTORIES]:
             del self._histories[oldest]
 
     def prediction(self, shape: tuple[int, ...]) -> Tensor | None:
-        """Return the last picture of this shape that was predicted for the conditions in progress."""
+        """Return the last picture of this shape that was predicted for the conditions of the evaluation in progress."""
         history = self._histories.get(self._kind)
         return None if history is None else history.prediction(shape)
 

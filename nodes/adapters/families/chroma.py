@@ -1,4 +1,4 @@
-"""Chroma: a class of its own with the blocks of Flux."""
+"""Chroma: a separate class with the blocks of Flux."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ class Hooks(flux.Hooks):
         return DOUBLE, SINGLE
 
     def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
-        # Chroma may skip blocks itself. A chain whose first or last block is skipped would never begin or end.
+        # Leave out blocks that Chroma itself skips: a chain could not begin or end at a block that is skipped.
         skipped = getattr(self.model(), "skip_mmdit" if group.kind == "double" else "skip_dit", ())
         return Reason.SKIPPED_BY_MODEL() if index in skipped else super().skipped_by_settings(group, index, config)

@@ -17,7 +17,7 @@ from ..signature import BlockGroup, BlockSignature
 NAME = "Anima, Cosmos-Predict2"
 MODEL = MiniTrainDIT
 DERIVED = ("Anima",)
-# A block attends to the picture and to the text; modulation is by frame.
+# Cost of a block, which attends to the picture and to the text.
 COST = Block(14, 57, (1, 18, 3))
 
 
@@ -27,7 +27,7 @@ def fits(model: MiniTrainDIT) -> bool:
 
 
 class Signature(BlockSignature):
-    """The tokens are those of all frames. Merged frames have a single row: (B, frames, 1, D / frames, C)."""
+    """Blocks on the tokens of all frames, (B, frames, rows, columns, C); merged: (B, frames, 1, D / frames, C)."""
 
     positional_args = ("x_B_T_H_W_D", "emb_B_T_D", "crossattn_emb")
     tokens_arg = "x_B_T_H_W_D"

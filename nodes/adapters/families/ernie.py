@@ -1,6 +1,6 @@
 """ERNIE-Image: one stream of [image | text]; the arguments of blocks are only tokens, positions and modulation.
 
-In ComfyUI 0.20.1 positions have another shape, so the model runs unmerged there.
+In ComfyUI 0.20.1 positions have a shape that this pack does not know, so the model runs unmerged there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ COST = Block(13, 37, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """Blocks on one stream of [image | text]. ComfyUI passes no `attention_mask`; a block that gets a mask of all
-    tokens runs unmerged."""
+    """Blocks on one stream of [image | text]. ComfyUI passes no `attention_mask`; with one, which would mask all
+    tokens, a block runs unmerged."""
 
     positional_args = ("x", "rotary_pos_emb", "temb")
     required_kwargs = ()

@@ -19,8 +19,8 @@ DOUBLE = Block(12, 75, (2, 19, 4), beside=256)
 SINGLE = Block(12, 31, (2, 20, 5), beside=256)
 FLUX2_DOUBLE = Block(13, 73, (3, 19, 4), beside=512)
 FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
-# The released method skips five double and five single blocks of Flux.1; in models with fewer blocks the same share is
-# skipped.
+# Numbers of double and single blocks in Flux.1. The paper's released code skips five blocks of each kind; for models
+# with other numbers, the preset `paper` skips a share.
 _FLUX_1 = 19, 38
 
 
@@ -34,7 +34,7 @@ class SingleSignature(BlockSignature):
     mutates_input = clamps_fp16 = True
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        # Step caches that run the blocks themselves pass no options; then the chain of the double blocks decides.
+        # None without options, as in step caches that run the blocks themselves; the double blocks' index is then used.
         after_text = (call_args.get("transformer_options") or {}).get("img_slice")
         return None if after_text is None else int(after_text[0])
 
@@ -67,7 +67,7 @@ class Hooks(Transformer):
         )
 
     def works(self, model: Any) -> tuple[Block, Block]:
-        """Return the costs of double and single blocks. Flux.2 and Klein have one modulation for all blocks and
-        wider MLPs."""
+        """Return the costs of double and single blocks. Flux.2 and Klein have wider MLPs, and one modulation for all
+        blocks."""
         flux2 = getattr(model.params, "global_modulation", False)
         return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (DOUBLE, SINGLE)

@@ -1,8 +1,8 @@
 """MiniMax H3: one stream of [text | references | audio | video], without a batch.
 
 Only the video, which is the last segment, is merged, every frame to the same number of tokens. Modulation is given for
-segments of the stream, (start, stop, row). If the latent has a mask, as for inpainting and extending, a segment has a
-row per token; after merging it has the rows of the destinations.
+segments of the stream, as (start, stop, row), where row is an index into `t_emb`. If the latent has a mask, as for
+inpainting and extending, row has an index per token; after merging it has those of the destinations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Signature(BlockSignature):
     index_args = (_SEGMENTS,)
     passthrough_args = ("t_emb",)
     mutates_input = True
-    # The segments of an evaluation, and the row of each token of the stream, (1, T, 1).
+    # The segments of an evaluation, and for each token of the stream its index into `t_emb`, (1, T, 1).
     _row_by_token: tuple[Any, Tensor] | None = None
 
     def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
@@ -50,7 +50,7 @@ class Signature(BlockSignature):
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
         rows, segments = super().rows(call_args), call_args[_SEGMENTS]
         if _goes_by_token(segments):
-            # All blocks get the same list and the same tensor, so that they also share the merged rows.
+            # Make one tensor for all blocks, which get the same list, so that they also share the merged rows.
             if self._row_by_token is None or self._row_by_token[0] is not segments:
                 self._row_by_token = segments, _row_by_token(segments)
             rows[_SEGMENTS] = self._row_by_token[1]
@@ -87,8 +87,8 @@ def _row_by_token(segments: Sequence[Any]) -> Tensor:
 
 
 def _is_known(segments: Any, start: int, length: int) -> bool:
-    """Whether segments fit a stream of this length whose video begins at `start`. Each segment has one row, or one row
-    per token. Without rows per token, the video is one segment."""
+    """Whether segments fit a stream of this length whose video begins at `start`. Each segment must have one row, or a
+    row per token. Without rows per token, the video must be one segment."""
     if not isinstance(segments, Sequence) or any(not isinstance(each, Sequence) or len(each) != 3 for each in segments):
         return False
     borders = [0, *[stop for _, stop, _ in segments]]

@@ -1,7 +1,7 @@
-"""HunyuanVideo and HunyuanVideo 1.5, HunyuanImage 2.1: a class of its own with the blocks of Flux.
+"""HunyuanVideo and HunyuanVideo 1.5, HunyuanImage 2.1: a separate class with the blocks of Flux.
 
 Tokens are [text | reference | frames]; only frames are merged, each to the same number of tokens. If the first frame
-has another noise level, blocks run unmerged.
+has another noise level than the other frames, blocks run unmerged.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..signature import BlockGroup, BlockSignature
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 MODEL = HunyuanVideo
-# Costs as in Flux, but text is not padded.
+# Costs of Flux's blocks, without `beside`, because text is not padded.
 DOUBLE = Block(12, 75, (2, 19, 4))
 SINGLE = Block(12, 31, (2, 20, 5))
 
 
 def fits(model: HunyuanVideo) -> bool:
-    """Whether a token covers a single frame; models with longer tokens are not supported."""
+    """Whether a token covers a single frame; models whose tokens cover several frames are not supported."""
     return int((*model.patch_size[:-2], 1)[0]) == 1
 
 

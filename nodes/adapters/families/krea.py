@@ -15,7 +15,7 @@ COST = Block(11.5, 69, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """Blocks on one stream of [text | image | references]; references may be marked as clean (timestep_zero_index)."""
+    """Blocks on one stream of [text | image | references]; references may be free of noise (timestep_zero_index)."""
 
     positional_args = ("x", "vec", "freqs", "mask")
     rope_arg = "freqs"
@@ -24,7 +24,7 @@ class Signature(BlockSignature):
     passthrough_args = ("vec",)
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        # Patches may append tokens after the references. ComfyUI 0.26.0 has neither such patches nor img_slice.
+        # Use img_slice, because patches may append tokens after the references. ComfyUI 0.26.0 has neither.
         after_text = (call_args.get("transformer_options") or {}).get("img_slice")
         return super().image_start(call_args, image) if after_text is None else int(after_text[0])
 

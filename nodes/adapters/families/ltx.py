@@ -2,8 +2,8 @@
 
 A block of LTX-2 takes (video, audio), and each attends to the other. Only the video is merged, every frame to the same
 number of tokens, because modulation may be per frame. Guide frames come behind the video's frames in the latent and are
-merged in the same way. Modulation per token, which masks and guides with a strength cause, is gathered at the
-destinations.
+merged as these are. With masks, and with guides that have a strength, modulation is per token; the rows of the
+destinations are then selected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AV_COST = Block(16, 282, (1, 19, 4))
 
 
 class Signature(BlockSignature):
-    """Blocks on the video. Positions come as (matrices, layout); modulation is global, or has a row for each token."""
+    """Blocks on the video. Positions come as (matrices, layout); modulation is global, per frame or per token."""
 
     required_kwargs: tuple[str, ...] = ("context", "timestep", "pe", "transformer_options")
     rope_arg, rope_token_dim = "pe", 1
@@ -47,7 +47,7 @@ class Signature(BlockSignature):
         return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
-        # Modulation that is global or per frame stays as it is.
+        # Leave out modulation that is global or per frame, because it has no row per token.
         return {name: each for name, each in super().rows(call_args).items() if not _is_shared(call_args[name])}
 
     def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
@@ -56,7 +56,7 @@ class Signature(BlockSignature):
         reason = super().obstacle(call_args, before, image, references)
         for name in self.row_args:
             each: Any = call_args.get(name)
-            # Modulation per frame must have as many frames as the tokens.
+            # Modulation per frame must be for the frames that the tokens form.
             if not reason and _is_per_frame(each) and each.patches_per_frame * each.num_frames != image:
                 return Reason.OWN_MODULATION()
         return reason
@@ -88,7 +88,7 @@ def _is_shared(value: Any) -> bool:
 
 
 class AVSignature(Signature):
-    """x is (video, audio); each has its own modulation."""
+    """Blocks on x = (video, audio), each with its own modulation."""
 
     required_kwargs = ("v_context", "v_timestep", "v_pe", "v_cross_pe", "transformer_options")
     rope_arg = "v_pe"
@@ -99,8 +99,8 @@ class AVSignature(Signature):
     )
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        # First the video attends to itself; after other attentions, the audio attends to the video. If these attentions
-        # cannot be told apart by their token counts, the audio attends to merged tokens.
+        # The first attention is the video's to itself, a later one is the audio's to the video. If token counts do not
+        # tell the later one from those between them, the audio attends to merged tokens.
         spans, audio = super().attention_spans(call_args, before), call_args[self.tokens_arg][1].shape[1]
         tokens, text = spans[0][1], call_args["v_context"].shape[1]
         return spans if not audio or tokens in (audio, text) else (*spans, (before, tokens, audio))
@@ -112,7 +112,7 @@ class Hooks(Transformer):
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = 1, model.inner_dim
         if hasattr(model, "audio_patchify_proj"):
-            # The heads of the audio attend to the video, too.
+            # The keys of two attentions count: the video attends to itself, and the audio to the video.
             self.keys_width = model.inner_dim + model.audio_inner_dim
             return (BlockGroup("double", model.transformer_blocks, AVSignature(), AV_COST),)
         return (BlockGroup("double", model.transformer_blocks, Signature(), COST),)

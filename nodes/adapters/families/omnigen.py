@@ -29,7 +29,7 @@ class Hooks(Transformer):
     def block_groups(self, model: OmniGen2Transformer2DModel) -> tuple[BlockGroup, ...]:
         attention = model.layers[0].attn
         self.patch_size, self.width = model.patch_size, model.hidden_size
-        # An older ComfyUI repeats keys before attention.
+        # Keys are narrower than tokens, unless ComfyUI repeats them before attention, as older versions do.
         if "enable_gqa" in type(attention).forward.__code__.co_consts:
             self.keys_width = attention.kv_heads * attention.dim_head
         return (BlockGroup("layer", model.layers, Signature(), COST),)

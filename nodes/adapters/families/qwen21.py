@@ -1,8 +1,8 @@
 """Qwen-Image 2.1: one stream of [text and references | image]; blocks get the function that computes attention as an
 argument.
 
-Tokens before the image never attend to the image. If ComfyUI caches the keys of these tokens, blocks are called with
-these tokens alone, then with the image alone.
+Tokens before the image never attend to the image. If ComfyUI caches their keys, it calls blocks with these tokens
+alone, then with the image alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COST = Block(13, 22, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """[text and references | image], or either alone. `attn_fn` gets no options, so ToMA replaces `attn_fn` itself."""
+    """Blocks on [text and references | image], or on one of them. `attn_fn` gets no options, so it is replaced."""
 
     positional_args = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
     rope_arg, rope_token_dim = "pe", 1
@@ -39,7 +39,7 @@ class Signature(BlockSignature):
         return bool(call_args["pe"].shape[1] > call_args["prefix_len"])
 
 
-# Bytes per element of ComfyUI's cache, relative to those of the run's dtype.
+# Size of an element in ComfyUI's own cache, by the cache's dtype, as a share of that in the run's dtype.
 _STORED = {"int8": 0.5, "int4": 0.25}
 
 

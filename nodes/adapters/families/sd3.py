@@ -17,7 +17,7 @@ COST = Block(12, 70, (1, 17, 2), beside=77)
 
 
 class Signature(BlockSignature):
-    """The tokens are those of the image alone; the last block returns no text."""
+    """Blocks on the image beside a stream of text; the last block returns no text."""
 
     positional_args = ("context", "x")
     output_index = 1
@@ -25,7 +25,7 @@ class Signature(BlockSignature):
     passthrough_args = ("c", "use_checkpoint")
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        # Some blocks of SD3.5 medium attend a second time, to the image alone.
+        # In some blocks of SD3.5 medium, the image attends a second time, to itself alone.
         return *super().attention_spans(call_args, before), (before, int(call_args["x"].shape[1]))
 
 

@@ -34,12 +34,12 @@ _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_pa
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether the model is no video UNet, whose stacks mix frames."""
+    """Whether the model is a UNet for images; the stacks of a video UNet mix frames."""
     return {type(m) for m in model.modules() if isinstance(m, SpatialTransformer)} == {SpatialTransformer}
 
 
 class Signature(BlockSignature):
-    """The tokens are those of the image alone; ComfyUI passes its grid."""
+    """Blocks on the image's tokens, whose grid ComfyUI passes in its options."""
 
     positional_args = ("x", "context", "transformer_options")
     passthrough_args = ("context",)
@@ -63,7 +63,7 @@ class _Stack:
     position: tuple[str, int]  # part of the UNet and index in it
     halvings: int  # how often the latent's sides are halved before this layer; a Downsample rounds up
     width: int  # channels of a token, 0 if unknown
-    home: SpatialTransformer  # runs the blocks
+    home: SpatialTransformer  # the module that runs the blocks
     blocks: list[ByModule]  # the blocks' hooks
 
 
@@ -128,7 +128,7 @@ def _parts(model: UNetModel) -> Iterator[tuple[tuple[str, int], int, nn.Module]]
     """Yield (position, halvings, layer) of every layer in forward order, see `_Stack`."""
     halvings = list(accumulate(any(isinstance(m, Downsample) for m in b.modules()) for b in model.input_blocks))
     middle = [model.middle_block] if model.middle_block is not None else []
-    # An output block runs at the resolution of its skip connection.
+    # Output blocks have the resolutions of input blocks in reverse, because skip connections join them.
     sections = (
         ("input", model.input_blocks, halvings),
         ("middle", middle, halvings[-1:]),

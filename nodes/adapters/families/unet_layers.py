@@ -18,8 +18,8 @@ from ..signature import Options
 
 
 class ByModule(Hook):
-    """A transformer block whose modules are merged one by one. The hook stores transformer_options, because a
-    feed-forward gets none."""
+    """Hook of a transformer block whose modules are merged one by one. It stores the block's transformer_options for
+    the feed-forward, which gets none."""
 
     def __init__(self, block_hook: BlockHook) -> None:
         """block_hook: the hook that merges the same block in one piece."""
@@ -91,7 +91,8 @@ class MergedAttention(Hook):
         merged = merge(x, plan)
         options = without_grid(transformer_options, plan.tokens, plan.num_destinations)
         if context is x and (value is None or value is x):
-            # Keys and values must have the same length. If a patch made other values, neither is merged.
+            # Merge keys and values if both come from x. If a patch made other values, merge neither: their lengths must
+            # be equal.
             context, value = merged, None if value is None else merged
         return unmerge(
             self.original(merged, context=context, value=value, transformer_options=options, **call_args), plan

@@ -22,12 +22,12 @@ from ..signature import BlockGroup, BlockSignature, CallArguments, Options, Toke
 
 NAME = "Wan 2.1 and 2.2"
 MODEL = WanModel
-COST = Block(11.4, 59, (1, 18, 3))  # cost of the 14B model; others have wider feed-forwards
+COST = Block(11.4, 59, (1, 18, 3))  # of the 14B model; `Hooks` adapts it to the feed-forwards of other models
 
-# Known classes, each with the blocks after which the class reads all tokens: VACE adds the output of its control
-# blocks, Animate attends to faces, WanDancer attends to music. Not listed are HuMo, which attends to sound frame by
-# frame, with the reference as an additional frame; S2V, where the border between two noise levels lies inside the
-# reference; and Causal Forcing, which has a cache of its own.
+# Supported classes, each with the blocks after which the class reads all tokens: VACE adds the output of its control
+# blocks, Animate attends to faces, WanDancer attends to music. Three classes are not supported. HuMo attends to sound
+# frame by frame and has its reference as an additional frame. S2V changes the noise level inside the reference. Causal
+# Forcing has its own KV cache.
 _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "WanModel": lambda model: (),
     "CameraWanModel": lambda model: (),
@@ -38,7 +38,7 @@ _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "SCAIL2WanModel": lambda model: (),
 }
 DERIVED = tuple(_BORDERS)
-# Classes whose references are the first frames of the grid in ComfyUI's options.
+# Classes whose references are the first frames of `grid_sizes` in ComfyUI's options.
 _LEADING_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
 
 
@@ -48,7 +48,7 @@ def fits(model: WanModel) -> bool:
 
 
 class Signature(BlockSignature):
-    """Blocks on one stream, see the head of this file. Positions cover the entire stream."""
+    """Blocks on one stream of [references | video | further frames]. Positions cover the entire stream."""
 
     required_kwargs = ("e", "freqs", "context", "transformer_options")
     rope_arg, rope_token_dim = "freqs", 1
@@ -70,7 +70,7 @@ class Signature(BlockSignature):
         return reference if reference in (0, prod(grid[1:])) else None  # a reference is one frame
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
-        # (frames, rows, columns) become (frames, 1, D / frames), or (1, 1, all) if further frames follow.
+        # (frames, rows, columns) become (frames, 1, D / frames), or (1, 1, all) if the grid exceeds the video.
         grid, ((image, left),) = options.get("grid_sizes"), reduction.lengths
         if grid is None:
             return options
