@@ -1,11 +1,11 @@
 """The checks that every row passes.
 
-1. With ToMA idle (nothing to merge) and off (outside of its steps), in either order of the nodes, the result is bit
-   for bit that of the feature alone.
-2. With ToMA on, the result is finite, of the same shape, the same in either order, and the report names the merged and
-   the unmerged parts that the row expects.
+1. With ToMA idle (nothing to merge) and off (outside of its steps), in either order of the nodes, the result is bit for
+   bit that of the feature without ToMA.
+2. With ToMA on, the result is finite, has the shape of the result without ToMA, and does not depend on the order of the
+   nodes. The report names the merged and the unmerged parts that the row expects.
 3. The feature still acts: it changes the latent in the same direction with merging as without.
-4. The model is unchanged.
+4. The model is unchanged after all runs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from testbed.selectors import selected_by
 from .kit import PRESET, Kit
 from .row import Expected, Graph, NotFor, Refused, Row
 
-# Small models have small grids and few blocks: merge all of them.
+# Settings that merge all grids and blocks of small models.
 EVERYTHING = {"min_tokens": 4, "skip_first_blocks": 0, "skip_last_blocks": 0}
-# Attributes that hold the transformer blocks of a model; UNets have theirs in stacks.
+# Attributes that hold the transformer blocks of a model; UNets hold their blocks in stacks.
 _LISTS = ("double_blocks", "single_blocks", "layers", "blocks", "transformer_blocks", "joint_blocks")
-# Merges nothing: idle with its hooks in place in the first half of the steps, off in the second.
+# Settings that merge nothing. In the first half of the steps the hooks are in place, but every grid is too small; in
+# the second half ToMA is off.
 NEVER = {"min_tokens": 1_048_576, "end_percent": 0.5}
-# Minimum cosine between a feature's change of the latent with and without merging. The cosine of unrelated changes of
-# such latents is within 0.1 of 0.
+# Minimum cosine between the change that a feature makes to the merged latent and the change that it makes to the
+# unmerged one. Unrelated changes of these latents have a cosine between -0.1 and 0.1.
 FOLLOWED = 0.3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A cell of the table, and the unmerged parts for each reason."""
+    """The verdict on a row for one family: its cell in the table, and the unmerged parts by reason."""
 
     cell: str
     unmerged: Mapping[str, str]
@@ -87,12 +88,12 @@ class Trial:
         self.base = kit.model if graph.model is None else graph.model
 
     def run(self, graph: Graph, model: Any) -> Tensor:
-        """Sample with a fixed seed, also of the global generator."""
+        """Sample with a fixed seed, and with PyTorch's global generator seeded."""
         torch.manual_seed(0)
         return graph.run(self.kit, model)
 
     def toma(self, model: Any, **settings: Any) -> Any:
-        """Apply ToMA to a model, with the graph's settings and these."""
+        """Apply ToMA to a model, with the graph's settings and `settings`."""
         return attach(model, **{**self.graph.settings, **settings})
 
     def orders(self, **settings: Any) -> list[Any]:
@@ -103,7 +104,7 @@ class Trial:
         return [last, patch(self.toma(self.base, **settings))] if self.graph.patches else [last]
 
     def passes(self) -> Mapping[Any, set[str]]:
-        """Run all checks except that of the model's state, and return the unmerged parts by reason."""
+        """Run all checks of the graph, and return the unmerged parts by reason."""
         graph = self.graph
         alone = self.run(graph, graph.patch(self.base))
         self.demand(alone.isfinite().all(), "the feature alone gives no finite result")
@@ -122,7 +123,7 @@ class Trial:
         )
         for model in first:
             self.demand(same(result, self.run(graph, model)), "the order of the nodes matters")
-        # Checks assume that the first step is merged; under a preset it is full.
+        # A graph's check assumes that the first step is merged, but presets make it full.
         if graph.check is not None and not PRESET:
             graph.check(result)
         if graph.same_as is not None:
@@ -159,7 +160,7 @@ class Trial:
             )
 
     def is_followed(self, result: Tensor, alone: Tensor) -> None:
-        """Check that the feature's change of the latent has the same direction with merged tokens."""
+        """Check that the feature changes the latent in the same direction with merging as without."""
         without = self.graph.without or Graph(options=self.graph.options)
         model = self.toma(without.patch(self.base))
         merged = self.run(without, model)
@@ -172,7 +173,7 @@ class Trial:
         self.demand(cosine > FOLLOWED, f"its change differs from that without ToMA: cosine {cosine:.2f}")
 
     def demand(self, held: Any, otherwise: str) -> None:
-        """Raise an AssertionError that names the graph."""
+        """Raise an AssertionError that names the graph, unless `held` is true."""
         if not held:
             raise AssertionError(": ".join(filter(None, (self.graph.name, otherwise))))
 
@@ -216,12 +217,12 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding, which batch sizes and orders of summation change."""
+    """Return whether two tensors are equal up to rounding, which depends on batch size and order of summation."""
     return bool((a - b).norm() <= 1e-5 * b.norm())
 
 
 def _described(unmerged: set[Any]) -> str:
-    """Summarise what is `Unmerged`, as in `self-attention of 2 blocks, 3 blocks`."""
+    """Summarise unmerged parts by their number of blocks, as in `self-attention of 2 blocks, 3 blocks`."""
     counts: dict[str, int] = {}
     for each in sorted(unmerged, key=str):
         counts[each.part] = counts.get(each.part, 0) + 1

@@ -1,4 +1,4 @@
-"""Parts of rows: a small real model per family, ComfyUI's own nodes by name, latents, prompts and files."""
+"""Tools for the rows: a small real model per family, ComfyUI's own nodes by name, latents, prompts and files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from testbed import models
 
-# The preset to run under. Without one every step is merged, which is harder.
+# The preset under which all rows run. Without a preset every step is merged, which is the stricter test.
 PRESET = os.environ.get("TOMA_PRESET", "")
 SIDE = 24
-# Under presets the first, the last and some other steps are full.
+# Presets need more steps, because the first, the last and some steps in between are full.
 STEPS = 4 if PRESET else 2
 # Options of sampling for rows that have many graphs.
 SMALL = {"height": 16, "width": 16}
-# Blocks per resolution of the encoder and the decoder: SDXL's with one residual block instead of two.
+# Transformer blocks at each resolution of encoder and decoder. Each resolution has one residual block, SDXL has two.
 _SDXL = {"transformer_depth": [0, 1, 2], "transformer_depth_output": [0, 0, 1, 1, 2, 2]}
 _SD15: dict[str, Any] = {"transformer_depth": [1, 1, 0], "transformer_depth_output": [1, 1, 1, 1, 0, 0], "middle": 1}
 
@@ -41,7 +41,7 @@ _WAN: dict[str, dict[str, Any]] = {
 
 
 class AbsentError(Exception):
-    """This ComfyUI has no such node, or a pack is not installed; the message names it."""
+    """This ComfyUI lacks a node or model, or a pack is not installed; the message names what is missing."""
 
 
 def part(path: str) -> Any:
@@ -60,10 +60,10 @@ def node(path: str) -> Callable[..., Any]:
 
 
 def as_function(kind: Any) -> Callable[..., Any]:
-    """Return the class of a node, V1 or V3, as a function."""
+    """Return the class of a node, written for ComfyUI's API V1 or V3, as a function."""
 
     def call(*args: Any, **inputs: Any) -> Any:
-        # V3 nodes return a NodeOutput, older ones a tuple.
+        # V3 nodes return a NodeOutput, V1 nodes a tuple.
         execute = kind.execute if hasattr(kind, "define_schema") else getattr(kind(), kind.FUNCTION)
         result = execute(*args, **inputs)
         outputs = getattr(result, "args", result)
@@ -94,7 +94,8 @@ def community(pack: str) -> Callable[[str], Callable[..., Any]]:
     """Load a community pack as ComfyUI does; return a function from node ids to its nodes. Raises `AbsentError`."""
     # Imported by name: for a type checker `nodes` is the folder of this checkout.
     nodes = importlib.import_module("nodes")
-    # ComfyUI's nodes put its folder `comfy` first on the path, which contains another `utils` than the server's.
+    # Put ComfyUI's folder first on the path. Its nodes put `comfy` there, whose `utils` is not the one that the server
+    # imports.
     with mock.patch.object(sys, "path", [str(Path(nodes.__file__ or "").parent), *sys.path]):
         server = importlib.import_module("server").PromptServer
     folder = found(pack)
@@ -124,7 +125,8 @@ def patcher(module: Any) -> Any:
 
 
 def filled(module: Any, seed: int = 0) -> Any:
-    """Fill a module with small random weights, which ComfyUI's layers lack, and return it in eval mode."""
+    """Fill a module with small random weights, because ComfyUI's layers are not initialised, and return it in eval
+    mode."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         fan_in = parameter[0].numel() if parameter.ndim > 1 else 1
@@ -146,7 +148,7 @@ class Kit:
             **dict.fromkeys(("flux2", "ltx", "ltx_av", "ernie", "ideogram", "lens"), 128),
         }
         self.channels = by_name.get(name, 16)
-        # Models with video latents: (B, C, T, H, W).
+        # Number of frames of models with video latents, (B, C, T, H, W).
         several = {"krea2": 1, "qwen_image": 1, "cosmos": 2, "h3": 2, "ltx": 2}
         several |= dict.fromkeys(("wan", "hunyuan", *_WAN), 3)
         self.frames = (several[name],) if name in several else ()
@@ -157,7 +159,7 @@ class Kit:
 
     def build(self, seed: int = 0, **config: Any) -> Any:
         """Build a small model of the family: a UNet of 11 transformer blocks, a Flux of 3 double and 3 single blocks,
-        or one of 2 to 5 blocks. Raises `AbsentError` if ComfyUI is older than the model."""
+        or another transformer of 2 to 5 blocks. Raises `AbsentError` if ComfyUI is older than the model."""
         if self.name == "sdxl":
             return models.unet(seed, **{"num_res_blocks": [1, 1, 1], **_SDXL, **config})
         try:
@@ -184,7 +186,7 @@ class Kit:
         return self.build(seed=1)
 
     def prompt(self, seed: int = 1, tokens: int = 7, **options: Any) -> list[Any]:
-        """Return CONDITIONING of random text, with the other inputs of the model."""
+        """Return CONDITIONING of random text, with the poses of SCAIL or the music of WanDancer."""
         beside: dict[str, Any] = {}
         if self.name == "scail":
             beside = {"pose_video_latent": random(1, 16, 3, 10, 14)}
@@ -198,7 +200,7 @@ class Kit:
         return self.prompt(1), self.prompt(2)
 
     def sample(self, model: Any, **options: Any) -> Tensor:
-        """Sample without further nodes: a latent of (B, C, H, W), or (B, C, T, H, W)."""
+        """Sample with ComfyUI's plain sampler: a latent of (B, C, H, W), or (B, C, T, H, W)."""
         height, width = options.pop("height", SIDE), options.pop("width", SIDE)
         steps = max(options.pop("steps", STEPS), 4 if PRESET else 1)
         (frames,) = self.frames or (1,)
@@ -207,7 +209,7 @@ class Kit:
         return models.sample(model, height, width, **{"frames": frames, "steps": steps, **options})
 
     def latent(self, side: int = SIDE, seed: int | None = None) -> dict[str, Tensor]:
-        """Return a LATENT: an empty one, or noise in the shape of an encoded picture."""
+        """Return a LATENT: an empty one if `seed` is None, otherwise noise in the shape of an encoded picture."""
         if seed is None:
             return {"samples": torch.zeros(1, self.channels, side, side)}
         return {"samples": random(1, self.channels, *self.frames, side, side, seed=seed)}

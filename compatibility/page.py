@@ -19,17 +19,17 @@ PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = Path(__file__).parent / "results.json"
 BEGIN, END = "<!-- tables: make compatibility -->", "<!-- end of tables -->"
 
-# The text between the tables of the first two families and those of the others.
+# The text between the tables of `FAMILIES` and those of `OTHERS`.
 FURTHER = """### The other models
 
 Features that depend on the model were also tried on small models of 2 to 5 blocks. *-*: ComfyUI does not have the
-feature for this model. *not tried*: left out to save time; the verdict of another model holds.
+feature for this model. *not tried*: left out to save time, because the feature does the same in another model.
 tests/nodes/adapters/compile/test_compile.py counts the compiled graphs of every model. Qwen-Image 2.1 is newer than
 this ComfyUI, so a stand-in for its class was tried, with ComfyUI's cache of the prompt on."""
 # The text before the table of the families in LATEST.
 LAST = """### Further models
 
-These rows depend most on the model. SCAIL takes poses, WanDancer takes music."""
+On these models, only the rows that depend most on the model were tried. SCAIL takes poses, WanDancer takes music."""
 
 Results = dict[str, Any]
 
@@ -37,7 +37,7 @@ Results = dict[str, Any]
 def recorded() -> Results:
     """Return the recorded results. `comfyui` and `torch`: versions. `rows`: for each feature and family, `cell` and
     `unmerged` of the verdict; for a community pack also `tried`, its version and that of ComfyUI. `presets`: for each
-    preset, feature and family, whether the verdict is the same."""
+    preset, feature and family, whether the verdict equals that without a preset."""
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
 
 
@@ -94,7 +94,7 @@ def updated(page: str, results: Results) -> str:
 
 
 def tables(results: Results) -> str:
-    """Return one table for each group of rows, then one for each group that was tried on further families."""
+    """Return the tables of `FAMILIES`, `OTHERS` and `LATEST`, with one table for each group of rows."""
     lines = [f"Tried with ComfyUI {results['comfyui']} and PyTorch {results['torch']}, on the CPU."]
     lines += [*(_under(preset, tried) for preset, tried in results.get("presets", {}).items()), ""]
     for families, heading in ((FAMILIES, ""), (OTHERS, FURTHER), (LATEST, LAST)):
@@ -109,11 +109,11 @@ def tables(results: Results) -> str:
 
 
 def _under(preset: str, tried: Mapping[str, Mapping[str, bool]]) -> str:
-    """Count the verdicts that are the same under a preset, and list the others."""
+    """Count the verdicts under a preset that equal those without a preset, and list the verdicts that differ."""
     same = [same for families in tried.values() for same in families.values()]
     other = [f"{feature} ({ALL[f]})" for feature, families in tried.items() for f in families if not families[f]]
-    line = f"Under the preset `{preset}` {sum(same)} of {len(same)} verdicts are the same"
-    return f"{line}; other ones: {', '.join(other)}." if other else f"{line}."
+    line = f"Under the preset `{preset}`, {sum(same)} of {len(same)} verdicts equal those in the tables"
+    return f"{line}; these differ: {', '.join(other)}." if other else f"{line}."
 
 
 def _line(row: Row, result: Mapping[str, Any], families: Mapping[str, str]) -> str:
@@ -123,7 +123,7 @@ def _line(row: Row, result: Mapping[str, Any], families: Mapping[str, str]) -> s
 
 
 def _left(result: Mapping[str, Any], families: Mapping[str, str]) -> str:
-    """List the unmerged parts, once if they are the same for all families."""
+    """List the unmerged parts, each with the families that leave it unmerged."""
     left: dict[str, list[str]] = {}
     for family, title in families.items():
         for reason, parts in result.get(family, {}).get("unmerged", {}).items():

@@ -1,5 +1,5 @@
-"""Parallel sampling of one picture, reimplemented: raylight (xDiT) shares Flux's tokens, or the conditions of any
-model, among processes.
+"""A reimplementation of parallel sampling of one picture: raylight (xDiT) shares Flux's tokens, or the conditions of
+any model, among processes.
 
 A group holds one share (`Together`, a real process of torch.distributed) or all shares (`InTurn`, which runs every
 process in turn in one process).
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Runs a block with its arguments of one share and the function that replaces attention.
+# Function that runs a block, given the block's arguments for one share and the function that replaces attention.
 Block = Callable[[Any, Callable[..., Tensor]], Any]
 
 
 class Together:
-    """A group in which this process holds one share; torch.distributed is initialised."""
+    """A group in which this process holds one share. torch.distributed must be initialised."""
 
     def __init__(self) -> None:
         self.size = torch.distributed.get_world_size()
@@ -54,7 +54,8 @@ class InTurn:
         return torch.cat(list(shares), dim)
 
     def run(self, block: Block, shares: Sequence[Any]) -> list[Any]:
-        """Run each block twice; the first pass collects the keys and values that the other shares attend to."""
+        """Run the block twice on each share: first to collect keys and values, then to attend to those of all
+        shares."""
         seen: list[tuple[Tensor, Tensor]] = []
 
         def collect(attention: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +65,7 @@ class InTurn:
         def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
             return attention(q, *(torch.cat(found, 2) for found in zip(*seen, strict=True)), *args, **kwargs)
 
-        for share in shares:  # blocks change their arguments in place
+        for share in shares:  # copies, because blocks change their arguments in place
             block([t.clone() for t in share], collect)
         return [block(share, attend) for share in shares]
 
@@ -72,8 +73,8 @@ class InTurn:
 class Shares:
     """Patches a Flux with a sequence-parallel forward while it samples.
 
-    rejoin: if True, as raylight: double blocks receive the RoPE rows of the image only; [text | image] is joined and
-    split again for the single blocks, whose `img_slice` still refers to the joined sequence. If False, as xDiT's own
+    rejoin: True as in raylight: double blocks receive the RoPE rows of the image only; [text | image] is joined and
+    split again for the single blocks, whose `img_slice` still refers to the joined sequence. False as in xDiT's own
     Flux: each process holds [its text | its image].
     """
 
@@ -163,7 +164,8 @@ class Shares:
 
 
 def _by_rows_of_image(block: Any, img: Tensor, txt: Tensor, pe: Tensor, **others: Any) -> Any:
-    """Run a double block with identity RoPE for the text: Flux's text is at position 0."""
+    """Run a double block whose `pe` lacks the text. The text gets identity rotations, because Flux's text is at
+    position 0."""
     still = torch.eye(2).expand(*pe.shape[:2], txt.shape[1], *pe.shape[3:])
     return type(block).forward(block, img=img, txt=txt, pe=torch.cat((still, pe), 2), **others)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .kit import Kit
 
 FAMILIES = {"sdxl": "SDXL", "flux": "Flux"}
-# Families with tables of their own, for the features that depend on the model.
+# Families in the second set of tables, for features that depend on the model.
 OTHERS = {
     "flux2": "Flux.2",
     "chroma": "Chroma",
@@ -26,9 +26,9 @@ OTHERS = {
     "ltx_av": "LTX-2.3",
     "h3": "MiniMax H3",
 }
-# Families whose latents are a video and its sound: only tried if a row has `sound`.
+# Families whose latents are a video and its sound. A row is tried on them only if it has `sound`.
 SOUND = ("ltx_av", "h3")
-# Families with a last table, which has only the rows with `sound` or `latest`.
+# Families in the last table, which has only the rows with `sound` or `latest`.
 LATEST = {
     "omnigen2": "OmniGen2",
     "ernie": "ERNIE-Image",
@@ -52,20 +52,20 @@ class Graph:
 
     # Applies the feature's node to a model, for features that patch models.
     patch: Callable[[Any], Any] = _nothing
-    # Samples the model at the sampler's input; None: plain sampling.
+    # Samples the patched model; None: plain sampling with `options`.
     sample: Callable[[Any], Tensor] | None = None
     # Options of plain sampling, such as the size.
     options: Mapping[str, Any] = field(default_factory=dict)
-    # The same graph with the feature turned off or set differently; None: plain sampling. The change of the latent
-    # between the two must have the same direction when tokens are merged.
+    # The same graph with the feature turned off or set differently; None: plain sampling. The change of the latent from
+    # that graph to this one must have the same direction with and without merging.
     without: Graph | None = None
-    # Whether the feature has no effect in `without`, whose result with ToMA is then exactly that of ToMA alone.
+    # Whether `without` turns the feature off, so that its result with ToMA must be exactly that of ToMA alone.
     off: bool = False
-    # False if there is nothing to compare with, as for a choice of sampler.
+    # Whether the change by the feature is compared; False if no graph lacks the feature, as for a choice of sampler.
     steered: bool = True
-    # Settings of ToMA alone under which the result is exactly the same.
+    # Settings with which ToMA alone must give exactly the result of ToMA with the feature.
     same_as: Mapping[str, Any] | None = None
-    # The model, if not the kit's.
+    # The model to sample; None: the kit's.
     model: Any = None
     # Settings of ToMA.
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Expected:
-    """The expected report."""
+    """The expected report of ToMA."""
 
     # Whether every block that ToMA alone merges is merged, at least in part; otherwise none is.
     merged: bool = True
@@ -111,13 +111,13 @@ Outcome = Expected | Refused | NotFor
 MERGED = Expected()
 NONE = NotFor("-")
 NOT_TRIED = NotFor("not tried")
-# For rows whose graphs do the same on each model. It omits Flux.2, whose text is always 512 tokens long, and Z-Image,
-# the widest of the small models, which has the class of Lumina 2.
+# For rows whose graphs do the same on each model. To save time, they are not tried on Flux.2, whose text always has 512
+# tokens, and on Z-Image, the widest of the small models, which has the class of Lumina 2.
 CHEAP: dict[str, Outcome] = {**dict.fromkeys(OTHERS, MERGED), "flux2": NOT_TRIED, "z_image": NOT_TRIED}
 CHEAP |= dict.fromkeys(SOUND, NOT_TRIED)
 FOR_UNETS = NotFor("for UNets")
 FOR_FLUX = NotFor("for Flux")
-# The tokens of a frame have to be divisible by those of the music.
+# WanDancer in ComfyUI needs frames whose number of tokens is a multiple of the music's number of tokens.
 FEWER_SIZES = NotFor("not in ComfyUI")
 
 
@@ -128,7 +128,7 @@ def unmerged(reason: str, parts: int) -> Expected:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the tables. expected: the outcome for each family that it is tried on."""
+    """A line of the tables. expected: the outcome for each family on which the row is tried."""
 
     feature: str
     group: str
@@ -165,11 +165,11 @@ class Table:
     ) -> Callable[[Callable[[Kit], Any]], Callable[[Kit], Any]]:
         """Decorate the function that makes the graphs.
 
-        others: the outcome of all other families, or by family of those that have the feature.
+        others: one outcome for all families of `OTHERS`, or outcomes by family of those that have the feature.
         only: as `others`, for a feature that SDXL and Flux do not have.
         quick: whether the row also runs on the oldest supported ComfyUI.
         sound: whether the row is also tried on the families of `SOUND` and `LATEST`.
-        latest: outcomes by family of `LATEST`, MERGED for those not named.
+        latest: outcomes by family of `LATEST`, MERGED for families not named.
         pack: the folder of the feature's community pack.
         """
         expected: dict[str, Outcome] = {} if only else {"sdxl": sdxl, "flux": flux}

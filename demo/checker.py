@@ -20,7 +20,7 @@ from .scenes import ATTRIBUTES, CANVAS, Scene, render_batch, scene_from_seed, vi
 
 FEATURES = 64
 WEIGHTS = Path(__file__).parent / "weights" / "checker.safetensors"
-# The checker's seeds differ from those of the models' training (1,000,000 and up) and of contact sheets (low ones).
+# The checker's seeds differ from those of the models' training (1,000,000 and up) and of contact sheets (low seeds).
 FIRST_TRAINING_SEED = 2_000_000_000
 FIRST_TEST_SEED = 500_000
 
@@ -48,7 +48,7 @@ class Checker(nn.Module):
             )
         self.stages = nn.ModuleList(stages)
         self.squeeze = nn.Conv2d(widths[-1], 48, 1)
-        # The last stage, with fewer channels, keeps positions; the pooled middle stages distinguish kinds of small
+        # The last stage, squeezed to 48 channels, keeps positions. The pooled middle stages distinguish kinds of small
         # objects.
         self.hidden = nn.Linear(48 * 8 * 8 + widths[2] + widths[3], 256)
         self.bottleneck = nn.Linear(256, FEATURES)

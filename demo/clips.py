@@ -15,9 +15,9 @@ from .scenes import ATTRIBUTES, Scene, Shift, in_phrases, render, scene_from_see
 FRAMES = 5
 _WAYS = ("still", "left", "right", "up", "down")
 _STEPS = ((0, 0), (0, -1), (0, 1), (-1, 0), (1, 0))
-# One entry for each attribute, in token order, as in `scenes.ATTRIBUTES`.
+# Motion -> its values, in token order, as in `scenes.ATTRIBUTES`.
 MOTIONS: dict[str, tuple[str, ...]] = {"shape_way": _WAYS, "objects_way": _WAYS, "speed": ("slow", "fast")}
-# Shift from frame to frame, in units of a 128 x 128 picture.
+# Shift from frame to frame, in pixels of a 128 x 128 picture, by speed.
 _SPEEDS = (3.0, 6.0)
 _SALT = 0x70C
 
@@ -66,7 +66,7 @@ def step_token(steps: int) -> torch.Tensor:
 
 
 def phrased(tokens: torch.Tensor) -> torch.Tensor:
-    """Mix the tokens of clips as a text encoder would, see `scenes.in_phrases`. Wan itself has no layers that mix
+    """Mix the text tokens of clips as a text encoder would, see `scenes.in_phrases`. Wan has no layers that mix text
     tokens."""
     scene = len(ATTRIBUTES)
     return torch.cat([in_phrases(tokens[..., :scene, :]), tokens[..., scene:, :]], -2)

@@ -22,5 +22,5 @@ def prepare() -> None:
     from comfy.cli_args import args
 
     args.cpu = not torch.cuda.is_available()
-    # ComfyUI's default CPU attention works in slices, whose backward pass is slow.
+    # Use PyTorch's attention, because ComfyUI's default on a CPU works in slices, whose backward pass is slow.
     args.use_pytorch_cross_attention = True

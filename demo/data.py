@@ -19,7 +19,7 @@ KINDS = ("dit", "unet", "wan")
 # Scenes below this seed are for contact sheets and evaluation; training never sees them.
 FIRST_TRAINING_SEED = 1_000_000
 MOST_PER_STEP = 4096
-# Side of a token of both shipped models, in pixels. A scene has 32 x 32 tokens, whatever the size of a token.
+# Side of a token in pixels in all shipped models but `few` and `wan`. A scene has 32 x 32 tokens of any size.
 PIXELS_PER_TOKEN = 4
 # Side of a frame in pixels: 16 x 16 tokens of 2 x 2 pixels.
 CLIP_SIZE = 32
@@ -91,8 +91,8 @@ class View:
     def rope_options(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the positions of the tokens for ComfyUI's Flux class.
 
-        Positions are tensors, because torch.compile would recompile for every Python number. Tokens of half-size scenes
-        have the centre of the 2 x 2 tokens that they replace, at time 1 in place of 0.
+        Positions are tensors, because torch.compile would recompile for every Python number. A token of a half-size
+        scene has the centre of the 2 x 2 tokens that it replaces, and time 1 in place of 0.
         """
         values = {
             "shift_y": self.offset[0] + (self.scale - 1) / 2,
@@ -146,7 +146,7 @@ class Batches(Dataset[Batch]):
         weight = _weight(scenes, size)
         view = View(scale=2, centre=1.6) if sort == "half" else View()
         if sort == "crop":
-            # Offsets are even because the UNet halves the grid once more.
+            # Offsets are even, because the UNet also has a grid of half the side.
             offsets = (size // plan.token - plan.crop_tokens) // 2 + 1
             view = View(offset=(2 * int(draw[1] * offsets), 2 * int(draw[2] * offsets)), centre=1.0)
             top, left = (value * plan.token for value in view.offset)
@@ -170,7 +170,7 @@ class Batches(Dataset[Batch]):
 
     def _clips(self, step: int, generator: torch.Generator) -> Batch:
         plan, first = self.plan, self._first(step)
-        # Single frames teach the look of scenes for a fraction of the work; clips follow later.
+        # Single frames teach the look of scenes for a fraction of the work of clips, so most clips come in later steps.
         still = plan.sort_at(step, float(torch.rand(1, generator=generator))) == "half"
         clips = [clip_from_seed(first + index) for index in range(plan.crop_batch if still else plan.full_batch)]
         clean = clips_to_model(render_clips(clips, CLIP_SIZE, 1 if still else FRAMES))

@@ -5,7 +5,7 @@ The shallow UNet is not in the repository. Train it first: `python -m demo.train
 Each trained block is repeated n times in a row, with its outputs divided by n. The stack then integrates the same
 update in smaller steps (as in Chang et al. 2018, "Multi-level Residual Networks from Dynamical Systems View"), and
 pictures hardly change. `demo.train unet --deep --init deep.safetensors --teacher unet.safetensors` reduces the
-remaining difference.
+difference that remains between the pictures of the two UNets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def depths(names: Iterable[str]) -> dict[str, int]:
 
 
 def deepened(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return weights for a UNet with parameters `names`: the stacks of `weights`, each with at least as many blocks."""
+    """Return weights for a UNet with parameters `names`: the stacks of `weights`, each with as many blocks as before or
+    more."""
     names = list(names)
     before, after, found = depths(weights), depths(names), {}
     for name in names:

@@ -1,4 +1,4 @@
-"""The two tiny models: a Flux-format DiT and an SDXL-shaped UNet, built from ComfyUI's own classes.
+"""The tiny models: a Flux-format DiT, an SDXL-shaped UNet and a Wan, built from ComfyUI's own classes.
 
 The DiT's state dict is recognised by ComfyUI's stock diffusion-model loader. No loader recognises a UNet this small, so
 `load_unet` builds it from `UNET_CONFIG`.
@@ -31,7 +31,7 @@ from .latents import LATENT_CHANNELS, UNSHUFFLE
 from .positions import AddPositions
 from .scenes import TEXT_DIM, in_phrases
 
-# head_dim is 128 in every Flux checkpoint (ComfyUI computes heads = width / 128), so there is one head here.
+# head_dim is 128 in every Flux checkpoint (ComfyUI computes heads = width / 128), so a width of 128 has one head.
 DIT_CONFIG: dict[str, Any] = {
     "in_channels": LATENT_CHANNELS,
     "out_channels": LATENT_CHANNELS,
@@ -82,7 +82,7 @@ DEEP_UNET_CONFIG: dict[str, Any] = {
 
 
 CLIP_SHIFT = 3.0
-# Wan's layers on tokens of one latent cell. The head dimension must be even in each of the three axes.
+# Wan's layers, with a token for each cell of the latent.
 WAN_CONFIG: dict[str, Any] = {
     "model_type": "t2v",
     "patch_size": (1, 1, 1),
@@ -114,7 +114,7 @@ class TrainingOps(comfy.ops.disable_weight_init):
 def dit_config(width: int, blocks: tuple[int, int], token: int) -> dict[str, Any]:
     """Return `DIT_CONFIG` with another width, number of (double, single) blocks and side of a token in pixels (2 or 4).
 
-    The head dimension is 128 as in every Flux checkpoint, or the width if that is less.
+    The head dimension is the greatest common divisor of the width and 128, which is the head dimension of Flux.
     """
     head = math.gcd(width, 128)
     return {
@@ -129,7 +129,7 @@ def dit_config(width: int, blocks: tuple[int, int], token: int) -> dict[str, Any
 
 
 def _initialise(network: nn.Module, zero: tuple[str, ...], generator: torch.Generator) -> None:
-    """Initialise a fresh network; ComfyUI's layers do not, because their weights always come from a file."""
+    """Initialise a fresh network, because ComfyUI's layers expect their weights from a file."""
     for name, module in network.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter):
@@ -172,8 +172,8 @@ def new_dit(
 def load_dit(path: str) -> Any:
     """Load the MODEL in a safetensors file of a DiT of any width and token size.
 
-    ComfyUI's own loader assumes tokens of 4 pixels and a head dimension of 128; models with other values are built
-    here.
+    ComfyUI's own loader assumes tokens of 4 pixels and a head dimension of 128; models with other tokens or head
+    dimensions are built here.
     """
     weights = load_weights(path)
     width, numbers = weights["img_in.weight"].shape
@@ -191,7 +191,8 @@ def token_pixels(model: Any) -> int:
 
 
 def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, torch.Tensor], *kind: Any) -> Any:
-    """Wrap the model for ComfyUI's own devices, in the dtype that ComfyUI uses on them."""
+    """Build a model with these weights in a ModelPatcher, on ComfyUI's own devices and in the dtype that ComfyUI uses
+    on them."""
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
     dtype = comfy.model_management.unet_dtype(device=load_device, supported_dtypes=[torch.bfloat16, torch.float32])
@@ -210,8 +211,8 @@ def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, tor
 def _widen_groups(network: nn.Module) -> nn.Module:
     """Set four groups in every GroupNorm, in place, and return the network.
 
-    ComfyUI's UNet always uses 32 groups, of ten or more channels in SDXL. In this UNet each of 32 groups would be one
-    channel, which would lose its mean and variance, and so the colour of a flat background.
+    ComfyUI's UNet always uses 32 groups, of ten or more channels in SDXL. In this UNet a group could be as small as two
+    channels, which would lose their mean and variance, and with them the colour of a flat background.
     """
     for module in network.modules():
         if isinstance(module, nn.GroupNorm):
@@ -248,7 +249,7 @@ def new_wan(
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if name.endswith("modulation"):
-                # Shift and scale are then 0, and gates are 1.
+                # Set shift and scale to 0, and gates to 1.
                 parameter.zero_()
                 if name != "head.modulation":
                     parameter[:, [2, 5]] = 1.0
@@ -256,7 +257,7 @@ def new_wan(
 
 
 class ClipLatents(comfy.latent_formats.Flux):
-    """Latent format of clips: the same as for pictures, frame by frame."""
+    """Latent format of clips: that of pictures, frame by frame."""
 
     latent_dimensions = 3
 

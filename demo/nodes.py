@@ -115,7 +115,7 @@ class ToMADemoScene(io.ComfyNode):
 
 
 class ToMADemoLatent(io.ComfyNode):
-    """Make an empty latent for either tiny model."""
+    """Make an empty latent for the tiny models."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

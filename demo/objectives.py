@@ -18,18 +18,18 @@ from .models import CLIP_SHIFT
 from .positions import AddPositions, cell_centres
 from .scenes import CANVAS, in_phrases, pooled_tokens, scene_tokens
 
-# ComfyUI passes SDXL a picture size of 8 times the latent's; the models are trained on 64 x 64 latents.
+# Side of the picture that ComfyUI passes to SDXL: 8 times that of the latents, which are 64 x 64 in training.
 NOMINAL_SIZE = 512
-# Flux's guidance for models that do not get the number of steps, see `FewStepsObjective`.
+# Flux's guidance for models that do not get the number of steps in its place, see `FewStepsObjective`.
 UNGUIDED = 3.5
 # Standard deviation of the flow's sigmas on the logit scale; `View.centre` is their centre.
 SPREAD = 1.4
-# The UNet learns the prompt more slowly than the DiT, so its sigmas are larger.
+# Added to `View.centre` for the UNet, which learns the prompt more slowly than the DiT and needs larger sigmas.
 UNET_CENTRE = 0.9
 
 
 def _error(prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-    # The padding channels are easy to predict: their clean value is always 0.
+    # Padding channels get a tenth of the weight: they are easy to predict, because their clean value is always 0.
     squared = (prediction.float() - target).pow(2)
     squared = (squared if weight is None else squared * weight).movedim(1, 0).flatten(1).mean(1)
     return squared[:PICTURE_CHANNELS].mean() + 0.1 * squared[PICTURE_CHANNELS:].mean()
@@ -42,7 +42,7 @@ class NetworkInput:
     x: torch.Tensor  # (B, 16, ..., h, w)
     sigma: torch.Tensor  # (B,)
     tokens: torch.Tensor  # (B, T, TEXT_DIM)
-    steps: torch.Tensor | None  # (B,): number of sampling steps, for models with such an input
+    steps: torch.Tensor | None  # (B,): number of sampling steps; None for models without this input
     view: View
 
 

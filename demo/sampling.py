@@ -24,7 +24,7 @@ from .models import load_dit, load_unet
 from .scenes import CANVAS, Scene, render_batch, scene_from_seed
 
 FOLDER = WEIGHTS.parent
-# Default settings of each model; the model card lists others.
+# Default settings of each model.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dit": {"cfg": 2.0, "sampler": "euler", "scheduler": "simple"},
     # The few-step model is distilled to 4 or 8 steps without guidance, on tokens of 2 x 2 pixels.

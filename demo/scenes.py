@@ -50,14 +50,14 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "word_place": ("top-left", "top-right", "bottom-left", "bottom-right"),
     "plate": ("light", "dark"),
 }
-# Attributes that another attribute can hide: name -> (the other attribute, its value that hides this one).
+# Attribute that another one can hide -> (the other attribute, the value of the other attribute that hides the first).
 HIDDEN_BY: dict[str, tuple[str, int]] = {
     "texture_side": ("texture", 0),
     "object_count": ("objects", 0),
     "object_colour": ("objects", 0),
 }
-# Attributes of one phrase: name of the phrase -> (its attributes, other attributes that decide its position). Small
-# objects are drawn in the space that shape and word leave free.
+# Attributes of one phrase: name of the phrase -> (its attributes, attributes outside the phrase that decide its
+# position). Small objects are drawn in the space that shape and word leave free.
 PHRASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "background": (("background", "gradient"), ()),
     "texture": (("texture", "texture_side"), ()),
@@ -69,7 +69,7 @@ SHAPE_RADII = (13.0, 19.0, 26.0)
 # Rows and columns of small objects by their count.
 OBJECT_GRIDS = ((1, 3), (2, 3), (3, 4))
 _SALT = 0x70A
-# (down, right), in canvas units.
+# (down, right), in pixels of the 128 x 128 canvas.
 Shift = tuple[float, float]
 
 
@@ -171,7 +171,8 @@ def _shape_anchor(scene: Scene) -> tuple[float, float]:
 
 
 def _object_anchor(scene: Scene) -> tuple[float, float]:
-    """Return the centre (y, x) of the group of small objects: in the free row, on the side opposite to the shape."""
+    """Return the centre (y, x) of the group of small objects: in a row without shape and word, opposite to the
+    shape."""
     row, column = divmod(scene.shape_cell, 3)
     y = 64.0 if row != 1 else (28.0 if scene.word_place >= 2 else 100.0)
     return y, (98.0, 30.0, 30.0)[column]
@@ -197,8 +198,8 @@ def _paint(image: np.ndarray, box: tuple[slice, slice], cover: np.ndarray, colou
 def render(
     scene: Scene, size: int = CANVAS, shape_shift: Shift = (0.0, 0.0), objects_shift: Shift = (0.0, 0.0)
 ) -> np.ndarray:
-    """Draw a scene as float32 RGB of shape (size, size, 3) in -1..1, with edges smoothed over one pixel. size: pixels,
-    a multiple of 32, else ValueError. The shifts move the shape and the group of small objects."""
+    """Draw a scene as float32 RGB of shape (size, size, 3) in -1..1, with edges smoothed over one pixel. The shifts
+    move the shape and the group of small objects. Raises ValueError unless `size`, in pixels, is a multiple of 32."""
     if size < 32 or size % 32:
         raise ValueError(f"size must be a positive multiple of 32, not {size}")
     rng = np.random.default_rng(scene.detail_seed)
@@ -338,7 +339,7 @@ def in_phrases(tokens: torch.Tensor) -> torch.Tensor:
     Flux mixes its text tokens itself. A UNet only attends to text tokens: if one token encodes red and another one top
     left, the UNet does not learn to draw red at the top left.
     """
-    prompts = tokens.unflatten(-2, (-1, len(ATTRIBUTES)))  # there may be several prompts, joined
+    prompts = tokens.unflatten(-2, (-1, len(ATTRIBUTES)))  # there may be several prompts in a row
     return (_belongs().to(tokens) @ prompts).flatten(-3, -2)
 
 

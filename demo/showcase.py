@@ -33,8 +33,8 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104 - all addresses of this machine, only with 
 _HERE = "127.0.0.1"
 # Pictures per batch. The models are narrow, so one picture is too little work for merging to pay, above all on a GPU.
 BATCH = {"cpu": 4, "cuda": 64}
-WARM_UP_STEPS = 3  # the first and the last step of a run are full
-TIMING_STEPS = 5  # for runs that are only timed; as large a share of steps is merged as in longer runs
+WARM_UP_STEPS = 3  # a full step, a merged step and a full step
+TIMING_STEPS = 5  # for runs that are only timed; the share of merged steps is that of longer runs
 
 
 class DemoError(RuntimeError):
@@ -64,14 +64,14 @@ def device_name() -> str:
 def demo_server(base: Path | None = None, port: int | None = None, listen: str | None = None) -> Iterator[ComfyServer]:
     """Run a server with the pack, the demo nodes and the demo checkpoint, and stop it at the end. listen: addresses of
     this machine to listen on in addition to 127.0.0.1, separated by commas."""
-    # ComfyUI's default attention on the CPU works in slices and is several times slower than PyTorch's, which would
+    # Use PyTorch's attention: ComfyUI's default on the CPU works in slices and is several times slower, which would
     # make ToMA look better.
     flags = ["--use-pytorch-cross-attention"]
     if listen:
-        # ComfyUI does not start if one address is listed twice.
+        # List every address once, because ComfyUI does not start if one is listed twice.
         others = [a for each in listen.split(",") if (a := each.strip()) not in ("", _HERE, "localhost")]
         flags += ["--listen", ",".join(others if EVERYWHERE in others else [_HERE, *others])]
-    # If another program is busy, threads that spin while they wait make steps many times slower and their times random.
+    # Waiting threads must sleep: if they spin while another program is busy, steps get many times slower.
     environ = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     server = ComfyServer(packs=[ROOT / "demo"], base=base, port=port, flags=flags, environ=environ)
     try:
@@ -176,15 +176,15 @@ def place_workflows(user: Path) -> list[str]:
 def serve(base: Path | None = None, port: int | None = None, listen: str | None = None) -> None:
     """Leave ComfyUI's page open with the demo's workflows, until Ctrl-C.
 
-    port: if None, 8199, or any free port if 8199 is in use. listen: see `demo_server`. Raises DemoError if the port is
-    in use.
+    port: if None, 8199, or any free port if 8199 is in use. listen: see `demo_server`. Raises DemoError if the given
+    port is in use.
     """
     if port is not None and free_port(port) != port:
         raise DemoError(f"port {port} is taken: choose another, or none and a free one is taken")
     with demo_server(base, port or _PORT, listen) as server:
         names = place_workflows(server.base / "user")
         server.set_setting("Comfy.TutorialCompleted", True)
-        # The classic renderer shows no compared images.
+        # Switch the new renderer of nodes on, because the classic one shows no compared images.
         server.set_setting("Comfy.VueNodes.Enabled", True)
         for kind in (UNET, DIT):
             if not kind.trained:

@@ -54,8 +54,8 @@ def sampling_graph(
     """Return the graph of a batch of pictures of pixels x pixels, whose scenes come from this seed and those after it.
 
     Node ids are the same with and without the merge, so that the server does not load the model again. `merged` puts
-    ToMA Advanced between loader and sampler, with these settings on top of the balanced preset. On Flux the preset
-    merges only in runs of three or more steps. `full_step_interval=0` merges every step except the first, and with
+    ToMA Advanced between loader and sampler, with `settings` on top of the balanced preset. On Flux the preset merges
+    only in runs of three or more steps. `full_step_interval=0` merges every step except the first, and with
     `similarity_from="tokens"` also the first.
     """
     model = ["loader", 0]
@@ -65,7 +65,7 @@ def sampling_graph(
         "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=batch),
     }
     if merged:
-        # A GPU computes blocks this small so fast that Auto would not merge them.
+        # Set `min_tokens`, because Auto would not merge blocks this small, which a GPU computes very fast.
         widgets = widget_values(**{"min_tokens": FEWEST, **settings})
         graph["toma"] = _node("ToMAAdvanced", model=model, **widgets)
         model = ["toma", 0]
@@ -89,7 +89,8 @@ def sampling_graph(
 
 
 def widget_values(ratio: float = RATIO, **chosen: Any) -> dict[str, Any]:
-    """Return the values of every widget of ToMA Advanced: the balanced preset, and these fields of `ToMAConfig`."""
+    """Return the values of every widget of ToMA Advanced: the balanced preset, and the fields of `ToMAConfig` in
+    `chosen`."""
     values: dict[str, Any] = {"preset": "balanced", "ratio": ratio, "profile": ""}
     for item in fields(ToMAConfig):
         if setting_spec(item.name).internal:

@@ -21,8 +21,8 @@ _PAPER, _INK = (34, 34, 36), (230, 230, 230)  # the colours of the report's pict
 _MARGIN, _CAPTION, _PANEL = 16, 30, 256
 _SHOWN = 4  # number of a case's pictures on the sheet
 _LINE = 18  # height of a line under a picture
-_BUSY = 1.5  # no gain is reported if the gains of pairs differ by this factor
-# The legend of the report's map; on ComfyUI's page the node shows the legend.
+_BUSY = 1.5  # no speed-up is reported if those of single pairs differ by this factor
+# The legend of the report's map of merged tokens, which on ComfyUI's page the node shows.
 _MAP = (
     "Dots are destination tokens, the patch around each is merged into it, black lines are windows.",
     "Bars: share of the tokens computed at each step; blue merged, grey full.",
@@ -138,7 +138,7 @@ class StepClock:
 
     @property
     def seconds_per_step(self) -> float:
-        """Return the mean time. Raises ValueError unless two or more steps have ended."""
+        """Return the mean time of a step. Raises ValueError unless two or more steps have ended."""
         if self._first is None or self._end is None or self._steps < 2:
             raise ValueError(f"the sampler was seen for {self._steps} steps; at least two are needed")
         return (self._end - self._first) / (self._steps - 1)
@@ -209,8 +209,8 @@ def explanation(cases: list[Case], device: str) -> str:
 
 
 def side_by_side(cases: list[Case]) -> Image.Image:
-    """Draw two rows of pictures for each case that draws scenes: without ToMA, and with it below. Each picture has its
-    seconds below it; a picture with ToMA also has its error and the prompt."""
+    """Draw two rows of pictures for each case that draws scenes: without ToMA, and below it with ToMA. Each picture has
+    its seconds below it; a picture with ToMA also has its error and the prompt."""
     rows = []
     for case in _drawn(cases):
         plain, merged = case.plain[0], case.merged[0]

@@ -31,7 +31,7 @@ _TOP, _BOTTOM = 186, 386  # top and bottom of the picture in the middle
 _BOARD, _NODE, _PAPER, _FAINT = (32, 36, 44), (58, 66, 82), (250, 250, 250), (176, 184, 198)
 _OURS = (138, 92, 40)
 _FULL, _MERGED, _RECOMMENDED = (148, 148, 148), (86, 180, 233), (230, 159, 0)  # the colours in the charts of the nodes
-# Okabe and Ito's colours, by a word in the name of a workflow: the first word that fits counts.
+# Word in the name of a workflow -> colour (Okabe and Ito's). The first of these words in the name counts.
 _BANDS = {
     "Benchmark": (240, 228, 66),
     "SDXL": (0, 114, 178),
@@ -80,7 +80,7 @@ THUMBNAILS = {
     "18 SDXL calibrate": Thumbnail("Less error, for\nyour checkpoint", picture="errors"),
     "19 Z-Image Turbo.app": Thumbnail("A form,\nno graph", picture="form"),
 }
-# Prefix of a node type -> its label in the chain; other nodes are not drawn.
+# Prefix of a node type -> label of the node in the chain. Nodes without a label are not drawn.
 _CALLED = {
     **{"CheckpointLoader": "model", "UNETLoader": "model", "Lora": "LoRA", "ToMAReport": "report", "ToMA": "ToMA"},
     **{"KSamplerSelect": "", "KSampler": "sampler", "SamplerCustom": "sampler", "ImageCompare": "compare"},
@@ -150,7 +150,7 @@ def merged_steps(name: str) -> list[list[bool]]:
         sigmas = [1 - step / steps for step in range(steps)]
         if listed:
             sigmas = [float(sigma) for sigma in listed[index].split(",")][:steps]
-        # Runs that have their own sigmas are stages; other runs share one schedule, like the two models of one clip.
+        # Runs with listed sigmas are separate stages; runs without share one schedule, like the two models of one clip.
         ends, continues = bool(listed) or index == len(thumbnail.runs) - 1, not listed and index > 0
         schedule = Schedule(config, tuple(sigmas), finishes=ends, continues_run=continues)
         runs.append([schedule.decide(sigma, step).mode.merges for step, sigma in enumerate(sigmas)])
@@ -174,7 +174,7 @@ def _steps(pen: Any, name: str) -> None:
     text = f"{'every step' if number == count else f'{number} of {count} steps'} on half of the tokens"
     pen.text((_MARGIN, 306), text, _FAINT, _fitting([text], 30, SIDE - 2 * _MARGIN))
     if thumbnail.gain:
-        counted = "20" if thumbnail.gain == _SDXL else str(count)  # the saving is the same for any number of steps
+        counted = "20" if thumbnail.gain == _SDXL else str(count)  # SDXL saves the same share in any number of steps
         text = f"{saved(Gain('', counted, thumbnail.gain))} less work, counted"
         pen.text((_MARGIN, 346), text, _PAPER, _fitting([text], 36, SIDE - 2 * _MARGIN))
 

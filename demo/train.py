@@ -1,8 +1,8 @@
 """Train the tiny models: `python -m demo.train dit|unet|wan [--steps N] [--minutes M] [--resume] [--seed S]`.
 
 Every step seeds its random numbers with (seed, step), so a resumed run equals an uninterrupted one. Most early steps
-use scenes at half the size, or crops with their positions (both have a quarter of the tokens); most late steps use full
-pictures of 128 x 128.
+use scenes at half the size, or crops with their positions (each with a quarter of a full picture's tokens); most late
+steps use full pictures of 128 x 128.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class Trainer:
         batch = batch.to(self.device)
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = self.plan.lr_at(self.step) * group["share"]
-        # On a CPU, the backward pass of fused attention is slower than that of plain products by a third of the time of
-        # a step.
+        # On a CPU, compute attention by plain products: fused attention has a slower backward pass, and a step would
+        # take a third longer.
         plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
-        # Casts are not cached: weights that are cast without gradients for the teacher's pass would be reused where
-        # gradients are needed.
+        # Do not cache casts: weights that are cast without gradients for the teacher would be reused where gradients
+        # are needed.
         with plain, torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
             loss = self.objective.loss(self.forward, batch)
         loss.backward()
@@ -135,7 +135,8 @@ class Trainer:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Resume from a file that `save` wrote; if the plan has another number of steps, the cool-down moves."""
+        """Resume from a file that `save` wrote; if the plan's number of steps has changed since, the cool-down
+        moves."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         if state["plan"]["kind"] != self.plan.kind or state["plan"]["seed"] != self.plan.seed:
             raise ValueError(

@@ -256,7 +256,7 @@ OMNIGEN2 = ModelSpec(
     few=(3, 0),
     text=(128, 2048),
 )
-# The defaults of these classes are the sizes of their checkpoints.
+# ERNIE-Image, Ideogram 4 and Lens: the defaults of their classes are the sizes of their checkpoints.
 ERNIE = ModelSpec(
     "ErnieImage",
     "ErnieImage",
@@ -281,7 +281,7 @@ LENS = ModelSpec(
     "Lens", "Lens", {"image_model": "lens"}, ("num_layers",), few=(3,), text=(128, 4 * 2880), channels=128, pixel=16
 )
 
-# The keys are the layouts' names in `models.TRANSFORMERS`; Klein has the layout of Flux.2.
+# The keys are names in `models.TRANSFORMERS`, except sdxl and klein; Klein has the layout of Flux.2.
 SPECS: dict[str, ModelSpec] = {
     "sdxl": SDXL,
     "flux": FLUX,
@@ -304,9 +304,9 @@ SPECS: dict[str, ModelSpec] = {
     "ltx_av": LTX_AV,
     "h3": H3,
 }
-# Models with reference images behind the image; other models have no reference images, or have them elsewhere.
+# Models whose reference images follow the image in the stream of tokens.
 EDITORS = ("flux", "flux2", "klein", "krea2", "qwen_image")
-# Models in the counted tables; for other models, only tests/benchmarks/fullsize/test_cost.py counts blocks.
+# Models in the tables of benchmarks/results/counts.md, with their titles.
 TITLES = {
     "sdxl": "SDXL",
     "flux": "Flux.1",

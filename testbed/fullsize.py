@@ -12,13 +12,13 @@ from testbed import models
 from testbed.full_model import SPECS
 from testbed.model_spec import ModelSpec
 
-# One long row of noise from which every weight is cut, because drawing 2.6 billion numbers would take minutes.
+# Length of a row of noise from which every weight is cut, because drawing 2.6 billion numbers would take minutes.
 _NOISE = 1 << 24
 
-# Models without a small model in testbed.models, and the small model that stands in.
+# Model without a small model in testbed.models -> the small model that stands in for it.
 _LIKE = {"klein": "flux2"}
-# Number of text tokens, their width, and the width of the pooled vector in testbed.models; SDXL's vector is as wide as
-# that of the full model.
+# Number of text tokens, their width, and the width of the pooled vector of the small models in testbed.models. Only
+# SDXL's vector has its full width.
 _TINY = (32, 48, 24)
 
 
@@ -98,7 +98,7 @@ class Shape:
             inputs["attention_mask"] = torch.ones(self.batch, text, dtype=torch.long, device=device)
         if self.references:
             inputs["ref_latents"] = [noise(*self.latent) for _ in range(self.references)]
-            if self.model == "krea2":  # Krea 2's checkpoints do not name a method
+            if self.model == "krea2":  # Krea 2's checkpoints name no method for references
                 inputs["ref_latents_method"] = "index"
         return inputs
 
@@ -125,7 +125,7 @@ def patcher(
     seed: int = 0,
 ) -> Any:
     """Return a `ModelPatcher` around a model of `SPECS` at full width, with these numbers of blocks of each kind (None:
-    all blocks); or around a tiny one, on the CPU in fp32."""
+    all blocks); or around its tiny model, on the CPU in fp32."""
     if tiny:
         return models.unet() if name == "sdxl" else models.TRANSFORMERS[_LIKE.get(name, name)]()
     from comfy.model_patcher import ModelPatcher
@@ -139,8 +139,8 @@ def patcher(
 
 
 def _fill(model: Any, device: torch.device, seed: int) -> None:
-    """Fill in random weights, drawn on the CPU so that all devices get the same; a model on the meta device gets
-    none."""
+    """Fill in random weights, drawn on the CPU so that they are the same for all devices; a model on the meta device
+    gets no weights."""
     if device.type == "meta":
         model.diffusion_model.requires_grad_(False)
         return

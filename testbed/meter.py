@@ -22,7 +22,7 @@ class Cost:
     """The counted cost of an evaluation or of a part of it."""
 
     flops: float = 0.0  # a multiply-add counts as two
-    bytes: float = 0.0  # read and written by every operation; only attention is fused
+    bytes: float = 0.0  # bytes that every operation reads and writes; only attention is fused
     launches: int = 0  # operations except views and allocations
     operations: Counter[str] = field(default_factory=Counter)  # number by name
     products: Counter[str] = field(default_factory=Counter)  # FLOPs by name
@@ -99,8 +99,8 @@ class Meter(TorchDispatchMode):
 
 
 def _known(value: Any) -> Any:
-    """Return an argument as a part of the key in `_results`. Raises TypeError for a tensor with values, because values
-    may affect the shape of a result."""
+    """Return an argument as a part of the key in `_results`. Raises TypeError for a tensor that is not on the meta
+    device, because its values may affect the shape of a result."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise TypeError
@@ -114,7 +114,8 @@ _results: dict[Any, Any] = {}
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, float, float]:
-    """Return result, FLOPs and bytes. Shapes are cached, because PyTorch computes them slowly on the meta device."""
+    """Call an operation and return its result, FLOPs and bytes. Shapes of results are cached, because PyTorch computes
+    them slowly on the meta device."""
     try:
         key = None if func._schema.is_mutable else (func, _known(args), _known(list(kwargs.items())))
         cached = _results.get(key)

@@ -16,13 +16,13 @@ class ModelSpec:
     config: Mapping[str, Any]  # config of `kind`
     depths: tuple[str, ...] = ()  # keys of `config` with the number of blocks of each kind
     few: tuple[int, ...] = ()  # numbers of blocks that fit in 10 GB at full width
-    # Tokens and width of the text: the length that ComfyUI pads to, otherwise about a hundred tokens.
+    # Number of text tokens (the length to which ComfyUI pads, otherwise about a hundred), and their width.
     text: tuple[int, int] = (512, 4096)
     pooled: int = 0  # width of the pooled vector, 0 if there is none
     channels: int = 16  # channels of the latent
     pixel: int = 8  # side of a latent pixel in the picture
     video: bool = False  # whether latents have five dimensions
-    guidance: bool = False  # whether guidance is an input
+    guidance: bool = False  # whether the model takes Flux's guidance as an input
     audio: Callable[[int], tuple[int, ...]] | None = None  # frames of the latent -> shape of the audio stream
 
     def at(self, blocks: tuple[int, ...] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A simulated GPU: Triton compiles for it and launches, but no kernel runs."""
+"""A simulated GPU: Triton compiles kernels for it and launches them, but no kernel runs."""
 
 from __future__ import annotations
 

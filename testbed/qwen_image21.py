@@ -1,10 +1,11 @@
-"""A stand-in for ComfyUI's Qwen-Image 2.1, for older ComfyUIs. The stand-in makes the same calls of the same blocks.
+"""A stand-in for ComfyUI's Qwen-Image 2.1, for older ComfyUIs. It calls blocks with the arguments of ComfyUI's own
+model.
 
-There is one stream of [text with references in it | image]. The tokens before the image, the prefix, never attend to it
-and are modulated as at time 0, so their keys and values never change. A block is called
+There is one stream of [text with references in it | image]. The tokens before the image, the prefix, never attend to
+the image and are modulated as at time 0, so their keys and values never change. A block is called
 
     with all tokens                  without a cache, and where the first release of the model fills the cache
-    with the prefix, then the image  where later releases fill the cache, which also add into their input tokens
+    with the prefix, then the image  where later releases fill the cache; their blocks also add into their input
     with the image alone             where the cache is filled
 
 `stand_ins.use_newer_models` makes this file importable as `comfy.ldm.qwen_image21.model`, where newer ComfyUIs have the
@@ -34,7 +35,7 @@ from torch.nn.functional import gelu, silu
 Pair = tuple[Tensor, Tensor]  # rows of (1, 1, C) for the prefix and (B, 1, C) for the image
 Cached = list[Pair]  # keys and values of the prefix, (B, T, heads, d), of each block
 NONE: Mapping[str, Any] = {}
-_BITS = {"int8": 8, "int4": 4}  # bits of a cached number, if it has not the dtype of the run
+_BITS = {"int8": 8, "int4": 4}  # dtype of the cache -> bits of a cached number
 
 
 def _parts(x: Tensor, prefix_len: int) -> tuple[Tensor, ...]:
@@ -43,7 +44,7 @@ def _parts(x: Tensor, prefix_len: int) -> tuple[Tensor, ...]:
 
 
 def _stored(x: Tensor, asked: Mapping[str, Any]) -> Tensor:
-    """Return keys or values as the cache holds them, rounded by token and head if the node asks for fewer bits."""
+    """Return keys or values as the cache holds them, rounded by token and head if the node asks for 8 or 4 bits."""
     if bits := _BITS.get(asked.get("dtype", "")):
         unit = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
         x = (x / unit).round() * unit
@@ -153,7 +154,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         self.reset_prefix_cache(False)
 
     def reset_prefix_cache(self, enabled: bool) -> None:
-        """Begin or end a run: keys and values of the prefix are cached by prompt."""
+        """Begin (`enabled`) or end a run, with an empty cache of the prefix's keys and values by prompt."""
         self.prefix_cache_enabled = enabled
         self.prefix_cache: list[tuple[Tensor, Cached]] = []
 
@@ -218,7 +219,8 @@ class QwenImage21Transformer2DModel(nn.Module):
         return replacement({**args, "transformer_options": options}, {"original_block": original})["img"]
 
     def _modulations(self, timesteps: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], Tensor]:
-        """Return (scale, gate, scale, gate, 0) for all blocks, the first four as row pairs, and the embedded time."""
+        """Return (scale, gate, scale, gate, 0) for all blocks, the first four each as a `Pair`, and the embedded
+        time."""
         times = torch.cat([timesteps, timesteps.new_zeros(1)])
         embedded = self.time_out(silu(self.time_in(timestep_embedding(times, 256).to(dtype))))
         scale1, gate1, scale2, gate2 = self.modulation(silu(embedded)).chunk(4, -1)
@@ -256,7 +258,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         return torch.cat(parts, 1), pe[:, :, None].float(), segments
 
     def _slot(self, x: Tensor, contents: Sequence[Tensor], options: Mapping[str, Any]) -> Cached | None:
-        """Return the place of this prompt's cached keys and values, empty at first; None without a cache."""
+        """Return the list of this prompt's cached keys and values, empty at first; None without a cache."""
         patches, where = options.get("patches", {}), options.get("qwen_image21_cache", {}).get("device", "auto")
         others = options.get("patches_replace", {}).get("dit") or patches.get("single_block")
         if not self.prefix_cache_enabled or where == "off" or others or patches.get("attn1_patch"):
@@ -269,7 +271,8 @@ class QwenImage21Transformer2DModel(nn.Module):
         return found
 
     def _attention(self, segments: Sequence[Any], options: Any) -> Callable[..., Tensor]:
-        """Return the attention of some parts of the stream to all tokens before their end."""
+        """Return an attention in which each of these parts of the stream attends to all tokens before the part's
+        end."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, preferred_attention: Any = None) -> Tensor:
             found = [
@@ -319,7 +322,8 @@ class Config(comfy.supported_models.supported_models_base.BASE):
 
 
 class QwenImage21(comfy.model_base.BaseModel):
-    """The object that ComfyUI's nodes hold; its caches live as long as a run of the model."""
+    """The model in a ModelPatcher. ComfyUI sets `current_patcher` for the time of a run; this begins and ends the
+    cache."""
 
     def __init__(self, model_config: Any, device: Any = None) -> None:
         kind = comfy.model_base.ModelType.FLUX

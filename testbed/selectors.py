@@ -1,4 +1,4 @@
-"""Rivals of greedy facility location at equal budgets: other rules for selecting destinations."""
+"""Rivals of greedy facility location: other rules that select as many destinations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, number: int) -> Tens
     if valid is not None:
         best = best.masked_fill(~valid[:, None, :], -torch.inf)
     closeness = best.amax(2)
-    # The order is: candidates, then the sources that would lose most by merging, and padding slots last.
+    # Order of selection: candidates, then the sources that would lose most by merging, and padding slots last.
     cost = torch.where(candidate, closeness.new_full((), -3.0), closeness)
     if valid is not None:
         cost = cost.masked_fill(~valid, torch.inf)
@@ -127,7 +127,7 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 @contextmanager
 def selecting(name: str) -> Iterator[None]:
     """Replace the selection of every plan inside the context by a rival's, in plain PyTorch and with the same share of
-    destinations in each window. Searches with an adaptive budget are not replaced."""
+    destinations in each window. Only "farthest point" may have an adaptive budget."""
     state, kernels = pack_module("toma_core.run"), pack_module("toma_core.kernels.dispatch")
     laid_out = state.RunState._laid_out
 

@@ -1,5 +1,5 @@
-"""Prepare ComfyUI and the pack for a benchmark, also without the packages that no benchmark needs, and with a ComfyUI
-older than a model."""
+"""Prepare ComfyUI and the pack for a benchmark, with stand-ins for packages that no benchmark needs and for models that
+this ComfyUI lacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _StandIn(ModuleType):
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Finds the packages that ComfyUI imports only for video."""
+    """Finds stand-ins for packages that ComfyUI imports only for video."""
 
     names = ("av",)
 
@@ -79,7 +79,7 @@ class _NewerModels(MetaPathFinder, Loader):
 
 
 def use_newer_models() -> None:
-    """Let models that are newer than ComfyUI be imported. A ComfyUI that has these models is found first. Call this
-    function before the pack is loaded."""
+    """Let models that are newer than ComfyUI be imported. Where ComfyUI has these models, its own are found first. Call
+    this function before the pack is loaded."""
     if not any(isinstance(finder, _NewerModels) for finder in sys.meta_path):
         sys.meta_path.append(_NewerModels())

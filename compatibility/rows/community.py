@@ -1,4 +1,4 @@
-"""Community packs, tried if they are installed: none is part of this checkout."""
+"""Community packs. Each is tried if it is installed; none is part of this checkout."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def runs(kit: Kit, graph: Graph) -> Graph:
     try:
         graph.run(kit, graph.patch(kit.model if graph.model is None else graph.model))
     except TypeError as error:
-        # Packs replace functions of ComfyUI, whose later releases call them with arguments that the pack does not
-        # accept. All other errors are raised.
+        # Later releases of ComfyUI call functions that a pack replaces with arguments that the pack does not accept.
+        # Such a pack counts as absent; all other errors are raised.
         if "unexpected keyword argument" not in str(error):
             raise
         raise AbsentError(f"without ToMA, too, it fails in this ComfyUI: {error}") from None
@@ -81,7 +81,8 @@ def advanced_controlnet(kit: Kit) -> Graph:
 
 @row(GROUP, "GGUF: weights quantised to 8 bits (Q8_0)", pack="ComfyUI-GGUF")
 def gguf(kit: Kit) -> Graph:
-    """Write a file and load it with the pack's loader, into the pack's layers, which dequantise in their forward."""
+    """Write a GGUF file and load it with the pack's loader, into the pack's layers, which dequantise in their
+    forward."""
     import comfy.model_patcher
 
     community("ComfyUI-GGUF")
@@ -235,8 +236,8 @@ def face(seed: int) -> dict[str, Any]:
 
 
 def pulid(pack: str, module: str, name: str) -> tuple[Any, Any]:
-    """Return the pack's node and its module, with random numbers for the cropped face."""
-    importlib.import_module("comfy.sd")  # before the stand-ins, because its imports look for some of these libraries
+    """Return the pack's node and its module; the node gets random numbers as the cropped face."""
+    importlib.import_module("comfy.sd")  # before the stand-ins, because this module looks for some of `FACES`
     with standing_in(FACES):
         apply = community(pack)(name)
         code = importlib.import_module(f"{str(found(pack)).replace('.', '_x_')}.{module}")
@@ -262,7 +263,7 @@ def pulid(pack: str, module: str, name: str) -> tuple[Any, Any]:
     pack="PuLID_ComfyUI",
 )
 def pulid_unet(kit: Kit) -> Iterator[Graph]:
-    """Use a narrow UNet with SDXL's number of blocks. All of them attend to a face except the middle blocks, which the
+    """Use a narrow UNet with SDXL's number of blocks. All blocks attend to a face except the middle blocks, which the
     pack names differently from ComfyUI."""
     apply, code = pulid("PuLID_ComfyUI", "pulid", "ApplyPulid")
     model = models.unet(depths=(0, 2, 10), middle=10)
@@ -291,9 +292,9 @@ def pulid_unet(kit: Kit) -> Iterator[Graph]:
     pack="ComfyUI_PuLID_Flux_ll",
 )
 def pulid_flux(kit: Kit) -> Graph:
-    """Use Flux's 19 double blocks and its first single blocks; the pack runs the blocks in its own loop."""
+    """Use 19 double blocks, as in Flux, and a few single blocks; the pack runs the blocks in its own loop."""
     apply, code = pulid("ComfyUI_PuLID_Flux_ll", "pulidflux", "ApplyPulidFlux")
-    # Arguments that newer releases of ComfyUI pass and these two functions do not accept.
+    # Drop arguments that newer releases of ComfyUI pass and these two functions do not accept.
     code.pulid_forward_orig = _without("timestep_zero_index", code.pulid_forward_orig)
     sample = _without("latent_shapes", code.pulid_outer_sample_wrappers_with_override)
     code.pulid_outer_sample_wrappers_with_override = sample

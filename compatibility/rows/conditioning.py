@@ -22,7 +22,8 @@ PIXELS = 8 * SIDE
 
 @row(GROUP, "Areas (ConditioningSetArea)", others=MERGED, quick=True)
 def areas(kit: Kit) -> Graph:
-    """Give each half of the picture a prompt. In one step, another prompt for the left changes only the left half."""
+    """Give each half of the picture a prompt. In a run of one step, another prompt for the left half changes only that
+    half."""
     area, combine = node("nodes.ConditioningSetArea"), node("nodes.ConditioningCombine")
 
     def sample(model: Any, seed: int) -> Tensor:
@@ -40,7 +41,7 @@ def areas(kit: Kit) -> Graph:
 
 @row(GROUP, "Masks (ConditioningSetMask, also with their bounds)", others=CHEAP, quick=True)
 def masks(kit: Kit) -> Iterator[Graph]:
-    """Add a masked prompt to a global one. In one step, the masked prompt changes the area of the mask."""
+    """Add a masked prompt to a global one. In a run of one step, the masked prompt changes the area of the mask."""
     put, combine = node("nodes.ConditioningSetMask"), node("nodes.ConditioningCombine")
     mask = torch.zeros(1, SIDE, SIDE)
     mask[:, 4:16, 8:20] = 1.0
@@ -80,14 +81,14 @@ def combined(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Prompts of other lengths", others=MERGED, sound=True)
 def lengths(kit: Kit) -> Graph:
-    """Use prompts of lengths that cannot share one model call."""
+    """Use prompts whose lengths differ so that they cannot share one model call."""
     conds = {"positive": kit.prompt(1, tokens=154), "negative": kit.prompt(2, tokens=77)}
     return Graph(sample=lambda m: kit.sample(m, **conds))
 
 
 @row(GROUP, "A batch with a prompt for each image", others=MERGED)
 def batch_of_prompts(kit: Kit) -> Graph:
-    """Check that in one step, another prompt for the second image changes only the second image."""
+    """Check that in a run of one step, another prompt for the second image changes only the second image."""
 
     def sample(model: Any, seed: int) -> Tensor:
         both = [kit.prompt(s)[0] for s in (1, seed)]
@@ -105,8 +106,8 @@ def batch_of_prompts(kit: Kit) -> Graph:
 
 @row(GROUP, "Split CFG: positive and negative in calls of their own, for want of memory", others=MERGED, sound=True)
 def split_cfg(kit: Kit) -> Graph:
-    """Check that separate calls give the result of one joined call up to rounding. Selection by grid and soft weights
-    do not amplify the rounding."""
+    """Check that separate calls for positive and negative give the result of one joined call up to rounding. Use
+    selection by grid and soft weights, which do not amplify the rounding."""
     smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}
 
     def sample(model: Any) -> Tensor:

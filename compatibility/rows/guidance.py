@@ -133,7 +133,6 @@ def context_windows_of_a_video(kit: Kit) -> Graph:
 
 
 def _second(patch: Any, inputs: tuple[Any, ...], model: Any) -> Any:
-    """Call a node with the model and its other inputs."""
     return patch(model, *inputs)
 
 

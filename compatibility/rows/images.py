@@ -158,7 +158,7 @@ def gligen(kit: Kit) -> Graph:
 
 @row(GROUP, "Inpainting models (SDXL inpaint, Flux.1 Fill)")
 def inpaint_model(kit: Kit) -> Graph:
-    """Use a model whose input has further channels for picture and mask."""
+    """Use a model whose input has additional channels for the picture and the mask."""
     model = kit.build(in_channels=96 if kit.is_flux else 9)
     if not kit.is_flux:
         model.model.set_inpaint()

@@ -44,7 +44,7 @@ def hypertile(kit: Kit) -> Graph:
 
 @row(GROUP, "Token Merging (ToMe)", flux=Refused(TypeError))
 def tome(kit: Kit) -> Graph:
-    """Use ComfyUI's ToMe, which does nothing on SDXL; as an attention patch it makes ToMA merge each module
+    """Use ComfyUI's ToMe, which merges nothing on SDXL. Because ToMe is an attention patch, ToMA merges each module
     separately."""
     patch = node("nodes_tomesd.TomePatchModel")
     return Graph(lambda m: patch(m, 0.3), same_as={"granularity": "module"})
@@ -52,7 +52,7 @@ def tome(kit: Kit) -> Graph:
 
 @row(GROUP, "Token Merging (ToMe) on SD1.5", sdxl=Expected(unmerged={TOKENS_CHANGED: 3}), flux=FOR_UNETS)
 def tome_sd15(kit: Kit) -> Graph:
-    """Use SD1.5, whose first resolution has attention, where ToMe merges queries itself."""
+    """Use SD1.5: at its first resolution, which has attention, ToMe itself merges queries."""
     patch = node("nodes_tomesd.TomePatchModel")
     return Graph(lambda m: patch(m, 0.3), model=kit.build_sd15(), steered=False)
 
@@ -73,7 +73,8 @@ def rope(kit: Kit) -> Graph:
 
 @row(GROUP, "Style reference (USO)", sdxl=FOR_FLUX)
 def uso(kit: Kit) -> Graph:
-    """Add twelve text tokens by a patch at the model's input; one picture, so without guidance."""
+    """Add twelve text tokens by a patch at the model's input. The tokens are those of a batch of one, so sample without
+    guidance."""
     import comfy.ops
 
     patch, projector = node("nodes_model_patch.USOStyleReference"), part("nodes_model_patch.SigLIPMultiFeatProjModel")
@@ -82,7 +83,7 @@ def uso(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, style, seen), options={"cfg": 1.0})
 
 
-# ComfyUI has no hook for EasyCache in SD3.
+# SD3 is missing, because ComfyUI has no hook for EasyCache in it.
 @row(
     GROUP,
     "EasyCache",
@@ -108,7 +109,8 @@ def lazycache(kit: Kit) -> Graph:
 
 @row(GROUP, "Attention by another function (optimized_attention_override)", others=MERGED, sound=True)
 def attention_override(kit: Kit) -> Graph:
-    """Override attention as packs do with FlashAttention or SageAttention: here ComfyUI's own, in blocks of queries."""
+    """Override attention as packs do with FlashAttention or SageAttention, but with ComfyUI's attention in blocks of
+    queries."""
     from comfy.ldm.modules.attention import attention_sub_quad
 
     def patch(model: Any) -> Any:
@@ -141,7 +143,7 @@ def compiled(kit: Kit) -> Graph:
 @row(GROUP, "MultiGPU CFG Split (two devices with a thread each, both of them the CPU)")
 def multigpu(kit: Kit) -> Iterator[Graph]:
     """Use ComfyUI's concurrent threads, each with a device that ComfyUI and ToMA treat as a different one. Both devices
-    make their plans from the predicted picture, so destinations are the same for both."""
+    make their plans from the predicted picture, so both select the same destinations."""
     import comfy.model_management
 
     patch = node("nodes_multigpu.MultiGPUCFGSplitNode")
@@ -150,7 +152,7 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
     model.cached_patcher_init = (kit.build, ())
 
     def split(m: Any) -> Any:
-        # The node fails on loaded models of other rows whose patcher was collected.
+        # Hide models of other rows whose patcher was garbage-collected, because the node fails on them.
         here: dict[str, Any] = {
             "get_all_torch_devices": lambda exclude_current=False: devices,
             "loaded_models": lambda: [found for found in loaded() if found is not None],
@@ -211,8 +213,8 @@ def xdit(kit: Kit) -> Iterator[Graph]:
 
 
 def _sequence_parallel(kit: Kit, rejoin: bool) -> Iterator[Graph]:
-    """Run two processes in turn; tests/nodes/adapters/thorough/test_parallel.py has two real ones. With two references
-    of the picture's size, each share is longer than text and picture."""
+    """Simulate two processes in turn; tests/nodes/adapters/thorough/test_parallel.py runs two real ones. With two
+    references of the picture's size, each share is longer than text and picture."""
     for references in (0, 2):
         latents = {"reference_latents": [random(1, 16, SIDE, SIDE, seed=i) for i in range(references)]}
         options = latents if references else {}

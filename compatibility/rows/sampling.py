@@ -53,8 +53,7 @@ def odd_sizes(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "KSampler (Advanced): ranges of steps, leftover noise", others=CHEAP, quick=True)
 def ranges(kit: Kit) -> Graph:
-    """Sample the first half of the steps with leftover noise, then the second half without new noise, as one run of all
-    steps."""
+    """Sample the first half of the steps with leftover noise, then the second half without new noise."""
     sampler = node("nodes.KSamplerAdvanced")
 
     def sample(model: Any) -> Tensor:
@@ -111,7 +110,8 @@ def guiders(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Dual-model guider", others=CHEAP)
 def dual_model(kit: Kit) -> Graph:
-    """Run the negative prompt on a second model, with other weights and the first one's options; both are merged."""
+    """Run the negative prompt on a second model with different weights and the first model's options; both models are
+    merged."""
     make = node("nodes_custom_sampler.DualModelGuider")
     positive, negative = kit.prompts
 

@@ -13,8 +13,8 @@ def patcher(model: Any, seed: int) -> Any:
 
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.diffusion_model.parameters():
-        # ComfyUI's layers skip initialisation, so all weights are set here. Biases and norms get the same small noise,
-        # so that every path has an effect.
+        # ComfyUI's layers skip initialisation, so all weights are set here. Biases and norms get small noise too, so
+        # that every path has an effect.
         fan_in = parameter[0].numel() if parameter.ndim > 1 else 1
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = noise / fan_in**0.5 if parameter.ndim > 1 else 1.0 + 0.1 * noise
@@ -27,7 +27,7 @@ def built(model: str, recognised: str, config: dict[str, Any], seed: int) -> Any
     """Return a ModelPatcher around `comfy.model_base.<model>`, set up as `comfy.supported_models.<recognised>`."""
     base, kind = classes_of(model, recognised)
     model_config = kind(config)
-    model_config.unet_config.update(config)  # some configs already have the sizes of their only checkpoint
+    model_config.unet_config.update(config)  # overrides configs that fix the sizes of their only checkpoint
     return patcher(base(model_config, device=torch.device("cpu")), seed)
 
 

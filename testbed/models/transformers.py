@@ -1,4 +1,4 @@
-"""Small models of every transformer, pictures first."""
+"""Small models of every transformer, those for pictures first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testbed.models.build import built
 
 # The models by name. A new model is one call of `small`.
 TRANSFORMERS: dict[str, Small] = {}
-# Keywords of `Small.__call__`, and the entries of a config that hold the same number of blocks.
+# Keyword of `Small.__call__` -> entries of a config, one of which holds this number of blocks.
 _COUNTS = {
     "layers": ("num_layers", "n_layers", "num_blocks", "layers", "depth"),
     "double": ("depth",),
@@ -27,10 +27,10 @@ class Small:
     base: str  # name in `comfy.model_base`
     kind: str  # name in `comfy.supported_models`
     config: Mapping[str, Any]  # as ComfyUI finds it in a checkpoint
-    finish: Callable[[Any, int], None] | None = None  # sets what is no parameter: called with the model and the seed
+    finish: Callable[[Any, int], None] | None = None  # sets what is no parameter, given the model and the seed
 
     def __call__(self, seed: int = 0, *, base: str = "", kind: str = "", **given: Any) -> Any:
-        """Return the model. given: entries of the config, or counts of blocks. base, kind: another class."""
+        """Return the model. given: entries of the config, or counts of blocks. base, kind: names of other classes."""
         config = {"dtype": torch.float32, **self.config}
         for name, value in given.items():
             config[next((each for each in _COUNTS.get(name, ()) if each in config), name)] = value
@@ -49,7 +49,7 @@ def small(
 
 
 def _norms(model: Any, seed: int) -> None:
-    """Store norms as their difference from 1; otherwise each token would attend to a single token."""
+    """Store norms as their difference from 1, as Krea 2 does; otherwise each token would attend to a single token."""
     for name, parameter in model.model.diffusion_model.named_parameters():
         if name.endswith("norm.scale"):
             parameter.data -= 1.0
@@ -314,7 +314,7 @@ small(
     depth=2,
     adm_in_channels=24,
     qk_norm="rms",
-    # Tokens are 64 wide for each block.
+    # SD3's tokens are 64 times as wide as its number of blocks.
     context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 48, "out_features": 128}},
 )
 
@@ -333,7 +333,7 @@ small(
     freq_dim=32,
 )
 
-# HunyuanVideo with a token for each pixel of the latent, as in version 1.5. base, kind: see `built`.
+# HunyuanVideo with a token for each pixel of the latent, as in version 1.5.
 small(
     "hunyuan",
     "HunyuanVideo",

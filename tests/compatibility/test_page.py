@@ -22,6 +22,6 @@ def test_verdicts_under_a_preset_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert not page.compare(results, ATTENTION, "flux", None)
     assert results["presets"] == {"fast": {"LoRA": {"sdxl": True, "flux": False}}}
     tables = page.tables(results)
-    assert "Under the preset `fast` 1 of 2 verdicts are the same; other ones: LoRA (Flux).\n" in tables
+    assert "Under the preset `fast`, 1 of 2 verdicts equal those in the tables; these differ: LoRA (Flux).\n" in tables
     results["presets"]["fast"]["LoRA"]["flux"] = True
-    assert "Under the preset `fast` 2 of 2 verdicts are the same.\n" in page.tables(results)
+    assert "Under the preset `fast`, 2 of 2 verdicts equal those in the tables.\n" in page.tables(results)
