@@ -1,5 +1,5 @@
-// Notes of templates in the page's language. A note has its translations in `properties.toma_note`; opening the template
-// puts one translation into the note and deletes the property, so that a saved workflow has only the text that is read.
+// Shows the notes of templates in the page's language. A note has its translations in `properties.toma_note`. When a
+// template is opened, the note gets one of them and the property is deleted, so that a saved workflow has a single text.
 import { app } from "../../scripts/app.js"
 import { pageLanguage } from "./texts.js"
 

@@ -1,4 +1,4 @@
-// The fields of ToMA Advanced that are left to the preset show "preset (4)" in place of their value, -1.
+// Shows "preset (4)" in the fields of ToMA Advanced that are left to the preset, in place of their value, -1.
 import { app } from "../../scripts/app.js"
 import { formatted } from "./texts.js"
 
@@ -16,7 +16,8 @@ function isLeft({ value }) {
   return value === -1 || value === "preset"
 }
 
-// "preset (4)". Before a run the model is unknown: "preset (0 / 4)" are the values for UNets and for transformers.
+// Returns "preset (4)" or, before a run, when the model is unknown, "preset (0 / 4)": the preset's values for UNets and
+// for transformers.
 function presetText(node, widget) {
   const preset = node.widgets.find(({ name }) => name === "preset")?.value
   const ran = known.get(node)
@@ -27,7 +28,7 @@ function presetText(node, widget) {
   return value ? formatted({ id: "preset_value", params: { value } }, node) : undefined
 }
 
-// -1 stands for the preset's value: an arrow of the widget steps from -1 to 0, and from 0 to -1.
+// Makes the arrows of a widget step from -1, which stands for the preset's value, to 0, and from 0 to -1.
 function snap(widget) {
   const callback = widget.callback
   let last = widget.value
@@ -38,7 +39,7 @@ function snap(widget) {
   }
 }
 
-// The canvas renderer draws `_displayValue` of a number.
+// Replaces a number widget's `_displayValue`, which is what the canvas renderer draws.
 function showInCanvas(node, widget) {
   const shown = Object.getOwnPropertyDescriptor(Object.getPrototypeOf(widget), "_displayValue")
   if (!shown) return // a page without this property shows -1
@@ -46,7 +47,7 @@ function showInCanvas(node, widget) {
   Object.defineProperty(widget, "_displayValue", { configurable: true, get })
 }
 
-// The Vue renderer has no `_displayValue`, so a style covers the -1 of fields that are not being edited.
+// Covers the -1 of fields that are not being edited by a style, because the Vue renderer has no `_displayValue`.
 export function showInPage() {
   const rules = []
   for (const node of nodes) {
@@ -62,14 +63,14 @@ export function showInPage() {
   style.textContent = rules.join("\n")
 }
 
-// Shows the values of the preset that a run had.
+// Shows the values that the preset had in the last run.
 export function showPreset(node, preset) {
   known.set(node, preset)
   showInPage()
   node.setDirtyCanvas?.(true, true)
 }
 
-// A button that resets every field to the preset; ratio, preset and profile do not change.
+// Adds a button that leaves every field to the preset; ratio, preset and profile do not change.
 function addReset(node) {
   const reset = () => {
     for (const widget of node.widgets.filter(isOverride)) {

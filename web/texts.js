@@ -1,5 +1,5 @@
-// The texts of messages and labels, in the page's language. The nodes send messages: an id and its parameters.
-// i18n/<language>.json has the text of each id and the labels of settings; missing texts fall back to English.
+// The texts of messages and labels, in the page's language. A message from a node is an id with parameters.
+// i18n/<language>.json has the text of each id and the labels of settings; a text that is missing there is English.
 import { app } from "../../scripts/app.js"
 
 const LANGUAGES = ["en", "es", "fr", "ja", "ko", "pt-BR", "ru", "zh", "zh-TW"]
@@ -27,7 +27,8 @@ export async function loadTexts() {
   }
 }
 
-// {name}, {name:.2f} with two decimals, or {label.ratio}: the label of a setting.
+// Returns a message's text with the placeholders filled in: {name} by a parameter, {name:.2f} by a parameter with two
+// decimals, {label.ratio} by the label of the setting `ratio`.
 export function formatted(message, node) {
   if (typeof message === "string") return message
   const { id, params = {} } = message

@@ -7,12 +7,12 @@ const prompts = new Map() // prompt id -> its graph, until the prompt is over
 const plain = new Map() // key of `sampled` -> seconds per step of the last run without ToMA
 let prompt // the id of the prompt that runs
 let executing // the id of the node that runs
-let clock // { first, last, steps } of the executing sampler, in milliseconds
-let merged = [] // messages of runs with ToMA in this node
+let clock // { first, from, steps } of the executing sampler: milliseconds and step of its first report, last step
+let merged = [] // messages of runs with ToMA in the node that runs
 let changed = () => {} // called when a time is known
 
-// A key of what a sampler samples: the sampler and all nodes before it except this pack's, with their inputs except
-// seeds and prompts.
+// Returns a key by which runs with and without ToMA are compared: the sampler and all nodes before it except this
+// pack's, with their inputs except seeds and prompts.
 function sampled(graph, id) {
   const seen = new Set()
   const walk = (node) => {
@@ -34,19 +34,19 @@ function isLink(value) {
   return Array.isArray(value) && value.length === 2 && typeof value[1] === "number"
 }
 
-// A text with spaces is a prompt, unless it ends like a file name: file names identify the model.
+// Takes a text with spaces for a prompt, unless it ends like a file name, which may be that of the model.
 function isProse(value) {
   return typeof value === "string" && /\s/.test(value) && !/\.\w+$/.test(value)
 }
 
-// The first step is excluded, because it contains one-time work. The last step ends when the next node begins, because
-// a GPU runs asynchronously.
+// Notes the time per step when a node has ended. The first step is excluded, because it contains one-time work. The last
+// step ends when the next node begins, because a GPU runs asynchronously.
 function stopped() {
   const graph = prompts.get(prompt)
   if (graph && clock && clock.steps > clock.from && graph[executing]) {
     const seconds = (performance.now() - clock.first) / 1000 / (clock.steps - clock.from)
     const key = sampled(graph, executing)
-    const steps = clock.from === 1 ? clock.steps - 1 : Infinity // after the first one
+    const steps = clock.from === 1 ? clock.steps - 1 : Infinity // timed steps; Infinity if the first was not seen
     for (const message of merged) message.timed = { key, seconds, steps, full: message.first_full }
     if (!merged.length) plain.set(key, seconds)
     changed()
@@ -60,8 +60,8 @@ export function ended(message) {
   merged.push(message)
 }
 
-// The line with the time of a run's steps, and that of the last run of the same key without ToMA. If the first step was
-// full, excluding it would flatter a run of few steps: the first step then counts as one step without ToMA.
+// Returns the line with a run's seconds per step, and with those of the last run without ToMA that has the same key. If
+// the first step was full, it counts as a step without ToMA, because excluding it would flatter a run of few steps.
 export function timesOf({ timed }) {
   if (!timed) return []
   const without = plain.get(timed.key)
@@ -77,7 +77,7 @@ function shown(seconds) {
 
 export function startTiming(onChange) {
   changed = onChange
-  // ComfyUI's page has no event with the graph of a prompt.
+  // Wrap `queuePrompt` to get the graph of a prompt, because no event of ComfyUI's page has it.
   const queuePrompt = api.queuePrompt
   api.queuePrompt = async function (number, data, ...more) {
     const response = await queuePrompt.call(this, number, data, ...more)
@@ -97,7 +97,7 @@ export function startTiming(onChange) {
     if (!clock || value < clock.steps) clock = { first: performance.now(), from: value, steps: value }
     clock.steps = value
   })
-  // The page misses steps while it has no connection; on reconnection ComfyUI sends the executing node again.
+  // Stop timing when the connection is lost: the page then misses steps, and ComfyUI sends the executing node again.
   api.addEventListener("reconnecting", () => {
     clock = undefined
   })

@@ -21,12 +21,13 @@ const NO_RUN = {
   ToMACalibrate: { id: "calibrate_to_do" },
 }
 const CACHED = { lines: [{ id: "cached" }] }
-const WAIT = { milliseconds: 200, times: 100 } // for the server's answer to a prompt
+const WAIT = { milliseconds: 200, times: 100 } // between two looks for the errors of a prompt, and how often
 
-// Workflow id -> node id -> the last message, for workflows that are closed and opened again.
+// Workflow id -> node id -> the node's last message, also for closed workflows, which may be opened again.
 const lastMessages = new Map()
 
-// The Vue renderer gives text and picture half of a node each; with this style the picture takes what the text leaves.
+// By default the Vue renderer gives text and picture half of a node each. With this style the picture takes all height
+// that the text leaves.
 const STYLE = ".lg-node-widgets:has(.toma-above) { flex: 0 1 auto !important }"
 
 function addText(node) {
@@ -125,7 +126,7 @@ function write(node, message) {
   if (preset && node.comfyClass === "ToMAAdvanced") showPreset(node, preset)
 }
 
-// The details of an error, under a line that unfolds them.
+// Returns an element with the details of an error, under a line that unfolds them.
 function folded(lines, node) {
   const details = document.createElement("details")
   const title = document.createElement("summary")
@@ -152,7 +153,7 @@ function showMessage(path, message) {
   if (isOpen(graph)) write(findNode(path), message)
 }
 
-// A node that ComfyUI takes from its cache, or that is bypassed, sends no message in this run.
+// Marks all messages as those of an earlier run, because nodes that are cached or bypassed send no message in this run.
 function started() {
   for (const [, message] of openMessages()) message.earlier = true
   writeAll()
@@ -176,7 +177,7 @@ function finished() {
   cachedNodes = []
 }
 
-// No event reports that the server refused a prompt, so the page polls for its errors.
+// No event reports that the server refused a prompt, so the page polls for the prompt's errors.
 let waiting
 
 function queued() {
@@ -196,7 +197,8 @@ function queued() {
   waiting = setTimeout(poll, WAIT.milliseconds, WAIT.times)
 }
 
-// ComfyUI reports one error of this pack's validation for every input that it checks; the text names the faulty ones.
+// Removes the errors of inputs that are not faulty: ComfyUI reports an error of this pack's validation at every input
+// that the validation checks, but the error's text names only the faulty ones.
 function narrow(errors, node) {
   const isOther = ({ type, details = "", extra_info: info = {} }) => {
     const label = String(info.input_name).replaceAll("_", " ")
@@ -209,7 +211,7 @@ function narrow(errors, node) {
   for (const input of node.inputs ?? []) if (names.has(input.name)) input.hasErrors = false
 }
 
-// Makes a message of an error in ComfyUI's validation or in this pack's validation.
+// Returns a message for an error of ComfyUI's or this pack's validation.
 function complaint({ type, message, details = "", extra_info: info = {} }, node) {
   const setting = info.input_name
   const entered = (name) => node.widgets?.find((widget) => widget.name === name)?.value
