@@ -190,7 +190,10 @@ class BlockSignature:
         tokens after the image are merged, too.
         """
         x, following = self.tokens(call_args), self.reference_tokens(call_args)
-        if x.ndim != 3 or x.shape[1] < before + image + following or (references and references != following):
+        total = before + image + following
+        # Comparing for equality first makes a graph guard on `total`: nodes that compile single blocks drop the guards
+        # on options, from which `before` may come.
+        if x.ndim != 3 or (x.shape[1] != total and x.shape[1] < total) or (references and references != following):
             return Reason.TOKENS_CHANGED()
         known = (
             *(self.tokens_arg, self.rope_arg, self.text_arg, self.mask_arg, self.attention_arg, "transformer_options"),

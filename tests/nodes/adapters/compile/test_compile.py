@@ -176,6 +176,20 @@ def test_prompts_of_other_lengths(attach: Any, each: bool) -> None:
     assert graphs == [graphs[0]] + 4 * [2 * graphs[0]]
 
 
+@pytest.mark.parametrize("kind", ["krea2", "flux"])
+def test_another_size_before_another_prompt(attach: Any, kind: str) -> None:
+    """Another size makes the number of tokens a variable of a block's graph, while the number of text tokens is still a
+    constant. ComfyUI's filter drops the guard on the options, from which this constant comes."""
+    model = models.krea2(layers=2) if kind == "krea2" else models.flux(double=1, single=2)
+    name = "blocks" if kind == "krea2" else "single_blocks"
+    keys = [f"diffusion_model.{name}.{n}" for n in range(2)]
+    toma, compiled_model = attach(model), compiled(attach(model), Counting(), inside=True, keys=keys)
+    for side, tokens in ((SIDE, 7), (SIDE + 4, 7), (SIDE, 9), (SIDE + 8, 12)):
+        sampled = {"steps": 2, "cfg": 1.0, "positive": models.conditioning(model, tokens)}
+        plain = models.sample(toma, side, side, **sampled)
+        assert torch.equal(models.sample(compiled_model, side, side, **sampled), plain), (side, tokens)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
     """Compile one or two blocks of the model, as other packs do. A chain of merged blocks may then begin in the graph
