@@ -1,8 +1,7 @@
 """Make the archive that the Comfy Registry and Manager install: `python -m scripts.archive`.
 
-It is made by the two commands of comfy-cli by which the pack is also published: `comfy node validate` checks for
-everything that the registry would refuse, and `comfy node pack` zips the files that git tracks, except those that
-`.comfyignore` names.
+It is made by the commands of comfy-cli that publishing also uses: `comfy node validate` checks for everything that the
+registry would refuse, and `comfy node pack` zips the files that git tracks, except those that `.comfyignore` names.
 """
 
 from __future__ import annotations

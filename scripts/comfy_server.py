@@ -167,7 +167,7 @@ def free_port(wanted: int | None = None) -> int:
     """Return the given port if it is free on this machine, else any free one."""
     for port in (wanted or 0, 0):
         with socket.socket() as probe, suppress(OSError):
-            if os.name == "posix":  # connections of an earlier server may linger for a minute; servers ignore them too
+            if os.name == "posix":  # ignore lingering connections of an earlier server, as ComfyUI does
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])

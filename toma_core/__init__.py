@@ -1,4 +1,4 @@
-"""ToMA, Token Merge with Attention (ICML 2025, arXiv 2509.10918), in PyTorch, and in Triton where there is a fast GPU.
+"""ToMA, Token Merge with Attention (ICML 2025, arXiv 2509.10918), in PyTorch, with Triton kernels for NVIDIA GPUs.
 
 Start with `reduce` and `restore` in `pipeline`. `UserSettings` (user_settings) holds what the user chose, `ToMAConfig`
 (config) the settings that follow from it for one model, and `RunState` (run) the state of one sampling run.

@@ -30,14 +30,13 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
 
 
 def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool = False) -> Budget:
-    """Return a budget that gives windows of larger spread more destinations, with as many in total as `budget`, which
-    gives all windows the same number.
+    """Return a budget with the total of `budget` that gives windows of larger spread more destinations.
 
     spread: (B, W), from the function `spread`. Destinations per token are proportional to its square root, which gives
     quantisation in two dimensions the least error (Zador 1982). by_latents: whether cached tensors are propagated by
     the latent; destinations per token are then proportional to the spread itself, because in windows of low spread the
-    latent usually explains most of the change of cached tensors. Each window gets at least one destination and at most
-    as many as it has tokens. Each frame of a video keeps its number of destinations. The host does not wait for the
+    latent usually explains most of the change of cached tensors. A window gets at least one destination and at most as
+    many as it has tokens. Each frame of a video keeps its number of destinations. The host does not wait for the
     device.
     """
     device, frames = spread.device, windows.frames

@@ -37,7 +37,7 @@ class Cache:
 
     bounded: bool = False  # whether `Coverage.enforce_limit` may disable the cache
     reserved: int = 0  # bytes set aside for keys, values and updates of a run with a KV cache
-    on_card: int = 0  # how many of the reserved bytes lie on the card
+    on_card: int = 0  # part of the reserved bytes that lies on the card
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
     # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. Never set within a

@@ -210,5 +210,5 @@ def resolve_count(amount: float, count: int) -> int:
     """Return how many of `count` blocks `skip_first_blocks` or `skip_last_blocks` skips. amount: the value of the
     setting; below 1 it is a share of the blocks, rounded up."""
     wanted = amount * count if amount < 1 else amount
-    # An excess of less than 1e-9 over an integer is floating-point rounding.
+    # Ignore an excess of less than 1e-9 over an integer, which is rounding.
     return min(count, math.ceil(wanted - 1e-9))

@@ -28,9 +28,8 @@ EFFICIENCY = 0.4
 # Hz, for cards whose clock PyTorch does not report: cards since 2017 boost to 1.4 (A100) up to 2.5 GHz (RTX 4090).
 CLOCK = 2.0e9
 # FLOPs per clock cycle and multiprocessor, by the lowest compute capability that reaches them, for dense half-precision
-# products with fp32 sums. They are computed as peak / (multiprocessors x boost clock), with the peaks of NVIDIA's data
-# sheets in TFLOP/s: V100 125, T4 65, A100 312, A40 150, RTX 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell
-# 504.
+# products with fp32 sums. Each is peak / (multiprocessors x boost clock), from NVIDIA's data sheets. The peaks in
+# TFLOP/s: V100 125, T4 65, A100 312, A40 150, RTX 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
 _HALF = {(12, 0): 1024, (10, 0): 8192, (9, 0): 4096, (8, 6): 1024, (8, 0): 2048, (7, 0): 1024}
 # With fp32 sums, GeForce cards reach half the rates of `_HALF`: RTX 2080 Ti 54 TFLOP/s, RTX 3090 71, RTX 4090 165,
 # RTX 5090 210.
@@ -79,7 +78,7 @@ class Card:
     clock: float = CLOCK  # Hz
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Return the estimated FLOP/s in a block."""
+        """Return the estimated FLOP/s that the card reaches in a block."""
         peak: float = _SINGLE
         half = next((flops for since, flops in _HALF.items() if self.capability >= since), None)
         if half is not None and dtype in (torch.float16, torch.bfloat16):
@@ -93,7 +92,7 @@ def card_of(device: torch.device) -> Card | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     facts = torch.cuda.get_device_properties(device)
-    clock = 1e3 * (getattr(facts, "clock_rate", 0) or CLOCK / 1e3)  # in kHz
+    clock = 1e3 * (getattr(facts, "clock_rate", 0) or CLOCK / 1e3)  # PyTorch reports kHz
     return Card(facts.name, (facts.major, facts.minor), facts.multi_processor_count, clock)
 
 

@@ -31,8 +31,6 @@ class Origin(NamedTuple):
 
 @dataclass(eq=False)
 class _Record:
-    """The record of one condition's entries."""
-
     origin: Origin  # origin of the last refresh
     layout: Hashable = None  # layout of the call that refreshed the entries; None until that call has ended
     latent: Tensor | None = None  # (b, C, ..., H, W), the latent of the last call that wrote the entries
@@ -149,7 +147,7 @@ class Coverage:
 
     def enforce_limit(self) -> None:
         """Forget the oldest conditions that are not being refreshed, until the cache is within its limit. Disable a
-        bounded cache that then still exceeds it. Must not be called within a merged step."""
+        bounded cache that exceeds the limit even then. Must not be called within a merged step."""
         with self.cache.lock:
             limit = MAX_CACHE_BYTES + self.cache.reserved
             if self.cache.held <= limit:

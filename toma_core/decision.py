@@ -20,8 +20,8 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan
 
-# A KV cache is used while at most this share of the latent's noise is new, that is, not in the latents of the last
-# evaluations (benchmarks/results/fidelity/trials.md).
+# A KV cache is used while at most this share of the latent's noise is new: not in the latents of the last evaluations
+# (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
 # In runs whose first steps hardly lower sigma (`Schedule.begins_flat`), a KV cache is used in spite of new noise while
 # at most this share of the latent comes from predictions.
@@ -44,7 +44,7 @@ class Facts:
     new_noise: float = 0.0  # share of the latent's noise that is in no earlier latent; inf if unknown
     enlarges: bool = False  # the sampler enlarges errors of the model's predictions
     another: bool = False  # the latent differs from an earlier one at this step and sigma with these conditions
-    unknown: Message | None = None  # names a part of the model that may change from step to step; None if there is none
+    unknown: Message | None = None  # names a part of the model that may change from step to step
 
 
 def decide(run: RunState, facts: Facts) -> StepPlan:

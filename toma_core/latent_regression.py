@@ -35,9 +35,9 @@ from .prediction import picture_tokens
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# Share of a destination's change that nearby tokens get, after the part that latents explain is subtracted. The share
-# is below 1 because part of the remaining change is the destination's own noise; a lower share would lose change that
-# neighbouring tokens have in common (benchmarks/results/fidelity/trials.md).
+# Share of a destination's change that nearby tokens get, after the part that latents explain is subtracted. It is below
+# 1 because part of the remaining change is the destination's own noise; a lower share than this would lose change that
+# tokens have in common (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
 # The ridge, as a share of the textbook's ridge F / D. The textbook's would mostly add bias, because latents explain
 # most of the change of cached tensors.
@@ -131,7 +131,7 @@ class LatentChange:
     """The change of the latent since the cached tensors were written."""
 
     latent: Tensor  # (B, C, ..., H, W), latent of the present call
-    before: Tensor  # latent of the call that wrote the cached tensors, of the same shape
+    before: Tensor  # latent of the call that wrote the cached tensors
     _regressions: dict[int, tuple[MergePlan, Regression | None]] = field(default_factory=dict)  # by the plan's id
 
     def regression(self, plan: MergePlan) -> Regression | None:

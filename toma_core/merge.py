@@ -26,8 +26,8 @@ _MAX_IN_ROW = 4
 class MergePlan:
     """How the N tokens of a grid become D destinations, and how destinations' updates go back to the tokens."""
 
-    windows: Windows  # the layout, shared by all images unless the budget is adaptive
-    budget: Budget
+    windows: Windows  # shared by all images
+    budget: Budget  # shared by all images unless it is adaptive
     dest_slots: Tensor  # (B, W, K) int64, the slot of each destination in its window
     merge_weights: Tensor  # (B, W, K, S), rows sum to 1: a merged token is a weighted mean of its window's tokens
     unmerge_weights: Tensor  # (B, W, S, K), rows sum to 1: a token's update mixes the destinations' updates

@@ -63,7 +63,7 @@ class Cached:
         else:
             propagated = unmerge_residual(fresh, gather_destinations(self.update, plan), self.update, plan)
         if propagated.dtype is torch.float16:
-            # Replace infinities, which the next step would subtract from themselves, with NaN as the result.
+            # Clamp, because the next step would subtract an infinity from itself and get NaN.
             propagated = propagated.clamp_(-65504, 65504)
         self.cache.put(self.keys, propagated, self.quantized, self.kv)
         return propagated

@@ -23,7 +23,7 @@ class Int4Tensor:
 
     codes: Tensor  # (B, N, C / 2) uint8; the lower four bits are the first half of a group of channels
     low: Tensor  # (B, N, groups), the minimum of each group, in the original dtype
-    step: Tensor  # (B, N, groups), the quantisation step of each group, in the original dtype
+    step: Tensor  # (B, N, groups), the quantisation step of each group
 
     @property
     def shape(self) -> torch.Size:

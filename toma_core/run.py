@@ -1,7 +1,4 @@
-"""The state of one sampling run: plans, layouts on the device, caches and counters.
-
-Runs share nothing of this state.
-"""
+"""The state of one sampling run: plans, layouts on the device, caches and counters."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class RunState:
     _tried: set[Hashable] = field(default_factory=set)
     cache: Cache = field(default_factory=Cache)
     coverage: Coverage = field(init=False)  # records the inputs from which the cache's entries were made
-    unscheduled: int | None = None  # step of the last unscheduled refresh; None since the last scheduled one
+    unscheduled: int | None = None  # step of the last unscheduled refresh; a scheduled refresh resets it to None
     kv_cache: bool = field(init=False)  # merged blocks attend to all tokens
     quantized: bool = False  # the KV cache has four bits per element
     disabled_by: Message | None = None  # why all later steps are full
@@ -171,8 +168,8 @@ class RunState:
         if old is not None:
             plan = self._reweighed(x, old, features)
         else:
-            # Without a predicted picture, all windows get destinations in proportion to their tokens, because tokens
-            # are mostly noise, which varies as much in one window as in another. Reference images hold no noise.
+            # Without a predicted picture, windows get destinations in proportion to their tokens, because tokens are
+            # mostly noise, which varies alike in all windows. Reference images hold no noise.
             even = picture is None and step.selection != LASTING
             turns = self._by_latents(step) and step.mode is StepMode.MERGED_CACHED
             plan = self._selected(x, features, grid, step, even, self._taking_turns(key) if turns else None)
@@ -186,8 +183,8 @@ class RunState:
         """Store a plan; several devices may do so at once.
 
         Drop plans of the same grid that are of another generation or have none of the step's ratios: they would
-        accumulate where context windows move over a batch. Plans that last for the run are dropped only for plans that
-        last too, and other plans only for other plans.
+        accumulate where context windows move over a batch. Lasting plans do not replace plans that do not last, and
+        vice versa.
         """
         ratios = step.in_use
         old = [

@@ -18,8 +18,7 @@ from .reasons import Message, Reason
 # sigma.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
-# A run "begins flat" if it has at most _FLAT_STEPS steps and its first two steps lower sigma by less than _FLAT_SHARE
-# of its first value.
+# A run "begins flat" if it has at most _FLAT_STEPS steps and the first two lower sigma by less than the _FLAT_SHARE.
 _FLAT_STEPS, _FLAT_SHARE = 8, 0.015
 
 # Generation number of plans made once a run: an even number, because odd generations have shifted windows.
@@ -121,8 +120,8 @@ class Schedule:
     @property
     def _merges_last(self) -> bool:
         """Whether the last step is merged: only in the second half of a four-step run that two models share, with a KV
-        cache. The second half would otherwise merge no step, and merging one has less error than running three steps
-        (benchmarks/results/fidelity/trials.md)."""
+        cache. The second half would otherwise merge no step, and merging one step has less error than a run of three
+        full steps (benchmarks/results/fidelity/trials.md)."""
         config = self.config
         return self.continues_run and len(self.sigmas) == 2 and config.full_step_interval > 2 and bool(config.kv_cache)
 
@@ -148,8 +147,8 @@ class Schedule:
         return 1 - following / self.sigmas[0] if self.sigmas and following <= self.sigmas[0] else 1.0
 
     def _is_full(self, step: int, age: int) -> bool:
-        """Return whether `full_step_interval` makes a step full. Runs that begin flat have as many full steps as runs
-        that do not, but at other places: the first step, and steps at the end."""
+        """Return whether `full_step_interval` makes a step full. A run that begins flat has as many full steps as any
+        run of its length, but all except the first are at its end."""
         every, last = self.config.full_step_interval, len(self.sigmas) - 1
         if not self.begins_flat:
             return age % every == 0

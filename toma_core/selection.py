@@ -91,7 +91,7 @@ def tie_step(slots: int) -> float:
 
 
 def in_parts(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
-    """Return function(x, *others), computed for some windows at a time where x is large. All: (B, W, ...)."""
+    """Return function(x, *others), computed for some windows at a time if x is large. All tensors: (B, W, ...)."""
     parts = min(-(-x.numel() // MAX_ELEMENTS), x.shape[0] * x.shape[1])
     if parts < 2:
         return function(x, *others)

@@ -13,10 +13,10 @@ class Refusal(MessageId):
     """Why a value or a model is refused, and what to do. The comment beside a member describes the parameters of its
     message."""
 
-    NOT_A_SWITCH = "not_a_switch"  # setting, value
-    OUT_OF_RANGE = "out_of_range"  # setting, value, kind, low, high, usual
-    NOT_A_CHOICE = "not_a_choice"  # setting, value, choices
-    START_AFTER_END = "start_after_end"  # start, end
+    NOT_A_SWITCH = "not_a_switch"  # setting: its id; value: what was given
+    OUT_OF_RANGE = "out_of_range"  # setting, value: as above; kind: of number; low, high: its range; usual: its default
+    NOT_A_CHOICE = "not_a_choice"  # setting, value: as above; choices: the values that are allowed
+    START_AFTER_END = "start_after_end"  # start, end: the two fractions
     FULL_STEP_INTERVAL_ONE = "full_step_interval_one"
     A_NUMBER = "a_number"
     A_WHOLE_NUMBER = "a_whole_number"

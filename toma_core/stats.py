@@ -43,7 +43,7 @@ class RunStats:
     # Steps that are full although the schedule merges them, by reason.
     full_reasons: dict[Message, set[int]] = field(default_factory=dict)
     by_profile: bool = False  # whether ratios differ by block: grids and merged_steps are then for the largest ratio
-    cache_bytes: int = 0  # largest size of the residual cache
+    cache_bytes: int = 0  # largest size of the residual and KV caches
     cache_disabled: bool = False
     without_kv_cache: Message | None = None  # why the KV cache was not used
     kv_place: tuple[int, int] = (0, 0)  # peak bytes of keys and values, on the card and in main memory
@@ -52,7 +52,7 @@ class RunStats:
     # For each attention that another node overrides: (whether tokens are merged, whether that node passed the call on
     # to ComfyUI).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
-    times_less_work: float | None = None  # FLOPs of the unmerged run over this run's; None if unknown
+    times_less_work: float | None = None  # FLOPs of the run if it were unmerged, over its FLOPs; None if unknown
     comfyui: tuple[Message, ...] = ()  # messages on the installed ComfyUI
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     merged_in: Counter[int] = field(default_factory=Counter)  # merged evaluations of each step

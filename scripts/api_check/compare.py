@@ -89,8 +89,8 @@ def newest(known: Known) -> str:
 
 
 def nearest(known: Known, version: str) -> str:
-    """Return the listed release with which a version is compared: the release of this version, or else the next older
-    one. An unknown version is compared with the newest release."""
+    """Return the release with which a version is compared: this version if it is listed, else the next older one, or
+    the newest one for an unknown version."""
     older = [r for texts in known.values() for r in texts if number_of(r) <= number_of(version)]
     return max(older, key=number_of, default=newest(known))
 

@@ -6,7 +6,7 @@ call     a dotted name that is called
 wrapper  a kind of wrapper (`WrappersMP`), with the arguments that the pack reads
 path     attributes that a family reads of its model: "flux double_blocks[0].img_attn"
 block    a list of blocks that a family stands in for: "flux Flux.double_blocks"
-loop     the methods of the model that loop over a list of blocks; the subject is that list, as for `block`
+loop     the methods of a model that loop over a list of blocks, by the list
 derived  classes that ComfyUI derives from the classes of a family
 key      a text by which the pack finds an entry of a mapping
 trait    an attribute that may be absent, of an object whose class is unknown

@@ -20,8 +20,8 @@ class TritonKernels:
     """Operations on (B, N, C) tokens in grid order, without autograd, in one launch each.
 
     Windows have at most MAX_SLOTS tokens. Tensors lie on a CUDA device, or on the CPU if INTERPRETED. Weights are those
-    of `MergePlan`; scores and sums are fp32. Launches are prepared once for each layout and for the shapes, strides,
-    dtypes and devices of the tensors. They live as long as this object: one run.
+    of `MergePlan`; scores and sums are fp32. Launches are prepared once for each layout and each combination of shapes,
+    strides, dtypes and devices. They live as long as this object: one run.
     """
 
     name = "triton"

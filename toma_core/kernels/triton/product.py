@@ -118,7 +118,7 @@ def _unmerge_kernel(
         answer += image * F * C
         for step in range(0, steps_f):
             f = step * BLOCK_F + tl.arange(0, BLOCK_F)
-            # Rows of features are padded in memory and read with their padding, like rows of weights.
+            # Rows of features are padded and read like rows of weights.
             mask = mine[:, None] & (f < stride_gn)[None, :]
             G = tl.load(spread + token[:, None] * stride_gn + f[None, :], mask=mask, other=0.0).to(y.dtype.element_ty)
             G = tl.where((f < F)[None, :], G, 0.0)
