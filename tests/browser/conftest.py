@@ -36,8 +36,7 @@ FLAGS = [
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
 TIMEOUT = 300_000  # in ms: a page that loads in seconds on an idle machine takes minutes on a busy one
-# `window.finished` counts prompts that have ended, each with one of three messages. `window.statusOf` returns the
-# element with a node's status text.
+# `window.finished` counts prompts that have ended. `window.statusOf` returns the element with a node's status text.
 IN_PAGE = """() => {
     window.finished = 0
     for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
@@ -147,7 +146,7 @@ class Page:
         page.tab.close()
 
     def picture(self, name: str, image: dict[str, str], *, document: bool = False) -> Image.Image:
-        """Save and return a picture that a node shows. document: whether the documentation shows the picture."""
+        """Save and return a picture that a node shows. document: save it for the documentation."""
         path = self._path(name, document=document)
         path.write_bytes(self.server.view(image))
         shown = Image.open(path)
@@ -156,7 +155,7 @@ class Page:
         return shown
 
     def photograph(self, name: str, node_ids: list[int], *, document: bool = False) -> Path:
-        """Save a screenshot of nodes; return its path. document: whether the documentation shows the screenshot."""
+        """Save a screenshot of nodes; return its path. document: save it for the documentation."""
         where = """ids => {
                 const rects = ids.map(id => app.graph.getNodeById(id).getBounding())
                 const left = Math.min(...rects.map(r => r[0])), top = Math.min(...rects.map(r => r[1]))
@@ -196,8 +195,8 @@ def _made_small(path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def workshop(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """Run a server with the demo's nodes, with stand-ins for nodes that the tested ComfyUI lacks, and with a
-    placeholder for every file that a template names."""
+    """Run a server with the demo's nodes, stand-ins for nodes that the tested ComfyUI lacks, and a placeholder for
+    every file that a template names."""
     packs = [ROOT / "demo", newer_pack(tmp_path_factory.mktemp("packs"))]
     server = ComfyServer(packs=packs, flags=["--use-pytorch-cross-attention"])
     try:

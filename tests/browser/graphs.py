@@ -31,8 +31,8 @@ WATCH = """id => {
 
 
 def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs: Any = (), outputs: Any = ()) -> Any:
-    """Return a node in the format of workflow files. inputs: a (name, type, link) for each input. outputs: a (type,
-    links) for each output."""
+    """Return a node in the format of workflow files. inputs: tuples (name, type, link). outputs: tuples (type,
+    links)."""
     return {
         "id": node_id,
         "type": kind,
@@ -101,8 +101,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
 
 
 def simple() -> dict[str, Any]:
-    """Return `workflow()` with the ToMA node in place of ToMA Advanced. The ToMA node does not merge grids with fewer
-    than 256 tokens."""
+    """Return `workflow()` with the ToMA node in place of ToMA Advanced."""
     graph = workflow()
     graph["nodes"][3].update(type="ToMA", widgets_values=[0.5, "balanced"])
     return graph
@@ -114,8 +113,8 @@ def line(ratio: float, steps: int = STEPS) -> str:
 
 
 def broken(page: Any, index: int, value: Any, **more: Any) -> dict[str, Any]:
-    """Open a graph with `value` in ToMA Advanced's widget number `index`, and press Run. `value` may be outside of the
-    widget's range, which a user could not enter on the page."""
+    """Open a graph with `value` in ToMA Advanced's widget number `index`, and press Run. A user could not enter a value
+    outside of the widget's range."""
     graph = workflow(**more)
     graph["nodes"][3]["widgets_values"][index] = value
     page.open(graph, "error")

@@ -60,8 +60,7 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
 
 
 def test_a_run_is_shown_in_its_own_workflow(page: Any) -> None:
-    """If a second workflow with the same node ids is open when the run ends, the second workflow does not show the
-    run's status."""
+    """A second workflow with the same node ids, which is open when the run ends, does not show the run's status."""
     slow = workflow(0.5)
     slow["nodes"][4]["widgets_values"][2] = 12
     page.open(slow, "mine")

@@ -153,7 +153,6 @@ def contrast(page: Any, selector: str) -> float:
 
 
 def test_texts_can_be_read(page: Any) -> None:
-    """Check the contrast of the status text before a run, after a run, and with an error."""
     page.open(workflow(0.0), "contrast")
     assert contrast(page, 4) >= 4.5
     page.queue()

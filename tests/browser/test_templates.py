@@ -41,7 +41,7 @@ def test_template_opens_without_a_missing_node(page: Any, baseline: Any, path: P
     page.tab.wait_for_timeout(500)
     assert page.evaluate(OVERLAPS) == [], "after a run too"
     assert page.evaluate(OUTSIDE) == [], "every node is in its frame"
-    # AFTER_A_RUN names a picture that does not exist, so the browser logs an error about /api/view.
+    # AFTER_A_RUN shows a picture that does not exist, which causes an error about /api/view.
     assert {each for each in page.noise - baseline if each[-1] != "/api/view"} == set()
 
 

@@ -19,8 +19,7 @@ from testbed.selectors import selected_by
 
 # Settings that merge every grid, because the grids of small models are small.
 EVERYTHING = {"min_tokens": 4}
-# By kind: options of the small model. Half the usual channels at lower resolutions make the UNet's convolutions three
-# times as fast.
+# By kind: options of the small model. Half the usual channels make the UNet's convolutions three times as fast.
 NARROW: dict[str, Any] = {"unet": {"channel_mult": (1, 1, 2)}}
 
 
@@ -154,7 +153,7 @@ def stats_of(pack: ModuleType) -> Callable[[Any], Any]:
 
 @dataclass
 class PlanCall:
-    """A block's request for a plan, and the plan that it received. x: a copy of the block's tokens (B, N, C)."""
+    """A block's request for a plan, and the plan. x: a copy of the block's tokens (B, N, C)."""
 
     x: Tensor
     grid: tuple[int, int]
@@ -208,7 +207,7 @@ class BlockCall:
 
 @pytest.fixture
 def record(plan_calls: list[PlanCall], monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.nn.Module], list[BlockCall]]:
-    """record(module): return a list that receives the module's calls from now on. It does not use PyTorch's hooks,
+    """record(module): return a list that receives the module's calls from now on. PyTorch's hooks cannot be used,
     because a chain of merged blocks ends at a block with hooks."""
 
     def copied(value: Any) -> Any:

@@ -22,8 +22,8 @@ TIMINGS = [
 
 @pytest.fixture
 def run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """run(model, **inputs): run the benchmark node; return its outputs (plot, table, fastest ratio, closest ratio) and
-    its complete result. Previews go to a temporary folder."""
+    """run(model, **inputs): return the benchmark node's outputs (plot, table, fastest ratio, closest ratio) and its
+    complete result."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))

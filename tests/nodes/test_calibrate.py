@@ -35,8 +35,7 @@ def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Ten
 
 @pytest.fixture
 def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """calibrated(model, **inputs): run the calibration node; return its outputs (model, profile, picture) and its
-    complete result."""
+    """calibrated(model, **inputs): return the node's outputs (model, profile, picture) and its complete result."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
@@ -108,7 +107,7 @@ def test_a_word_that_is_none_is_refused(unet: Any, calibrated: Any) -> None:
 
 
 def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -> None:
-    """The other node evaluates the model without ToMA's wrappers, so nothing can be calibrated."""
+    """The other node evaluates the model without ToMA's wrappers."""
     import comfy.samplers
 
     odd = unet.clone()
@@ -130,7 +129,6 @@ def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any, 
 
 
 def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
-    """The cache returns the first evaluation's result for all later ones, unless they have a larger batch."""
     held: list[torch.Tensor] = []
 
     def cached(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -185,8 +183,7 @@ def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: No
 
 
 def test_the_same_again(unet: Any, calibrated: Any, plain_profile: str) -> None:
-    """Earlier runs do not affect the profile, and calibration does not change the state of the global random
-    generator."""
+    """Earlier runs do not affect the profile. Calibration does not change the global random generator."""
     sampled(unet, 24)
     torch.manual_seed(3)
     drawn = torch.randn(2)
@@ -250,7 +247,7 @@ def test_the_gain_comes_first() -> None:
 
 
 def test_a_sampler_with_another_cfg_is_named() -> None:
-    """Only samplers whose model comes from the calibration node count, directly or through nodes in between."""
+    """Only samplers whose model comes from the calibration node count, also through other nodes."""
     prompt = {
         "1": {"inputs": {"cfg": 4.0}},
         "2": {"inputs": {"model": ["1", 0]}},

@@ -18,8 +18,7 @@ WORKFLOW = "0b5d6ba8-0000-4000-8000-000000000001"
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str]]:
-    """Record the messages to ComfyUI's server while a prompt of the client `page` runs. A stand-in replaces the server,
-    which does not run in this process."""
+    """Record the messages to a stand-in for ComfyUI's server while a prompt of the client `page` runs."""
     messages: list[tuple[str, dict[str, Any], str]] = []
     extra = {"client_id": "page", "extra_pnginfo": {"workflow": {"id": WORKFLOW}}}
     queue = SimpleNamespace(get_current_queue_volatile=lambda: ([(0, "prompt", {}, extra, [], {})], []))

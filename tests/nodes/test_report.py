@@ -16,8 +16,7 @@ LATENT = {"samples": torch.zeros(1, 4, 8, 8)}
 
 @pytest.fixture
 def shown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """shown(model): run the report node; return its text, its image, and its complete result. Previews go to a
-    temporary folder."""
+    """shown(model): return the report node's outputs (text, image) and its complete result."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
@@ -114,7 +113,6 @@ def test_report_with_a_picture_draws_over_it(unet: Any, attach: Any, shown: Any)
 
 
 def test_what_the_picture_shows_stands_on_the_node(unet: Any, attach: Any, shown: Any) -> None:
-    """Captions are messages on the node, because the page can translate a message but not a picture."""
     model = attach(unet)
     assert "caption" not in str(shown(model)[2].ui["toma"])
     models.sample(model, 24, 24, steps=1)

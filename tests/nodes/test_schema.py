@@ -1,5 +1,5 @@
-"""Test that the nodes match schema.json, which records everything that saved workflows depend on. A new input must be
-the last one of its node. After adding an input, write the file again:
+"""Test that the nodes match schema.json, which records everything that saved workflows depend on. Add an input only at
+the end of a node, then write the file again:
 
     TOMA_WRITE_SCHEMA=1 make test ARGS=tests/nodes/test_schema.py
 """
@@ -17,7 +17,7 @@ import pytest
 from scripts.comfy_pack import load_pack
 from tests.loop import loop
 
-# Inputs whose options schema.json omits: ComfyUI's lists of samplers and schedulers grow with every release.
+# Inputs whose options schema.json omits, because every ComfyUI release adds samplers and schedulers.
 COMFYUIS = ("sampler_name", "scheduler")
 FROZEN = Path(__file__).with_name("schema.json")
 

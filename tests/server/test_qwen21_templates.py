@@ -1,5 +1,5 @@
 """Test the templates of Qwen-Image 2.1 on a real server, from the graph to the picture. A pack of stand-ins provides
-the nodes of Qwen-Image 2.1 to ComfyUI releases that lack them."""
+nodes that the tested ComfyUI lacks."""
 
 from __future__ import annotations
 

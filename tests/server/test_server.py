@@ -39,8 +39,8 @@ def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
 
 @pytest.mark.compat
 def test_each_prompt_of_a_queue_is_as_if_alone(tiny_server: ComfyServer) -> None:
-    """Two clients queue prompts at the same time. Then the prompts run alone in reverse order, each on a newly loaded
-    model, and must give the same latents as in the queue."""
+    """Two clients queue prompts at the same time. Then each prompt runs alone, on a newly loaded model, in reverse
+    order; its latent must be the same as in the queue."""
     server = tiny_server
     prompts = {
         "half": graph(advanced(server), "flux", steps=8),
@@ -115,7 +115,7 @@ RANGE = {"start_percent": 0.8, "end_percent": 0.2}
 def test_bad_settings_are_refused_with_range_and_fix(
     tiny_server: ComfyServer, settings: Any, parts: tuple[str, ...]
 ) -> None:
-    """ComfyUI's answer has the error at every input that was checked, not only at those with invalid values."""
+    """ComfyUI reports the error at every input that was checked, not only at the invalid inputs."""
     toma = {**simple(), **settings} if "ratio" in settings else advanced(tiny_server, **settings)
     with pytest.raises(PromptError) as refused:
         tiny_server.run(graph(toma))
@@ -125,8 +125,6 @@ def test_bad_settings_are_refused_with_range_and_fix(
 
 
 def test_bad_settings_over_a_link_fail_their_prompt_only(tiny_server: ComfyServer) -> None:
-    """ComfyUI does not validate a value that comes over a link, so an invalid one causes an error when the node
-    runs."""
     toma = advanced(tiny_server, window_size=["20", 0])
     linked = {**graph(toma), "20": node("PrimitiveInt", value=0)}
     bad = tiny_server.queue(linked)

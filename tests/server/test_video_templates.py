@@ -17,8 +17,8 @@ from testbed import models
 from tests.test_workflows import load, to_prompt
 
 PACK = Path(__file__).with_name("tiny_video.py")
-# By class of loader: index of the tiny loader's output that replaces the loader's first output. A checkpoint loader's
-# second and third output are replaced by the tiny loader's next two.
+# By class of loader: index of the tiny loader's output that replaces the loader's first output. The tiny loader's next
+# outputs replace the second and third output of a checkpoint loader.
 LOADERS = {
     "UNETLoader": 0,
     "CheckpointLoaderSimple": 0,

@@ -22,7 +22,7 @@ def random(*shape):
 
 
 class Text:
-    """A stand-in for a text encoder, which returns random numbers."""
+    """A text encoder that returns random numbers."""
 
     def tokenize(self, text, **_):
         return text

@@ -1,7 +1,7 @@
 """Test that ComfyUI's torch.compile node, before or after ToMA, changes no image and compiles nothing in later steps.
 
 With Inductor, merging is part of the compiled graph (`inside`); with any other backend, merging breaks the graph. Most
-tests use `Counting`, a backend that runs graphs unchanged, so compiled images must equal uncompiled images bit for bit.
+tests use `Counting`, which runs graphs unchanged, so compiled and uncompiled images must be bit-identical.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(params=["unet", "flux"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """Build a new small model for each test, because compiling changes the model's modules."""
+    """Build a new small model, because compiling changes a model's modules."""
     return small_unet() if request.param == "unet" else models.flux(double=2, single=2)
 
 
@@ -65,8 +65,7 @@ def both(order: str, model: Any, attach: Any) -> Any:
 def test_compiled_run_is_the_uncompiled_one(
     model: Any, attach: Any, stats_of: Any, both: Any, granularity: str, inside: bool
 ) -> None:
-    """Merging ends in the middle of the run (`end_percent`). A graph with the decision to merge built in would continue
-    to merge."""
+    """End merging in the middle of the run. A graph that contained the decision to merge would continue merging."""
     settings = {"end_percent": 0.5, "granularity": granularity, "selection_interval": 2, "weight_interval": 1}
     plain_model = attach(model, **settings)
     plain = models.sample(plain_model, SIDE, SIDE, steps=4)
@@ -86,8 +85,7 @@ def test_compiled_run_is_the_uncompiled_one(
     longer = models.sample(compiled_model, SIDE, SIDE, steps=7, seed=6)
     assert torch.equal(longer, models.sample(plain_model, SIDE, SIDE, steps=7, seed=6))
     if granularity == "module":
-        # ComfyUI passes the number of steps to the model, so the run of 7 steps compiled new graphs. A second run of 7
-        # steps must reuse them.
+        # ComfyUI passes the number of steps to the model, so 7 steps compiled new graphs. A second run reuses them.
         warm = backend.graphs
         models.sample(compiled_model, SIDE, SIDE, steps=7, seed=7)
     assert backend.graphs == warm
@@ -161,8 +159,8 @@ def test_other_sizes_and_batches_run(model: Any, attach: Any) -> None:
 
 @pytest.mark.parametrize("each", [False, True], ids=["model", "each block"])
 def test_prompts_of_other_lengths(attach: Any, each: bool) -> None:
-    """A second prompt length compiles every graph once more, with the number of text tokens as a variable. Prompts of
-    all later lengths reuse these graphs."""
+    """A second length compiles every graph once more, with the number of text tokens as a variable. Later lengths reuse
+    these graphs."""
     model, backend = models.flux(double=2, single=3), Counting()
     blocks = [f"diffusion_model.{kind}_blocks.{n}" for kind, n in (("double", 2), ("single", 3)) for n in range(n)]
     toma, compiled_model = attach(model), compiled(attach(model), backend, inside=True, keys=blocks if each else None)
@@ -192,8 +190,8 @@ def test_another_size_before_another_prompt(attach: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
-    """Compile one or two blocks of the model, as other packs do. A chain of merged blocks may then begin in the graph
-    of one block and end outside of it."""
+    """Compile one or two blocks, as other packs do. A chain of merged blocks may then begin in the graph of one block
+    and end outside of it."""
     plain = models.sample(attach(flux), SIDE, SIDE, steps=3)
     for keys in (
         ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.2"],
@@ -215,8 +213,7 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
     assert len(stats_of(toma).merged_steps) > 1
     own = of_the_model_itself(model, run)
     # Most families need every graph twice, for merged and for full steps. LTX-2 and Qwen-Image 2.1 break the graph
-    # before the blocks, so only the graph of the blocks is needed twice. MiniMax H3 reads the value of its sigma, so
-    # every step compiles its own graph, merged or not.
+    # before the blocks and need only the blocks' graph twice. MiniMax H3 reads its sigma; every step compiles a graph.
     assert backend.graphs == own + {"ltx_av": 1, "qwen_image21": 1, "h3": 0}.get(family, own)
 
 
@@ -236,8 +233,7 @@ def test_ahead_of_time_graphs_run_too(flux: Any, attach: Any) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
 def test_inductor(model: Any, attach: Any) -> None:
-    """Destinations lie on a fixed grid, because Inductor rounds differently from eager PyTorch: the selection could
-    choose a different one of two tokens with nearly equal gains."""
+    """Destinations lie on a fixed grid, because Inductor's rounding could change a selection by nearly equal gains."""
     settings = {"full_step_interval": 3, "selector": "grid"}
     plain = models.sample(attach(model, **settings), SIDE, SIDE, steps=4)
     compiled_model = compiled(attach(model, **settings), "inductor")
@@ -247,7 +243,6 @@ def test_inductor(model: Any, attach: Any) -> None:
 
 
 def test_later_runs_without_toma(model: Any, attach: Any) -> None:
-    """A run without ToMA may reuse code that was compiled in a run with ToMA, and must not merge."""
     plain = models.sample(model, SIDE, SIDE, steps=3)
     settings = {"full_step_interval": 2}
     toma = models.sample(attach(model, **settings), SIDE, SIDE, steps=3)

@@ -30,8 +30,7 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
     fresh_compiler: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The compiled model gives the uncompiled model's latent, with a KV cache in full precision or in 4 bits
-    (`packed`). Most families need at most three graphs."""
+    """The KV cache is in full precision or in 4 bits (`packed`). Most families need at most three graphs."""
     model_of(kind)  # skips models that this ComfyUI lacks
     if packed:
         monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
@@ -48,8 +47,6 @@ def test_the_same_inside_the_graphs_of_a_compiled_model(
 
 
 def test_the_same_beside_the_prefix_cache_of_qwen_image_21(attach: Any, stats_of: Any, fresh_compiler: None) -> None:
-    """The model fills its prefix cache in the first step. In each step it checks, outside of the graph, whether the
-    cache belongs to the step's prompt."""
     model, run = models.qwen_image21(layers=2), {"steps": 4, "cfg": 1.0}
     del model.model_options["transformer_options"]["qwen_image21_cache"]  # this option switches off the prefix cache
     plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), Counting(), inside=True)

@@ -17,7 +17,7 @@ fresh_compiler = test_compile.fresh_compiler
 @pytest.mark.parametrize("kind", ["unet", "flux"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled_code_says_the_same(attach: Any, fresh_compiler: None, kind: str, inside: bool) -> None:
-    """The attention override scales its output by the layout that it receives, so a wrong layout changes the image."""
+    """The attention override scales its output by the layout, so a wrong layout changes the image."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 

@@ -19,19 +19,19 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, so changing the order o
 
 @dataclass(frozen=True)
 class Layout:
-    """Describe the arguments of a model's blocks. Layouts are written by hand from ComfyUI's source, independently of
-    the adapters.
+    """Name and describe the arguments of a model's blocks. Layouts are written by hand from ComfyUI's source,
+    independently of the adapters.
 
-    blocks: name of the model's attribute that holds the list of blocks.
-    tokens: name of the argument with the image tokens.
+    blocks: attribute of the model that holds the list of blocks.
+    tokens: argument with the image tokens.
     names: names of the positional arguments, if the signature of `forward` does not name them.
     before: number of tokens before the image in the argument `tokens`.
-    rope_arg, rope_token_dim: name of the argument with the positions, and its axis of tokens.
+    rope_arg, rope_token_dim: argument with the positions, and its axis of tokens.
     above, below: number of positions before and behind those of `tokens`, such as those of a text stream.
-    keys: name of the argument with the mask of the attention's keys; the mask begins with the image.
+    keys: argument with the mask of the attention's keys; the mask begins with the image.
     out: index of the image tokens in the block's results.
     patch: side of a token in latent pixels.
-    rows: names of the arguments, besides tokens and positions, that have a row for each token.
+    rows: arguments, besides tokens and positions, that have a row for each token.
     pairs: whether arguments and results are pairs whose first element is the image.
     flat: whether tokens lack a batch axis.
     grid: whether tokens are (B, frames, height, width, C).
@@ -99,7 +99,7 @@ LAYOUTS = {
         ),
     ),
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), above=TEXT, out=1),),
-    # These are the layouts of pictures, which have a single frame; test_wan.py tests videos.
+    # Layouts of pictures, which have a single frame. test_wan.py tests videos.
     "cosmos": (Layout("blocks", "x_B_T_H_W_D", rope_arg="rope_emb_L_1_1_D", rope_token_dim=1, grid=True),),
     "wan": (Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1),),
     "hunyuan": (replace(DOUBLE, patch=1), replace(SINGLE, patch=1)),
@@ -137,8 +137,7 @@ def merged_call(
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
     """Return the block's arguments with merged tokens, the image tokens, and the merged image tokens.
 
-    plans: the image's plan, then the plans of merged references, which follow the image. M: the merge matrix of all
-    these plans together.
+    plans: the image's plan, then the plans of merged references. M: one merge matrix for all these plans.
     """
     x, tokens = layout.taken(given[layout.tokens]), sum(plan.tokens for plan in plans)
     image = x[:, layout.before : layout.before + tokens]

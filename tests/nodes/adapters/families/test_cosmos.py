@@ -26,7 +26,6 @@ def test_presets_merge_a_video_of_a_picture(model_of: Any, stats_of: Any) -> Non
 
 
 def test_patches_inside_a_block_see_all_tokens(model_of: Any, attach: Any) -> None:
-    """LLLite, the ControlNet of Anima, patches the inside of blocks."""
     model, seen = model_of("cosmos"), []
 
     def patch(args: dict[str, Any]) -> dict[str, Any]:

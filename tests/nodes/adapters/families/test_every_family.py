@@ -71,7 +71,6 @@ def test_block_is_computed_on_merged_tokens(
 def test_consecutive_blocks_stay_merged(
     family: str, layout: Layout, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
-    """The run of Flux has references, whose tokens follow the image's."""
     model = model_of(family)
     references = of_references(model, layout, None) if family == "flux" else {}
     conds = {"positive": models.conditioning(model, seed=1, **references)}
@@ -86,7 +85,7 @@ def test_consecutive_blocks_stay_merged(
     merged_args, image, merged = merged_call(layout, given, [plan], M)
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
-        # Arguments without tokens, such as Chroma's modulation, differ between blocks; take them from the block's call.
+        # Arguments without tokens, such as Chroma's modulation, are those of the block's own call.
         told_as_merged = layout.tokens, layout.rope_arg, *layout.rows, layout.keys
         others = {n: v for n, v in seen.items() if n not in told_as_merged}
         out = run(block, layout, {**merged_args, **others})
@@ -156,7 +155,7 @@ def test_plans_from_the_predicted_picture(
     stats_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Accept noisier predictions. Otherwise a model with a large shift would predict nothing usable in three steps.
+    # Accept noisy predictions, because a large shift leaves much noise in each of the three steps.
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     model, batch = model_of(family), 1 if family in ALONE else batch
     merged = attach(model, **PREDICTED)
@@ -172,8 +171,8 @@ def test_plans_from_the_predicted_picture(
 def test_conditions_in_calls_of_their_own(
     family: str, settings: Any, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Depending on free memory, ComfyUI evaluates prompt and negative prompt in one call or in two. Two calls may
-    change the picture only by rounding."""
+    """If memory is low, ComfyUI evaluates prompt and negative prompt in separate calls, which round differently from a
+    joint call."""
     model = model_of(family)
     merged = attach(model, **settings)
     joined = models.sample(merged, HEIGHT, WIDTH, steps=2)

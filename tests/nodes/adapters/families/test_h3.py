@@ -68,7 +68,7 @@ BEFORE: dict[str, tuple[dict[str, Any], int]] = {
 def test_a_block(
     what: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """The last segment of modulation is the video. Only the video is merged, so only this segment becomes shorter."""
+    """Only the video is merged. It is the last segment of modulation, which becomes shorter."""
     model, (options, others) = model_of("h3"), BEFORE[what]
     block = model.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -128,7 +128,6 @@ def in_int8(model: Any) -> Any:
 
 
 def test_int8_weights_and_a_lora(stats_of: Any) -> None:
-    """ComfyUI's template has an int8 checkpoint and a LoRA that reduces the number of steps."""
     import comfy.sd
 
     plain = models.h3()

@@ -1,5 +1,4 @@
-"""Test MiniMax H3 with a mask, as in inpainting or in extending a video. With a mask, each video token has its own row
-of modulation."""
+"""Test MiniMax H3 with a mask, as in inpainting. With a mask, each video token has its own row of modulation."""
 
 from __future__ import annotations
 
@@ -140,7 +139,7 @@ def test_whatever_segments_are_they_are_no_error(segments: Any, pack: Any) -> No
 
 
 def masks(what: str) -> tuple[Tensor, Tensor]:
-    """Return masks of video and audio. The latent is generated where a mask is 1, and unchanged where it is 0."""
+    """Return masks of video and audio, with 1 where the latent is generated and 0 where it is fixed."""
     video, audio = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, 2, AUDIO // 2)
     if what == "a rectangle":
         video[..., :, :6, :8] = 0
@@ -157,8 +156,7 @@ def masks(what: str) -> tuple[Tensor, Tensor]:
 @loop("what", ["a rectangle", "an extension", "a soft edge", "all alike", "audio alone"])
 @loop("cfg", [1.0, 3.0])
 def test_a_masked_run(what: str, cfg: float, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since ComfyUI 0.33.0 the model reads masks. Before 0.33.0, ComfyUI only blends latents by the mask, outside of
-    the model."""
+    """Since ComfyUI 0.33.0 the model reads masks. Before 0.33.0, ComfyUI only blends latents by the mask."""
     from comfy.nested_tensor import NestedTensor
 
     model, (video, audio) = model_of("h3"), masks(what)

@@ -21,8 +21,8 @@ STEPS, BLOCKS = 8, 4
 
 @pytest.fixture
 def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int], list[int]]]:
-    """sparse(start_percent, dense): return a model with sparse attention, a list of the token counts of its sparse
-    attentions, and a list of the token counts of its blocks.
+    """sparse(start_percent, dense): return a model with sparse attention, and two lists of token counts: of its sparse
+    attentions and of its blocks.
 
     The attention stands in for `BlockSparseAttention`, which came after ComfyUI 0.33. start_percent: where sparse
     attention begins. dense: indices of blocks that are never sparse.

@@ -53,8 +53,7 @@ def hunyuan() -> Any:
 
 
 def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any) -> Tensor:
-    """Run a recorded block on tokens and positions that are merged by plain indexing. The attention mask is cut to the
-    length of the merged tokens."""
+    """Run a recorded block as `layouts.by_hand` does, with the attention mask cut to the length of merged tokens."""
     M, U = dense(plan)
     merged_args, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
     if merged_args["attn_mask"] is not None:
@@ -110,8 +109,8 @@ def test_videos_and_guidance(
 
 
 def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, attach: Any, stats_of: Any) -> None:
-    """If image to video replaces the first frame, ComfyUI modulates the first tokens separately, as many as a frame
-    has. In single blocks the first tokens are text, so the separate modulation ends inside of a frame."""
+    """In single blocks, which begin with text, ComfyUI's separate modulation of the first frame ends inside of a
+    frame."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), models.sample(hunyuan, HEIGHT, WIDTH, **asked))

@@ -28,8 +28,7 @@ def sampled(model: Any, **options: Any) -> list[Tensor]:
 
 
 def video_mask(kind: str) -> Tensor:
-    """Return a mask that fixes the first frame, as in image to video ("frame"), or that reduces the noise of the left
-    half of every frame ("half")."""
+    """Return a mask that fixes the first frame ("frame"), or partly fixes the left half of every frame ("half")."""
     mask = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
     if kind == "frame":
         mask[:, :, 0] = 0
@@ -52,8 +51,7 @@ def masked(family: str, kind: str, audio: float = 1.0) -> Any:
 def test_a_block_of_a_video(
     family: str, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """All frames have the same number of destinations. Merged tokens get the RoPE rows of their destinations, in LTX-2
-    from two tables (`v_pe` and `v_cross_pe`)."""
+    """All frames have the same number of destinations, and merged tokens have the RoPE rows of their destinations."""
     model, (layout,) = model_of(family), LAYOUTS[family]
     block = model.model.diffusion_model.transformer_blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -82,8 +80,7 @@ def test_a_block_of_a_video(
 def test_modulation_follows_the_destinations(
     family: str, kind: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
 ) -> None:
-    """Modulation is per frame (LTX-2 with a fixed first frame) or per token. A merged token has the modulation of its
-    destination."""
+    """Modulation is per frame, as in LTX-2 with a fixed first frame, or per token."""
     model, (layout,) = model_of(family), LAYOUTS[family]
     block = model.model.diffusion_model.transformer_blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -139,7 +136,6 @@ def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.Monk
 
 
 def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, stats_of: Any) -> None:
-    """The first run has no audio; the second has audio and tokens of reference audio."""
     model = model_of("ltx_av")
     merged = attach(model)
     alone = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH)
@@ -170,8 +166,7 @@ def guided(model: Any, strength: float) -> dict[str, Any]:
 
 @loop("family", BOTH)
 def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """A guide with a strength other than 1 scales the attention to the guide's tokens. A run with such a guide is not
-    merged."""
+    """A guide with a strength other than 1 scales attention to its tokens. A run with such a guide is not merged."""
     model = model_of(family)
     merged, strong, weak = attach(model), guided(model, 1.0), guided(model, 0.5)
     (found,), (own,) = sampled(merged, **strong), sampled(model, **strong)
@@ -203,8 +198,7 @@ def test_guides_that_are_smaller_than_the_video(family: str, model_of: Any, atta
 
 
 def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of: Any) -> None:
-    """Guidance may add calls in which a stream is switched off, in a different order in each step. Each kind of call
-    must find its own caches."""
+    """Guidance may add calls in which a stream is switched off, in a different order in each step."""
     import comfy.samplers
     from comfy.model_patcher import create_model_options_clone
 
@@ -263,8 +257,8 @@ STAGES = {
 
 @loop("stage", list(STAGES))
 def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
-    """LTX-2.5 is the model of LTX-2.3 with the settings below. ComfyUI's guider has separate scales for picture and
-    sound. In the first stage, the sampler draws so little new noise that steps are merged."""
+    """LTX-2.5 is the model of LTX-2.3 with the settings below. In the first stage, the sampler draws so little new
+    noise that steps are merged."""
     import comfy.sample
     import comfy.samplers
     from comfy.ldm.lightricks.av_model import LTXAVModel

@@ -20,8 +20,8 @@ from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated
 REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # smaller than the image, larger than it, and as large
 CACHES = ("off", "auto", "cpu")
 PLACES = (*CACHES, "gpu")
-# Whether blocks change their input in place. The model's first release has blocks that do not. Later releases have
-# blocks that do, and call each block twice while they fill the prefix cache.
+# Whether blocks change their input in place, as in all releases of the model but the first. Such blocks are called
+# twice while the prefix cache is filled.
 FORMS = (False, True)
 IMAGE = HEIGHT * WIDTH
 
@@ -29,7 +29,7 @@ IMAGE = HEIGHT * WIDTH
 @pytest.fixture(scope="module")
 def made(pack: Any) -> Any:
     """made(in_place): return a small model whose blocks change their input in place or not. ComfyUI's own class has
-    only one of these forms; the stand-in for releases without this class has both."""
+    only one of these forms."""
     found: dict[bool, Any] = {}
 
     def of(in_place: bool) -> Any:
@@ -118,7 +118,7 @@ def test_comfyuis_cache_in_fewer_bits(
 @loop("in_place", FORMS)
 @loop("cache", CACHES)
 def test_queries_of_destinations_see_keys_of_all(in_place: bool, cache: str, made: Any, attach: Any) -> None:
-    """Text attends to text only. The image's destinations attend to the keys of all tokens."""
+    """Text attends to text only, and destinations attend to the keys of all tokens."""
     model = at(made(in_place), cache)
     watch = Watch(1)
     evaluated(watch.on(attach(model, ratio=0.5, **KEYS)))

@@ -39,8 +39,8 @@ def test_references(
     family: str, method: str | None, too: bool, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any,
     stats_of: Any,
 ) -> None:  # fmt: skip
-    """With `index_timestep_zero`, references have the modulation of clean images, and blocks receive the index of the
-    first reference token. Merging lowers this index by the number of tokens that it removes before it."""
+    """With `index_timestep_zero`, blocks receive the index of the first reference token. Merging lowers this index by
+    the number of tokens that it removes before it."""
     model = model_of(family)
     taken = inspect.signature(type(model.model.diffusion_model).forward).parameters
     if family == "krea2" and "ref_latents" not in taken:
@@ -91,8 +91,6 @@ def test_references(
 def test_modulation_is_of_the_tokens_that_a_block_has(
     granularity: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With granularity "module" a block runs on all tokens, so the index of the first reference token must not
-    change."""
     layers = importlib.import_module("comfy.ldm.flux.layers")
     own, seen = layers.apply_mod, []
 
@@ -138,8 +136,8 @@ def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: 
 def test_reference_as_large_as_the_image(
     family: str, model_of: Any, attach: Any, plan_calls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference keeps one plan for the run. The image gets a new plan in every step, which both conditions share,
-    even if ComfyUI evaluates them in separate calls for lack of memory."""
+    """The reference keeps one plan for the run. The image gets a new plan in every step, which both conditions
+    share."""
     model = model_of(family)
     channels, five = model.model.latent_format.latent_channels, family == "qwen_image"
     size = (1, channels, *((1,) if five else ()), HEIGHT, WIDTH)
@@ -148,8 +146,7 @@ def test_reference_as_large_as_the_image(
         "positive": models.conditioning(model, seed=1, **options),
         "negative": models.conditioning(model, seed=2, **options),
     }
-    # Destinations are on a fixed grid, because a split call rounds differently from a joined call: the selection could
-    # choose a different one of two tokens with nearly equal gains.
+    # Destinations are on a fixed grid, because rounding in split calls could change a selection by nearly equal gains.
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1, "selector": "grid"}
     joined = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)
     plan_calls.clear()

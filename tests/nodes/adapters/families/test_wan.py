@@ -66,7 +66,7 @@ def test_a_block_of_a_video(
 
 
 def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any) -> None:
-    """Wan 2.2 5B has a sigma for each frame, and merged tokens have the sigma of their frame."""
+    """Merged tokens have the sigma of their frame."""
     model, frames = models.wan(**WAN22), 4
     block = model.model.diffusion_model.blocks[1]
     calls, merged = record(block), attach(model, granularity="block")
@@ -85,8 +85,8 @@ def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: A
 
 
 def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, stats_of: Any) -> None:
-    """Frames behind the video (`time_dim_concat`) have no sigmas. ComfyUI stretches the video's sigmas over all frames,
-    so tokens have the sigmas of wrong frames, which merging cannot reproduce."""
+    """Frames behind the video have no sigmas. ComfyUI stretches the video's sigmas over all frames, so tokens have the
+    sigmas of wrong frames."""
     model = models.wan(**WAN22)
     behind = torch.randn(1, 48, 1, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(3))
     conds = {"positive": models.conditioning(model, seed=1, time_dim_concat=behind)}
@@ -218,7 +218,6 @@ def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: An
 
 @loop("place", ["attn1_patch", "attn2_patch"])
 def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any, stats_of: Any) -> None:
-    """MultiTalk patches the attention inside blocks. Such blocks are not merged."""
     seen: list[tuple[int, Any]] = []
 
     def patch(args: dict[str, Any]) -> Tensor:
@@ -249,7 +248,7 @@ def test_attention_receives_the_number_of_tokens_per_frame(wan: Any, attach: Any
 
 
 def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stats_of: Any) -> None:
-    """Qwen-Image makes pictures, but its latents have an axis of frames. A latent with several frames is not merged."""
+    """Latents of Qwen-Image have an axis of frames. A latent with several frames is not merged."""
     model = model_of("qwen_image")
     merged = attach(model)
     out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)

@@ -58,8 +58,7 @@ class Seen:
 
 
 def test_blocks_are_not_merged_with_reference_and_context(attach: Any, stats_of: Any) -> None:
-    """ToMA cannot know where the video begins, because the model does not pass its blocks the number of reference and
-    context tokens."""
+    """Blocks do not receive the number of reference and context tokens, so ToMA cannot know where the video begins."""
     if not current():
         pytest.skip("this ComfyUI may have no context latents")
     model = models.wan(in_dim_ref_conv=16)
@@ -72,8 +71,7 @@ def test_blocks_are_not_merged_with_reference_and_context(attach: Any, stats_of:
 
 
 def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
-    """The first frame and its mask are additional channels of the latent. The model treats the frame's CLIP vision
-    output as text."""
+    """The first frame and its mask are channels of the latent. The frame's CLIP vision output is treated as text."""
     model = models.wan(kind="WAN21_I2V", model_type="i2v", in_dim=36)
     model.model.image_to_video = True
     first = noise(1, 16, 5, HEIGHT, WIDTH)

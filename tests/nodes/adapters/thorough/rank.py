@@ -111,8 +111,7 @@ def main() -> None:
     torch.set_num_threads(1)
     # Use the loopback device, because the name of the machine may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # The processes connect through a file, because another program might take a port. A process that waits for longer
-    # than `limit` fails.
+    # The processes connect through a file, because another program might take a port.
     store, limit = f"file://{folder / 'store'}", timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=limit)
     (folder / f"{rank}.json").write_text(json.dumps({name: case() for name, case in cases().items()}))

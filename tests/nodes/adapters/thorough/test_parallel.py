@@ -65,7 +65,7 @@ def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
         assert case["merged"] == 0
         assert set(case["unmerged"]) <= {TOKENS_CHANGED, "block_replaced"}
         assert sum(case["unmerged"].values()) == BLOCKS["flux"]
-        # In the case `odd`, padding makes both parts equally long. Tokens attend to it, which changes the picture.
+        # In the case `odd`, tokens also attend to padding, which changes the picture.
         assert 0 < case["off from one process"] < (0.05 if kind == "odd" else 1e-5), "not the model that it should be"
 
 
