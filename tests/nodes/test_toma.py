@@ -180,7 +180,7 @@ def test_every_number_that_the_widgets_range_does_not_check_is_validated() -> No
 
 
 def test_nothing_is_stored_between_executions() -> None:
-    """ComfyUI may cache nodes and patched models between runs, so nodes must not store values."""
+    """ComfyUI may cache nodes between runs, so nodes must not store values."""
     for node in (nodes.ToMA, nodes.ToMAAdvanced):
         assert not [n for n, v in vars(node).items() if isinstance(v, (list, dict, set)) and not n.startswith("_")]
         assert not inspect.signature(node.execute).parameters.get("self")

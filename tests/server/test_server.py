@@ -39,8 +39,7 @@ def test_graph_samples_and_reports(tiny_server: ComfyServer, kind: str) -> None:
 
 @pytest.mark.compat
 def test_each_prompt_of_a_queue_is_as_if_alone(tiny_server: ComfyServer) -> None:
-    """Two clients queue prompts at the same time. Then each prompt runs alone, on a newly loaded model, in reverse
-    order; its latent must be the same as in the queue."""
+    """Two clients queue prompts at the same time. Then each prompt runs alone, on a newly loaded model."""
     server = tiny_server
     prompts = {
         "half": graph(advanced(server), "flux", steps=8),

@@ -176,8 +176,9 @@ def test_prompts_of_other_lengths(attach: Any, each: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["krea2", "flux"])
 def test_another_size_before_another_prompt(attach: Any, kind: str) -> None:
-    """Another size makes the number of tokens a variable of a block's graph, while the number of text tokens is still a
-    constant. ComfyUI's filter drops the guard on the options, from which this constant comes."""
+    """A second image size compiles graphs with the number of all tokens as a variable, but with the first prompt's
+    number of text tokens as a constant. A longer prompt must not reuse these graphs, although ComfyUI's filter drops
+    the guard on the options, from which the constant comes."""
     model = models.krea2(layers=2) if kind == "krea2" else models.flux(double=1, single=2)
     name = "blocks" if kind == "krea2" else "single_blocks"
     keys = [f"diffusion_model.{name}.{n}" for n in range(2)]
