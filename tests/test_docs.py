@@ -166,7 +166,6 @@ def test_tables_of_the_readme_are_the_counted_ones() -> None:
 
 
 def test_the_chinese_readme_is_the_english_one() -> None:
-    """Both READMEs have the same sections, tables, links and numbers."""
     english, theirs = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
     assert "[中文](README.zh.md)" in english
     assert "[English](README.md)" in theirs

@@ -49,8 +49,8 @@ def test_blur_lowers_and_noise_raises_high_frequency_energy(picture: torch.Tenso
 def test_seams_at_window_borders_are_found_and_others_are_not(picture: torch.Tensor) -> None:
     plain = seam_energy(picture, window=4)
     at_borders, at_tokens = picture.clone(), picture.clone()
-    # Windows have 4 x 4 tokens of 4 x 4 pixels. Bands of 16 pixels are brighter: in the first picture between borders
-    # of windows, in the second picture shifted by 8 pixels.
+    # A window is 16 pixels wide: 4 tokens of 4 pixels. Every second band of 16 pixels is brighter. Bands end at borders
+    # of windows in the first picture, and in the middle of windows in the second picture.
     ratio_schedule = torch.arange(64)
     at_borders[..., (ratio_schedule // 16) % 2 == 1] += 1.0
     at_tokens[..., ((ratio_schedule + 8) // 16) % 2 == 1] += 1.0
@@ -65,7 +65,7 @@ def test_seams_between_smaller_tokens(picture: torch.Tensor) -> None:
 
 
 def test_the_few_step_model_receives_the_number_of_steps(tmp_path: Path, pack: ModuleType) -> None:
-    """Runs of half the steps pass the model the same number of steps as complete runs."""
+    """A run of half the steps tells the model the number of steps of a complete run."""
     from comfy.patcher_extension import WrappersMP
 
     from demo.models import dit_config, new_dit

@@ -28,7 +28,7 @@ def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> No
 
 
 def test_rows_skip_the_blocks_of_the_released_method(pack: ModuleType) -> None:
-    unet, flux = models.unet(), models.flux(double=19, single=38)  # the blocks of Flux.1 itself are counted
+    unet, flux = models.unet(), models.flux(double=19, single=38)  # as many blocks as Flux.1 has
     assert [config_of(variants.toma("a").patch(model)).skip_first_blocks for model in (unet, flux)] == [0, 5]
     assert config_of(variants.toma("a", **variants.TINY).patch(flux)).skip_first_blocks == 0
 

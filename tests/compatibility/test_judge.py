@@ -1,4 +1,4 @@
-"""Each check of `compatibility.judge` detects its fault."""
+"""Test that each check of `compatibility.judge` detects the fault that it is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the text that lists verdicts that differ under a preset."""
+"""Test the sentence of the page that lists the verdicts that a preset changes."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.loop import loop
 def test_the_server_answers_this_machine_too(
     listen: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever `--listen` is, the demo's own client connects to 127.0.0.1."""
+    """The server must always listen on 127.0.0.1, to which the demo's own client connects."""
     seen = list[str]()
     monkeypatch.setattr(showcase.ComfyServer, "start", lambda server: seen.extend(server._command()))
     with showcase.demo_server(listen=listen):
@@ -46,7 +46,7 @@ def test_a_port_that_is_taken_is_said() -> None:
 
 
 def test_a_port_is_free_again_when_its_server_has_ended() -> None:
-    """The operating system keeps closed connections of a server for a minute."""
+    """The port must count as free although the operating system keeps its closed connections for a minute."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         with socket.create_connection(address) as client, server.accept()[0] as connection:

@@ -69,7 +69,7 @@ def test_a_batch_of_clips() -> None:
 
 
 def test_the_wan_learns_and_is_taught_few_steps() -> None:
-    """The number of steps is a token of the prompt; training uses the sigmas of ComfyUI's sampler."""
+    """The student gets the number of steps as an 18th token of the prompt. Sigmas are those of ComfyUI's sampler."""
     batch = Batches(Plan("wan", 3, crop_batch=4))[0]
     seen = []
 

@@ -12,7 +12,7 @@ from demo import compact
 
 def test_large_matrices_take_a_quarter_with_a_small_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
-    spread = torch.logspace(-3, 0, 64)[:, None]  # rows differ by a factor of 1000
+    spread = torch.logspace(-3, 0, 64)[:, None]  # factors of rows from 0.001 to 1
     weights = {
         "matrix": spread * torch.randn(64, 128, generator=generator),
         "kernel": torch.randn(32, 16, 3, 3, generator=generator),

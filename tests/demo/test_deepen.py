@@ -1,4 +1,4 @@
-"""The deep UNet, which has SDXL's depths, is initialised from the trained shallow one."""
+"""Test that a deep UNet is initialised with the weights of the trained shallow one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed icon and banner equal the drawing of the code, at the registry's sizes."""
+"""Test that the committed icon and banner equal those that the code draws, at the registry's sizes."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def test_committed_picture_is_the_drawn_one(name: str, size: tuple[int, int]) ->
     drawn = getattr(emblem, name)()
     committed = Image.open(emblem.FOLDER / f"{name}.png").convert(drawn.mode)
     assert drawn.size == committed.size == size
-    # Another version of Pillow may round edges differently.
+    # Not compared exactly: another version of Pillow may round edges differently.
     assert np.abs(np.asarray(drawn, np.int16) - np.asarray(committed, np.int16)).mean() < 1

@@ -1,4 +1,4 @@
-"""ComfyUI's loader recognises the tiny models, and its samplers sample them."""
+"""Test that ComfyUI's loader recognises the tiny models and that its samplers can sample them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dit_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _lively(model: Any) -> Any:
-    """Perturb fresh weights, with which blocks are the identity and the output is zero."""
+    """Add noise to untrained weights, with which the output of a model would be zero."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.model.diffusion_model.parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
@@ -72,7 +72,7 @@ def test_the_unet_is_an_sdxl_to_comfyui() -> None:
 
 
 def test_norms_of_the_unet_keep_what_a_flat_background_says() -> None:
-    """With ComfyUI's 32 groups each group would be two channels, and normalisation would remove their mean."""
+    """With ComfyUI's 32 groups, a norm would remove the mean of every two channels of a flat background."""
     norms = [m for m in models.load_unet(None).model.diffusion_model.modules() if isinstance(m, torch.nn.GroupNorm)]
     assert len(norms) > 20
     flat = torch.linspace(0.5, 2.0, 64)[None, :, None, None].expand(1, 64, 4, 4)
@@ -135,7 +135,8 @@ def test_the_unet_learns_what_comfyui_asks_it() -> None:
 
 
 def test_sigmas_of_the_unet() -> None:
-    """Half-size scenes get sigmas near pure noise, crops get uniform steps, and full pictures get half of each."""
+    """Training draws sigmas near pure noise for half-size scenes, uniform steps for crops, and for full pictures one
+    half like each of the two."""
     half, crop, full = (
         Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))
     )

@@ -102,8 +102,7 @@ def test_all_values_occur() -> None:
 
 @loop("size", [64, 128])
 def test_things_hold_shape_and_small_objects(size: int) -> None:
-    """Compare a scene with one that has another colour of a shape or object. Pixels may differ only inside the boxes
-    that `things` returns."""
+    """If a shape or object gets another colour, pixels may change only inside the boxes that `things` returns."""
     for scene in (scene_from_seed(seed) for seed in range(200)):
         found = things(scene, size)
         for name in ("shape_colour", "object_colour"):

@@ -76,7 +76,7 @@ def test_flat_images_too(kind: str, x: torch.Tensor) -> None:
 @loop("kind", RIVALS)
 @loop("ratio", [0.25, 0.5, 0.75])
 def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -> None:
-    """The mean is over 16 windows, because greedy search need not win in every window."""
+    """Compare means over 16 windows, because greedy search may lose in a single window."""
     windows = make_windows(16, 16, WindowShape.TILE, 8)
     budget = make_budget(windows.counts, ratio)
     for x in (smooth(0, 4, 16, 16), torch.randn(4, 256, 12, generator=torch.Generator().manual_seed(1))):
@@ -100,7 +100,7 @@ def test_images_of_a_batch_do_not_meet(kind: str) -> None:
 
 def test_farthest_point_by_hand() -> None:
     """Tokens lie at 0, 10, 20 and 170 degrees. The most central token is the one at 20 degrees (sum of cosines 1 + 0.98
-    + 0.94 - 0.87). The token at 170 degrees is farthest from it, and then the token at 0."""
+    + 0.94 - 0.87). The farthest token from it is the one at 170 degrees, and then the one at 0."""
     angles = torch.deg2rad(torch.tensor([0.0, 10.0, 20.0, 170.0]))
     S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
     assert S.sum(1).argmax(1).item() == 2
@@ -108,8 +108,8 @@ def test_farthest_point_by_hand() -> None:
 
 
 def test_tome_by_hand() -> None:
-    """Of 8 tokens, 0 and 4 are candidates. The sources that are least similar to a candidate become destinations,
-    too."""
+    """Of 8 tokens, the candidates 0 and 4 are always destinations. The tokens that are least similar to both candidates
+    become the other destinations."""
     S = torch.full((1, 8, 8), -0.5)
     for token, likeness in {1: 0.9, 2: 0.1, 3: 0.5, 5: 0.3, 6: 0.7, 7: 0.2}.items():
         S[0, token, 4] = likeness
@@ -118,7 +118,6 @@ def test_tome_by_hand() -> None:
 
 
 def test_tome_below_a_quarter_spreads_its_candidates() -> None:
-    """The 4 destinations in windows of 64 and of 56 tokens are not all in the first rows."""
     windows = make_windows(8, 15, WindowShape.TILE, 8)
     assert windows.counts == (64, 56)
     S = cosine_similarity(windows.split(smooth(0, 1, 8, 15))).flatten(0, 1)
@@ -129,7 +128,7 @@ def test_tome_below_a_quarter_spreads_its_candidates() -> None:
 
 
 def test_grid_by_hand() -> None:
-    """Destinations are in the middle of equal runs of slots: 3 of 9 are 1, 4 and 7; 2 of 4 are 1 and 3."""
+    """Destinations are the middle slots of runs of equal length: 1, 4 and 7 of 9 slots, 1 and 3 of 4 slots."""
     assert strided_grid((9, 4), (3, 2), 3)[0].tolist() == [1, 4, 7]
     assert strided_grid((9, 4), (3, 2), 3)[1, :2].tolist() == [1, 3]
     assert strided_grid((5,), (5,), 5).tolist() == [[0, 1, 2, 3, 4]]
@@ -148,7 +147,6 @@ def test_random_has_its_own_generator() -> None:
 
 
 def test_random_is_uniform() -> None:
-    """Select 3 of 10 tokens 400 times; each token must be selected in about 3 of 10 selections."""
     hits = torch.zeros(10)
     for seed in range(400):
         hits[random_order((10,), 3, seed)[0]] += 1

@@ -35,7 +35,7 @@ def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
 
 def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
     """Return the mode of each evaluation as a letter: full (f), refresh (r), merged with caches (m) or merged without
-    caches (p). An evaluation is given as its step and its conditions, such as (2, "ab") for step 2 of a and b."""
+    caches (p). An evaluation is a pair such as (2, "ab"): step 2 with the conditions a and b."""
     said = []
     for step, conditions in evaluations:
         plan = at(run, step, *conditions).step_plan

@@ -90,8 +90,8 @@ def test_more_images_and_slower_formats_are_more_work() -> None:
 
 
 def test_a_stack_of_one_block_is_a_block() -> None:
-    """On an H100, SD1.5 at 584 x 584 is merged around stacks but not around blocks. The granularity "stack" does not
-    merge it where a stack has only one block."""
+    """On an H100, SD1.5 at 584 x 584 is merged around stacks but not around blocks. A stack of
+    one block counts as a block."""
     reasons = [too_little(73**2, 1, 320, torch.float16, H100, UNET_BLOCK, g) for g in (STACK, Granularity.BLOCK)]
     assert reasons == [None, WORK]
 
@@ -100,8 +100,7 @@ def test_a_stack_of_one_block_is_a_block() -> None:
 def test_stacks_are_merged_first(
     tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block
 ) -> None:
-    """Merging around stacks has the least overhead. A grid with too little work for it also has too little work for
-    merging around blocks or modules."""
+    """A grid that Auto does not merge around stacks is not merged around blocks or modules either."""
     reasons = [too_little(tokens, images, width, dtype, card, block, g) for g in Granularity]
     assert all(reasons) or not too_little(tokens, images, width, dtype, card, block, STACK)
 
@@ -109,7 +108,7 @@ def test_stacks_are_merged_first(
 @loop(("granularity", "merged"), [("stack", True), ("block", True), ("module", False)], ids=lambda v: str(v))
 def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
     """On an H100, SDXL at 1024 x 1024 is merged around stacks and blocks at its lower resolution. Merging around
-    modules launches six more operations per block, so launching a block takes longer than computing it."""
+    modules adds six launches per block, so launching a block takes longer than computing it."""
     reason = too_little(32**2, 1, 1280, torch.float16, H100, UNET_BLOCK, Granularity(granularity))
     assert reason == (None if merged else WORK)
 
@@ -191,8 +190,7 @@ def test_other_devices_are_no_cards(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_amd_cards_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch presents AMD cards as CUDA devices, but their number of processors means something else than on NVIDIA
-    cards. Auto must not estimate their speed from it."""
+    """PyTorch presents AMD cards as CUDA devices, but Auto cannot estimate their speed."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("it was asked"))
     assert card_of.__wrapped__(torch.device("cuda", 0)) is None

@@ -34,7 +34,7 @@ def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() ->
 
 @pytest.mark.parametrize("facts", [{"new_noise": 0.9}, {"unknown": Reason.UNKNOWN_LATENT()}, {"another": True}])
 def test_a_run_with_a_kv_cache_merges_nothing_without_it(facts: dict[str, Any]) -> None:
-    """Such a run skips blocks where memory is short, which does not make it one that merges without caches."""
+    """If memory is short, the run skips blocks. Its steps must still not merge without the cache."""
     run = run_of(kv_cache=True, skip_first_blocks=0.15, full_step_interval=4)
     assert modes(run, (0, "c")) == "r"
     for step in (1, 2, 3):

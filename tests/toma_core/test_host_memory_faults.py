@@ -119,8 +119,8 @@ def test_main_memory_is_meant_where_another_pack_sets_a_device() -> None:
 
 
 def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch gives out the same 32 streams in turn. If every run took two of them, one run in 16 would share the
-    streams on which ComfyUI copies weights."""
+    """PyTorch gives out 32 streams in turn. If every run took two, some would get those on which ComfyUI copies
+    weights."""
     made = list[object]()
 
     class Stream:
@@ -138,8 +138,7 @@ def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.Mon
 @loop("order", orders(5))
 @loop("quantized", [False, True])
 def test_another_condition_beside_one_of_two_lies_in_main_memory_too(order: Any, quantized: bool) -> None:
-    """The prompts a and b share buffers. If c replaces b during a run, a keeps its parts of the buffers, and the
-    tensors of c are also in main memory."""
+    """If the prompt c replaces b during a run, the tensors of a and of c are all in main memory."""
     copies, seen = Copies(order), list[list[torch.Tensor]]()
     for host in (host_of(copies), None):
         cache = Cache(host=host)

@@ -1,5 +1,5 @@
-"""Test `History.new_noise`, the share of new noise in a latent. It is 0 if a linear solver has combined the latent
-from earlier evaluations, and otherwise the share of the noise that was added."""
+"""Test `History.new_noise`, the share of new noise in a latent. It is 0 if a linear solver has made the latent
+from earlier evaluations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_its_share_of_the_noise_is_found(share: float) -> None:
 
 
 def test_a_mask_does_not_hide_it() -> None:
-    """Only a corner of the latent has new noise, as in inpainting, but the share there is found."""
+    """Only a corner of the latent has new noise, as in inpainting."""
     found, (first, *_) = history()
     masked = first.clone()
     masked[..., :8, :8] = drawn(9)[..., :8, :8]
@@ -52,8 +52,7 @@ def test_a_mask_does_not_hide_it() -> None:
 
 
 def test_predictions_that_hardly_differ_do_not_hide_it() -> None:
-    """Late in a run, predictions of successive steps differ by little more than rounding. The share of noise is still
-    found."""
+    """Late in a run, predictions of successive steps differ by little more than rounding."""
     found, picture = History(), drawn(1)
     for n in range(3):
         found.note(picture + 1e-7 * n, picture)

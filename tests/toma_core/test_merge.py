@@ -44,8 +44,7 @@ def plan_of(
 
 
 def dense(x: torch.Tensor, plan: MergePlan, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrices A and M of the paper for one image, each (D, N) in fp64, computed in loops over the tokens
-    and destinations of each window."""
+    """Return the paper's matrices A and M for one image, each (D, N), computed in loops over tokens in fp64."""
     destinations = plan.destinations[0].tolist()
     window_of = {t: w for w, n in enumerate(plan.windows.counts) for t in plan.windows.source[w, :n].tolist()}
     x = x[0].double()
@@ -105,7 +104,7 @@ def test_the_plan_says_what_it_keeps(height: int, width: int, ratio: float) -> N
 @loop("sharpness", [300.0, 10_000.0])
 def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -> None:
     """Weights are computed in fp32 and rounded once, at the end. If cosines near 1 were rounded to half precision, a
-    logit (sharpness times cosine) would change by 0.1 or more."""
+    logit would change by 0.1 or more."""
     x = (1 + 0.05 * features(2, 2, 117, 16)).to(dtype)
     low, high = plan_of(x, 13, 9, sharpness=sharpness), plan_of(x.float(), 13, 9, sharpness=sharpness)
     assert torch.equal(low.dest_slots, high.dest_slots)

@@ -155,7 +155,6 @@ def test_the_names_of_the_front_door() -> None:
 
 
 def test_usable_without_comfyui() -> None:
-    """Run the core in a new process, in which every import of a module of ComfyUI fails."""
     script = f"""
 import sys
 names = ("comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "nodes", "execution", "server")

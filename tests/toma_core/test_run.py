@@ -94,8 +94,8 @@ def test_keys_that_separate_plans() -> None:
 
 
 def test_unused_plans_are_dropped() -> None:
-    """Plans of earlier selections are dropped when their grid gets new plans, as it does while context windows move
-    over a video. The plan of a grid that is no longer used remains, because it will be drawn."""
+    """Plans of earlier selections are dropped when their grid gets new plans. The plan of a grid that is no longer used
+    remains, because it will be drawn."""
     run, x = run_of(), features(0)
     run.plan(x, (9, 7), "a", at(), (None,))
     for selection in range(4):
@@ -283,8 +283,7 @@ def test_the_trap_snaps(wait: Any) -> None:
 @loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @loop("similarity_from", ["tokens", "prediction"])
 def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], similarity_from: str) -> None:
-    """The first two selections make and cache the window layouts of a grid. After that, making a plan, with or without
-    a new selection, and merging must not wait."""
+    """Two selections make the window layouts of a grid. After that, neither making plans nor merging may wait."""
     run = run_of(similarity_from=similarity_from)
     x, picture = features(0, 2, grid), torch.randn(2, 3, 2 * grid[0], 2 * grid[1])
     for selection in range(2):

@@ -251,8 +251,7 @@ def test_a_sigma_range_without_merging() -> None:
 
 
 def test_every_ratio_has_a_kind() -> None:
-    """Kernels for all `kinds` are compiled at the first plan. If a ratio were missing, its kernels would be compiled in
-    the middle of the run."""
+    """Kernels for all `kinds` are compiled at the first plan, so no ratio may be missing."""
     ratio_schedule = ((6.5, {"a": 0.75, "b": 0.25, "c": 0.0}), (0.0, {"a": 0.5}))
     config = ToMAConfig(selection_interval=1)
     kinds = Schedule(config, tuple(float(10 - step) for step in range(10)), ratio_schedule=ratio_schedule).kinds

@@ -65,8 +65,7 @@ def test_a_later_call_reuses_equal_images_in_any_order() -> None:
 
 
 def test_all_earlier_calls_are_searched() -> None:
-    """The plan for a latent may be that of any earlier call, because tiles may come in another order for the second
-    condition than for the first."""
+    """Tiles may come in another order for the second condition, so any earlier call may have the tile's plan."""
     run, x, later = run_of(), tokens(1, 2, 3), tokens(4, 5, 6)
     earlier = tuple(TileBatch(drawn(seed)) for seed in (7, 8, 9))
     for place, piece in enumerate(earlier[:2]):

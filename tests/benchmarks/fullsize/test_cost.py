@@ -1,4 +1,4 @@
-"""Test the overhead and the savings of ToMA, counted at full size on the meta device."""
+"""Test the launches and FLOPs that ToMA adds and saves, counted at full size on the meta device."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_launches_that_a_preset_adds(shape: Shape, step: int, kernels: bool, mos
 
 @pytest.mark.parametrize(("kernels", "most"), [(True, 3), (False, 9)])
 def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> None:
-    """With kernels, the regression adds a launch to each propagated tensor: keys and values of each block, and the
-    residual of each chain. The fit adds 43 launches per call."""
+    """With kernels, the regression on the latent adds one launch for each propagated tensor (keys and values of each
+    block, and the residual of each chain) and 43 launches for its fit."""
     settings = variants.preset("balanced", ratio=0.5, min_tokens=4)
     plain, regressed = (
         cost.count(FLUX, settings, kernels=kernels, step=1, regression=regression) for regression in (False, True)
@@ -112,7 +112,7 @@ def cost_of(name: str) -> Any:
     return getattr(pack_module(f"nodes.adapters.families.{family}"), block)
 
 
-# Numbers of blocks without refiner blocks, which have the same class but are not merged.
+# Numbers of blocks and of refiner blocks to count. Refiner blocks have the same class, but are not merged.
 UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0), "omnigen2": (32, 0)}
 
 
@@ -143,13 +143,14 @@ UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0), "omnigen2": (32, 0)}
     ids=lambda value: value.model if isinstance(value, Shape) else "",
 )
 def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, list[tuple[int, int, int]]]]) -> None:
-    """Compare the launches and FLOPs that a family declares for a block with counted ones. kinds: the declared cost by
-    class of blocks, with (number of blocks, tokens, width) of each grid. Declared FLOPs leave out text tokens."""
+    """Compare the launches and FLOPs that a family declares for a block with those counted. kinds: for each class of
+    blocks, the name of the declared cost, and (number of blocks, tokens, width) of each grid."""
     parts = cost.count(shape, modules={kind: kind for kind in kinds}, blocks=UNREFINED.get(shape.model)).parts
     for kind, (name, grids) in kinds.items():
         block, number = cost_of(name), sum(number for number, *_ in grids)
         assert math.ceil(parts[kind].launches / number) == block.launches
-        # SD3's last block has no text output, Wan's first block copies its input.
+        # All blocks have equal launches but SD3's last one, without text output, and Wan's first one, which copies its
+        # input.
         assert parts[kind].launches == block.launches * number or shape.model in ("sd3", "wan")
         estimate = sum(number * block.flops(tokens, 1, width) for number, tokens, width in grids)
         assert 0.9 < estimate / parts[kind].flops <= 1.0
@@ -170,7 +171,7 @@ def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
     run = core.RunState(core.Schedule(config), dispatch=trial.Dispatch(trial.Choice(cost.Fused(counter))))
     launches = []
     x, picture = (torch.empty(shape, device=META) for shape in ((2, 32 * 32, 640), (1, 16, 64, 64)))
-    # Every second selection uses the same windows as the first.
+    # Selections 0, 2 and 4 use the same windows.
     for selection, conditions in ((0, 2), (1, 2), (2, 2), (4, 1)):
         counter.cost = Cost()
         step = core.StepPlan(0, core.StepMode.MERGED, 0.5, selection, selection)
@@ -183,8 +184,8 @@ def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
 
 
 def test_every_file_that_merges_is_counted() -> None:
-    """Find adapters by the core functions that they import. `compile_ops` merges inside of graphs, where nothing is
-    counted."""
+    """ADAPTERS must list all adapters that import a core function that merges, except `compile_ops`: inside of compiled
+    graphs nothing is counted."""
     adapters = ROOT / "nodes" / "adapters"
     paths = (path.relative_to(adapters).with_suffix("") for path in adapters.rglob("[a-z]*.py"))
     files = {".".join(path.parts) for path in paths} - {"model_hooks", "compile_ops"}
@@ -226,8 +227,7 @@ def test_every_file_that_merges_is_counted() -> None:
 def test_what_auto_thinks_that_merging_adds(
     shape: Shape, name: str, number: int, skipped: dict[str, int], granularity: str
 ) -> None:
-    """Compare the launches that merging adds to a block with those that its family declares. Launches are rounded
-    up."""
+    """Compare the launches that merging adds per block, rounded up, with those that the family declares."""
     cost_model = pack_module("toma_core.cost_model")
     settings = {"full_step_interval": 3, "min_tokens": 4, "granularity": granularity, **skipped}
     merged = cost.count(shape, toma(**settings), kernels=True, step=1)
@@ -262,7 +262,7 @@ def test_making_plans_is_counted_apart() -> None:
 
 
 def test_the_stand_in_for_kernels_has_their_shapes() -> None:
-    """Compare the shapes and strides of results. Without a GPU, Triton's interpreter runs the kernels."""
+    """Results of `cost.Fused` must have the shapes and strides of the kernels' results."""
     pytest.importorskip("triton", reason="Triton has no build for this system")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layout, kinds = pack_module("toma_core.windows"), pack_module("toma_core.config").WindowShape
@@ -306,8 +306,8 @@ def test_rivals_save_in_self_attention_only(rival: variants.Variant) -> None:
 
 @pytest.mark.parametrize(("model", "within"), [("sdxl", 0.02), ("flux", 0.08), ("z_image", 0.03), ("sd3", 0.05)])
 def test_what_a_run_counts_is_what_is_counted_here(model: str, within: float) -> None:
-    """Compare the FLOPs that a run derives from shapes with counted FLOPs. The counted model has a longer text than the
-    family's minimum."""
+    """Compare the FLOPs that a run derives from shapes with counted FLOPs. The run assumes the shortest text of the
+    family, the counted model has a longer one."""
     shape = Shape(model)
     hooks = pack_module("nodes.adapters.registry").find(cost.on_meta(model, None).model.diffusion_model)
     latent = torch.empty(1, *shape.latent, device="meta")

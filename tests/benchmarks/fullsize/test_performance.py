@@ -1,4 +1,5 @@
-"""The tables of docs/performance.md and benchmarks/results/counts.md have the numbers that the code counts."""
+"""Test that the tables of docs/performance.md and benchmarks/results/counts.md have the numbers that the code
+counts."""
 
 from __future__ import annotations
 

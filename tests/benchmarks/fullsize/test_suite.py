@@ -200,7 +200,7 @@ def measured(speedup: float | None, **more: Any) -> Row:
 
 
 def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
-    """Run the script for GPUs on a CPU. tests/benchmarks/gpu/test_rehearsal.py tests a complete visit."""
+    """Run one section of the GPU benchmarks on a CPU. tests/benchmarks/gpu/test_rehearsal.py runs all sections."""
     options = ["--gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path), "--only", "break-even"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.suite", *options],

@@ -1,5 +1,5 @@
-"""Test the script for a GPU machine, without a GPU: the script runs from a tree without .git, with an empty HOME and no
-network."""
+"""Test visit.sh, the script for a GPU machine, without a GPU. It runs in a copy of the checkout without .git, with an
+empty HOME and no network."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from scripts import gpu_kit
 from scripts.comfyui import ROOT
 
 ISOLATED = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
-# Limits of the number and bytes of files that the script may write.
+# Largest number of files that the script may write, and bytes that each may have.
 MOST_FILES, MOST_BYTES = 8, 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
 def isolation() -> None:
-    """Skip these tests, or fail in CI, where a process cannot be cut off from the network."""
+    """If no process can be cut off from the network here, skip these tests, or fail them in CI."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("the kit is for x86-64 Linux")
     try:
@@ -63,7 +63,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def visit(machine: Path, out: Path) -> subprocess.Popen[str]:
-    """Start the script with an empty environment."""
+    """Start the script with only these environment variables."""
     environ = {
         "PATH": os.defpath,
         "PYTHON": sys.executable,

@@ -35,7 +35,7 @@ def test_a_run_and_a_repeated_run(
 
 
 def test_a_broken_stack_is_found() -> None:
-    """Triple the residual of one stack of the trained UNet; calibration must not merge it."""
+    """Triple the residual of one stack of the trained UNet. Calibration must leave this stack unmerged."""
     model = judge.load("deep", FOLDER / "deep.safetensors", "fp32")
     with torch.no_grad():
         model.model.diffusion_model.output_blocks[2][1].proj_out.weight.mul_(3.0)

@@ -1,4 +1,4 @@
-"""Every row of the fidelity benchmark runs, and rivals do what their names say."""
+"""Test that every row of the fidelity benchmark runs, and that rivals do what their names say."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ def test_every_setting_runs(small: dict[str, Any], kind: str) -> None:
 
 
 def test_every_row_of_the_pages_that_is_drawn_here_has_a_setting(pack: ModuleType) -> None:
-    """Rows without a setting are unmerged pictures, a setting that was removed, and a rival that equals half the
-    steps."""
+    """No setting is needed for rows of unmerged pictures, of a removed setting, and of half the evaluations."""
     gone = {"levels: coarser", "rival: half the evaluations", "stacked: half the evaluations + every step"}
     for file in RESULTS.glob("*steps-*px-*.json"):
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]

@@ -1,4 +1,5 @@
-"""Test metrics of clips computed by hand, and a run of benchmarks.fidelity's command for videos on random weights."""
+"""Test metrics of clips against values computed by hand, and a run of benchmarks.fidelity's command for videos on
+random weights."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def test_flicker_is_what_changes_between_frames() -> None:
 def test_seams_are_found_at_windows_borders() -> None:
     noise = torch.rand(1, 3, 2, 32, 32, generator=torch.Generator().manual_seed(0))
     apart = noise.clone()
-    apart[..., 16:] += 2.0  # a window is 8 tokens of 2 pixels wide
+    apart[..., 16:] += 2.0  # a window is 8 tokens wide, a token 2 pixels
     assert video.seams(noise).item() == pytest.approx(1.0, abs=0.4)
     assert video.seams(apart).item() > 5 * video.seams(noise).item()
 

@@ -61,7 +61,7 @@ def graph() -> dict[str, Any]:
     found = sampling_graph(UNET, 64, 3, 0, merged=True)
     found["toma"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.1, "preset": "quality"}}
     found["scene"]["inputs"]["seed"] = "%prompt%"
-    # The seed of the random weights comes from another node. Such a seed must stay unchanged.
+    # The seed of the random weights comes from another node, so benchmarks.real must not change it.
     found["fixed"] = {"class_type": "PrimitiveInt", "inputs": {"value": 0}}
     found["loader"]["inputs"]["seed"] = ["fixed", 0]
     return found
@@ -69,7 +69,7 @@ def graph() -> dict[str, Any]:
 
 @pytest.fixture
 def hurdle(graph: dict[str, Any]) -> dict[str, Any]:
-    """Return a graph whose prompt selects an error."""
+    """Return a graph with a node that fails if the prompt is "break", and waits if it is "wait"."""
     graph["scene"]["inputs"]["seed"] = 7
     graph["hurdle"] = {"class_type": "TestHurdle", "inputs": {"images": ["decode", 0], "text": "%prompt%"}}
     graph["picture"]["inputs"]["images"] = ["hurdle", 0]
@@ -77,7 +77,7 @@ def hurdle(graph: dict[str, Any]) -> dict[str, Any]:
 
 
 class Work:
-    """Runs the command in this process, with a folder for its results."""
+    """Runs `benchmarks.real` in this process, with a folder for its results."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url, self.out = folder, url, folder / "out"
@@ -94,7 +94,7 @@ class Work:
 
 @pytest.fixture
 def work(comfy: ComfyServer, tmp_path: Path) -> Iterator[Work]:
-    """Check after the test that the queue is empty."""
+    """Yield a `Work`. After the test, clear the server's queue."""
     yield Work(tmp_path, comfy.url)
     if comfy.process is not None:
         comfy.post("/queue", {"clear": True})
@@ -103,7 +103,7 @@ def work(comfy: ComfyServer, tmp_path: Path) -> Iterator[Work]:
 
 
 def wait_until_idle(comfy: ComfyServer) -> None:
-    """Wait for the end of the queue without interrupting, so that a test that left a prompt behind fails."""
+    """Wait until the server runs no prompt; fail after 30 seconds."""
     deadline = time.monotonic() + 30
     while comfy.get("/queue")["queue_running"]:
         assert time.monotonic() < deadline, "a prompt is still running"
@@ -111,7 +111,7 @@ def wait_until_idle(comfy: ComfyServer) -> None:
 
 
 def while_waiting(comfy: ComfyServer, act: Callable[[], Any]) -> threading.Thread:
-    """Call `act` while the server executes a prompt that waits for half a second."""
+    """Start a thread that calls `act` half a second after the prompt "wait" has started."""
 
     def watch() -> None:
         deadline = time.monotonic() + 120
@@ -173,7 +173,7 @@ def test_what_is_not_asked_for_stays_as_in_the_graph(
     out, err = capsys.readouterr()
     assert "quality 0.1" in out
     assert "2 pictures wanted" in err
-    # One run of each setting is a warm-up, which is not timed.
+    # With one seed, the only run of a setting is a warm-up, which is not timed.
     assert "give more seeds" in out
 
 
@@ -226,7 +226,7 @@ def test_interrupted_and_lost_runs_are_said(
     thread.join()
     assert "interrupted on the server. Run the same command again" in capsys.readouterr().err
 
-    # Another client's prompt runs first, and then the queue is cleared.
+    # The queue is cleared while another client's prompt runs.
     monkeypatch.setattr("benchmarks.real.server.LONGEST", 3.0)
     comfy.queue(Template(hurdle).fill("wait", "", 99, None))
     thread = while_waiting(comfy, lambda: comfy.post("/queue", {"clear": True}))

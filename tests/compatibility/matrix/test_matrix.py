@@ -1,4 +1,4 @@
-"""Run every row of the compatibility matrix; docs/compatibility.md must have the same verdicts."""
+"""Run every row of the compatibility matrix, and compare its verdicts with those of docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def cases() -> Iterator[Any]:
     for row in ROWS:
         name = re.sub(r"\W+", "-", row.feature.partition("(")[0]).strip("-")
         for family in row.expected:
-            # tests/nodes/adapters/families tries the families that FAMILIES leaves out on older releases of ComfyUI.
+            # On older releases of ComfyUI, families that FAMILIES leaves out are tested by
+            # tests/nodes/adapters/families.
             marks = [pytest.mark.compat] if row.quick and family in FAMILIES else []
             yield pytest.param(row, family, id=f"{name}-{family}", marks=marks)
 
@@ -69,7 +70,6 @@ def test_row(row: Row, family: str, kits: dict[str, Kit], results: dict[str, Any
 
 @pytest.mark.skipif(WRITE, reason="the page is written at the end of this run")
 def test_page_has_every_row_and_no_other() -> None:
-    """Compare the names of rows on the page with those in the code, without running the rows."""
     recorded = page.recorded()["rows"]
     assert list(recorded) == [row.feature for row in ROWS if row.feature in recorded]
     for row in ROWS:

@@ -124,7 +124,7 @@ def test_slow_and_noisy_results_are_called_so() -> None:
 
 def test_sheets_hold_the_pictures() -> None:
     sheet = side_by_side([case([1.0], [1.0])])
-    # Pixels in the middle of two panels: the unmerged picture, and below it the merged picture (grey 20).
+    # The pixels in the middle of the unmerged picture (black) and, below it, of the merged picture (grey 20).
     middle = [sheet.getpixel((16 + 128, top + 30 + 128)) for top in (16, 16 + 30 + 256 + 16 + 18)]
     assert middle == [(0, 0, 0), (20, 20, 20)]
     assert merge_maps([case([1.0], [1.0])] * 2).height == 2 * (256 + 30) + 3 * 30
@@ -187,7 +187,7 @@ def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     assert [measured.kind for measured in cases] == [UNET, DIT]
     for measured in cases:
-        # Pictures of 64 x 64 pixels have 16 x 16 tokens; coarser grids are smaller than min_tokens.
+        # Pictures of 64 x 64 pixels have 16 x 16 tokens. Coarser grids have fewer than `min_tokens`.
         assert measured.tokens == "256 -> 128"
         assert measured.speedup > 0
         assert measured.plain[0].latent.shape == (1, 16, 32, 32)

@@ -97,8 +97,6 @@ def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
 
 
 def test_a_dit_wide_for_its_tokens(tmp_path: Path) -> None:
-    """With tokens of 2 x 2 pixels, scenes of half the size have as many tokens as full scenes with tokens of 4 x 4
-    pixels."""
     given = ["dit", "--width", "64", "--blocks", "1", "2", "--token", "2", "--shares", "0.5", "0.5", "--steps", "3"]
     plan = plan_of(arguments(given))
     assert plan.early_shares == plan.late_shares == (0.5, 0.5)
@@ -202,7 +200,7 @@ def test_impossible_plans_are_refused(
 
 
 def _even() -> Plan:
-    """Return a plan with an even batch size, so that two halves of a batch can learn two numbers of steps."""
+    """Return a plan with an even batch size, because the two halves of a batch learn different numbers of steps."""
     return dataclasses.replace(_plan("dit"), crop_batch=4, full_batch=4)
 
 
@@ -212,7 +210,7 @@ def _straight(x: torch.Tensor, sigma: torch.Tensor, **given: Any) -> torch.Tenso
 
 
 def test_a_straight_flow_has_no_loss_for_few_steps() -> None:
-    """Along straight paths, two steps give the same result as one step, if there is no guidance."""
+    """Without guidance (cfg 1), one step of the student along a straight path equals two steps of the teacher."""
     batch = Batches(_even())[0]
     assert float(FewStepsObjective(_straight, cfg=1.0).loss(_straight, batch)) < 1e-8
     assert float(FewStepsObjective(_straight, cfg=3.0).loss(_straight, batch)) > 1e-4
@@ -239,7 +237,7 @@ def test_number_of_steps_and_sigmas_of_distillation() -> None:
     assert set(seen[0][1]) <= set(four)
     assert set(seen[2][1]) <= set(eight[1::2])
     assert set(seen[1][1]) <= set(eight)
-    assert seen[1][1][:half] == seen[1][1][half:]  # the teacher runs with the prompt and without it
+    assert seen[1][1][:half] == seen[1][1][half:]  # the same sigmas with the prompt and without it
 
 
 def test_few_steps_are_taught_by_a_trained_dit(tmp_path: Path) -> None:

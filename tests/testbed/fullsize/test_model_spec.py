@@ -1,4 +1,4 @@
-"""Full-width models have as many weights as the published ones, and are evaluated as in ComfyUI."""
+"""Test that full-width models have as many weights as published, and are called as ComfyUI calls them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from testbed import fullsize
 from testbed.full_model import EDITORS, SPECS
 from testbed.fullsize import Shape
 
-# Billions of weights, as published.
+# Billions of weights of each model, as published.
 WEIGHTS = {
     "sdxl": 2.57,
     "flux": 11.9,
@@ -58,7 +58,8 @@ def test_as_large_as_its_checkpoint(name: str) -> None:
 
 @every_model
 def test_few_blocks_fit_anywhere(name: str) -> None:
-    """In bf16, the blocks that `few` names take at most 5.7 of 10 GB; activations need the remaining memory."""
+    """With only the blocks of `few`, a model in bf16 takes at most 5.7 GB, so that it fits a card of 10 GB with its
+    activations."""
     assert 2 * weights(name, SPECS[name].few or None) < 5.7
 
 
@@ -74,11 +75,10 @@ def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
     assert out.isfinite().all()
 
 
-# At 1024 pixels, all blocks are merged at a ratio of 0.5.
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "sdxl"])
 def test_stacks_add_next_to_nothing(name: str) -> None:
-    """Stacks need half of the FLOPs, with at most 1.3 % more operations in plain PyTorch."""
-    shape = Shape(name, frames=4 if SPECS[name].audio else 1)  # the text of these models is long beside one frame
+    """Around stacks at ratio 0.5, merging halves the FLOPs and adds at most 1.3 % of operations in plain PyTorch."""
+    shape = Shape(name, frames=4 if SPECS[name].audio else 1)  # with one frame, the text of these models would dominate
     toma = variants.toma("", ratio=0.5, skip_first_blocks=0)
     base, merged = cost.count(shape), cost.count(shape, toma)
     assert 1.85 < base.flops / merged.flops < 2.3

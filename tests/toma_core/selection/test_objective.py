@@ -42,8 +42,8 @@ def test_zero_tokens_are_like_nothing() -> None:
 
 
 def test_value_by_hand() -> None:
-    """The tokens lie at 0, 90 and 180 degrees. The set of the first has the value (1 + 1) + (1 + 0) + (1 - 1) = 3, the
-    set of the first two has 2 + 2 + 1 = 5."""
+    """Tokens lie at 0, 90 and 180 degrees. The first token has the value (1 + 1) + (1 + 0) + (1 - 1) = 3, the first two
+    tokens have 2 + 2 + 1 = 5."""
     S = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]]))
     assert facility_location(S, torch.tensor([[0]])).item() == pytest.approx(3)
     assert facility_location(S, torch.tensor([[0, 1]])).item() == pytest.approx(5)

@@ -72,8 +72,7 @@ print(json.dumps(counts))
 
 
 def test_no_kernel_is_made_after_the_first_plan(tmp_path: Path) -> None:
-    """This includes binaries that run later: for shifted windows, from the second selection on, and for the residual
-    cache, at merged steps."""
+    """Binaries for shifted windows and the residual cache are compiled at the first plan, long before their use."""
     counts = json.loads(printed(PROGRAM, tmp_path))
     for name, steps in counts.items():
         assert len(set(steps)) == 1, (name, steps)

@@ -1,5 +1,5 @@
-"""Test that every kernel compiles for three generations of NVIDIA GPUs. No GPU is needed. Triton's interpreter, which
-runs kernels in most tests, checks neither types nor the limits of a GPU."""
+"""Test that every kernel compiles for three generations of NVIDIA GPUs. Triton's interpreter checks
+neither types nor the limits of a GPU."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a fake tensor of tokens, whose device is a GPU. It has no memory, so no GPU is needed."""
+    """Return a fake tensor of tokens on a GPU, which need not exist."""
     with FakeTensorMode():
         return torch.empty(1, 60, 24, dtype=dtype, device="cuda")
 
