@@ -71,7 +71,7 @@ class ToMAConfig:
     """Every setting of the merge for one model. Raises `ConfigError` on a value outside its range.
 
     Strings are accepted for the enum fields, and a bool for `kv_cache`. The defaults merge every block at every step;
-    nodes default to the preset `balanced` instead.
+    nodes default to the preset `balanced`.
     """
 
     ratio: float = option(

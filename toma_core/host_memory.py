@@ -60,7 +60,7 @@ class HostMemory:
             return t
 
     def _park(self, t: Tensor | Int4Tensor) -> Parked | None:
-        """Write a tensor into a buffer in main memory; return None if main memory is short."""
+        """Write a tensor into a buffer; return None if main memory is short."""
         layout = Layout.of(t)
         lane = self._lane(t.device)
         buffer = next((b for b in self._unused if b.lane is lane and b.layout == layout), None)

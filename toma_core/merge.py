@@ -175,7 +175,7 @@ class MergeMap:
     owner: Tensor  # (N,) int64, the grid index of the destination that each token merges into
     destinations: Tensor  # (D,) int64, grid indices
     cuts: tuple[tuple[int, ...], tuple[int, ...]]  # row and column borders of the windows
-    frames: int = 1  # frames of the video
+    frames: int = 1
 
 
 def draw_map(plan: MergePlan) -> MergeMap:

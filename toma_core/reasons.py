@@ -24,8 +24,8 @@ class MessageId(str, Enum):
 
 
 class Reason(MessageId):
-    """Why a block, a step or a run is not merged, or why a cache is not used. The comment beside a reason describes the
-    parameters of its message."""
+    """Why a block, a step or a run is not merged, or why a cache is not used. Comments describe the parameters of
+    messages."""
 
     # Settings and profile.
     SETTING = "setting"  # setting: its id; value: its value

@@ -24,8 +24,8 @@ TIE = 1e-5
 # priority 1. Tokens thus take turns at being computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
 
-# Maximum of elements of tokens that are held in fp32 at a time; they take 1 GB with intermediates. The tokens of Flux
-# at 2048 x 2048 have 50 million elements, those of Wan at 720p 390 million.
+# Maximum of elements held in fp32 at a time; they take 1 GB with intermediates. The tokens of Flux at 2048 x 2048 have
+# 50 million elements, those of Wan at 720p 390 million.
 MAX_ELEMENTS = 1 << 26
 
 

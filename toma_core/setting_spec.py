@@ -10,8 +10,7 @@ from .reasons import MessageError, MessageId
 
 
 class Refusal(MessageId):
-    """Why a value or a model is refused, and what to do. The comment beside a member describes the parameters of its
-    message."""
+    """Why a value or a model is refused, and what to do. Comments describe the parameters of messages."""
 
     NOT_A_SWITCH = "not_a_switch"  # setting: its id; value: what was given
     OUT_OF_RANGE = "out_of_range"  # setting, value: as above; kind: of number; low, high: its range; usual: its default

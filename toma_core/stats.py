@@ -16,7 +16,7 @@ class Unmerged(NamedTuple):
     """A block, a part of a block or a reference image that ran on all tokens."""
 
     block: str | None  # None for a reference image
-    part: str = ""  # part of the block, "" for all of it
+    part: str = ""  # "" for the entire block
 
     def __str__(self) -> str:
         return " ".join(filter(None, self))
@@ -30,7 +30,7 @@ class RunStats:
     merged_evaluations: int = 0
     steps: set[int] = field(default_factory=set)
     merged_steps: dict[int, float] = field(default_factory=dict)  # ratio of each step that is merged
-    total_steps: int = 0  # number of steps in the run's schedule
+    total_steps: int = 0  # in the run's schedule
     grids: dict[Grid, int] = field(default_factory=dict)  # number of destinations of each token grid
     merged_at: dict[str, set[int]] = field(default_factory=dict)  # by block, the steps in which it was merged
     blocks: set[str] = field(default_factory=set)

@@ -5,10 +5,10 @@ imported.
     python -m scripts.api_check FOLDER --all      lists everything that is used
     python -m scripts.api_check --write [FOLDER]  writes known.json again: downloadable releases, and those in folders
 
-The command ends with exit code 1 if merging stops because ComfyUI lacks a part that the pack needs (*Missing*), or
-because the pack's arguments *do not fit* it. *New* lists derived classes that the pack refuses until a family names
-them in `DERIVED`, and methods that run blocks but are not in `_LOOPS` of `nodes/adapters/family.py`. If the pack begins
-to use a part, a test asks for --write; releases whose folder is not given keep their entries in known.json.
+The exit code is 1 if merging stops because a part is *missing*, or because the pack's arguments *do not fit* it. *New*
+lists derived classes that the pack refuses until a family names them in `DERIVED`, and methods that run blocks but are
+not in `_LOOPS` of `nodes/adapters/family.py`. If the pack begins to use a part, a test asks for --write; releases whose
+folder is not given keep their entries.
 """
 
 from __future__ import annotations

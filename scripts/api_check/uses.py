@@ -204,7 +204,6 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def word(self, kind: str, node: ast.AST) -> None:
-        """Note a key or a trait."""
         text = node.value if isinstance(node, ast.Constant) else None
         if self.words and isinstance(text, str) and text.isidentifier() and not text.startswith(("__", "toma")):
             add(self.uses, kind, text, optional=True)
