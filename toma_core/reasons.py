@@ -48,7 +48,7 @@ class Reason(MessageId):
     # Other custom nodes, the model, ComfyUI, torch.compile.
     BLOCK_REPLACED = "block_replaced"
     ATTENTION_PATCH = "attention_patch"
-    ARGUMENT_IN_USE = "argument_in_use"  # arguments: a text, or a message for each argument of the block
+    ARGUMENT_IN_USE = "argument_in_use"  # arguments: a text, or a name or a message for each argument
     ARGUMENT_SHAPE = "argument_shape"  # argument: its name
     OWN_MODULATION = "own_modulation"
     SMALLER_GUIDES = "smaller_guides"
@@ -74,7 +74,7 @@ class Reason(MessageId):
     NOT_CACHED = "not_cached"
     CACHE_DISABLED = "cache_disabled"
     NEW_NOISE = "new_noise"
-    FOREIGN_POSITIONS = "foreign_positions"  # module: the part of the model that computes positions
+    FOREIGN_POSITIONS = "foreign_positions"  # module: class of the module that computes positions
     TILES = "tiles"
     SEVERAL_DEVICES = "several_devices"
 
