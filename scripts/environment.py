@@ -18,8 +18,8 @@ from scripts.console import SetupError, run_stage, say
 from scripts.pip_progress import pip_status
 from scripts.venv import make_venv
 
-# Versions that work together and can be imported on Linux. With a newer torch, importing this torchaudio fails, because
-# it checks the CUDA version.
+# Versions that work together and can be imported on Linux. With a newer torch, this torchaudio cannot be imported: it
+# checks the CUDA version of torch.
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 TORCH_PYTHONS = "3.10 to 3.14"
 MARKER = ".complete"

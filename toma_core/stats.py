@@ -52,7 +52,7 @@ class RunStats:
     # For each attention that another node overrides: (whether tokens are merged, whether that node passed the call on
     # to ComfyUI).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
-    times_less_work: float | None = None  # FLOPs of the run if it were unmerged, over its FLOPs; None if unknown
+    times_less_work: float | None = None  # FLOPs of an unmerged run over those of this run; None if unknown
     comfyui: tuple[Message, ...] = ()  # messages on the installed ComfyUI
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     merged_in: Counter[int] = field(default_factory=Counter)  # merged evaluations of each step
