@@ -17,8 +17,8 @@ TO_DO = {
 }
 STEPS = 4
 EARLIER = "{} (from an earlier run)"
-# Indices of ToMA Advanced's widgets `skip_first_blocks`, `start_percent` and `window_size`.
-FIRST, START, WINDOW_SIZE = 7, 9, 11
+# Indices of ToMA Advanced's widgets `start_percent` and `window_size`.
+START, WINDOW_SIZE = 9, 11
 # JavaScript that records in `window.shown` the first line of each status text that a node shows.
 WATCH = """id => {
     const element = window.statusOf(id)

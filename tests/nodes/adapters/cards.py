@@ -24,7 +24,7 @@ class Card:
     memory)."""
 
     def __init__(self, copies: Copies) -> None:
-        self.copies, self.peak, self.sizes, self.hosts = copies, (0, 0), set[int](), list[Any]()
+        self.copies, self.peak, self.hosts = copies, (0, 0), list[Any]()
 
     def ended(self) -> None:
         """Check that the run has left no copy or buffer."""
