@@ -115,7 +115,7 @@ class ToMABenchmark(io.ComfyNode):
 
 
 class Measured(MessageId):
-    """Messages on the result of a measurement. Comments name the parameters."""
+    """Messages on the result of a measurement. The comment at each id names the parameters of its text."""
 
     WITHOUT_TOMA = "without_toma"
     RATIO = "at_ratio"  # ratio

@@ -36,9 +36,9 @@ from .report_charts import MERGED, RECOMMENDED, Bar, Caption, bar_chart
 from .task import Task, error, progress
 from .widgets import CATEGORY, SEARCH_ALIASES
 
-# By target, a preset and a ratio: the chosen ratios save as much work as these.
+# By target, a preset and a ratio: the chosen ratios save as much work as this preset at this ratio.
 TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
-_PROBES = 1.2  # evaluations for probes, as a share of the evaluations of a run
+_PROBES = 1.2  # number of evaluations for probes, divided by that of a sampling run
 _MIN_SITES, _MAX_SITES = 6, 12
 
 
@@ -124,7 +124,7 @@ class ToMACalibrate(io.ComfyNode):
 
 
 class Found(MessageId):
-    """Messages on the result of a calibration, or on why nothing was chosen. Comments name the parameters."""
+    """Messages on the result of a calibration. The comment at each id names the parameters of its text."""
 
     LESS_ERROR = "less_error"  # error, before, percent
     PRESET_KEPT = "preset_kept"  # preset, error
@@ -144,7 +144,8 @@ class Calibrated:
     profile: Profile | None = None  # the chosen ratios, or the preset's if `keeps_preset`; None with a `problem`
     errors: tuple[float, float] = (0.0, 0.0)  # error of the preset, and of the chosen ratios
     work: tuple[float, float] = (1.0, 1.0)  # share of the blocks' work left by the preset, and by the chosen ratios
-    # Whether the chosen ratios are rejected: their error is not smaller than the preset's over all images, or in most.
+    # Whether the profile has the preset's ratio, because the chosen ratios do not lower the error both over all images
+    # and in most images.
     keeps_preset: bool = False
     problem: Message | None = None  # why nothing was measured or chosen
 
@@ -156,7 +157,7 @@ def calibrate(
     overrides: Mapping[str, Any] = {},
     on_run: Callable[[int, int], None] = lambda run, runs: None,
 ) -> Calibrated:
-    """Measure a model, and choose ratios that need as much work as a target, see `TARGETS`.
+    """Measure a model, and choose ratios that need as much work as the target's preset, see `TARGETS`.
 
     If the target's preset has full steps, return the model merged by the preset, without measuring, because no choice
     had less error than such a preset (benchmarks/results/fidelity/calibrated.md). The given model is not changed, and
@@ -216,7 +217,7 @@ def _saving(facts: Sequence[BlockFacts], blocks: Container[str], ratio: float) -
 
 
 def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str]) -> dict[Cell, list[Option]]:
-    """Return the options of every cell: what each ratio saves, as a share of the blocks' work in a run."""
+    """Return the options of every cell (site and band); they save a share of the blocks' work in a run."""
     # By step, the squared share of a predicted image's error that enters the latent. The growth of errors in later
     # steps is left out, because estimates of it did not improve the choices on a trained UNet.
     passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]

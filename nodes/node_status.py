@@ -21,7 +21,7 @@ Line = Message | str  # a message, or text that needs no translation, such as an
 
 
 class Status(MessageId):
-    """The messages that a node shows about runs. Comments name the parameters."""
+    """The messages that a node shows about runs. The comment at each id names the parameters of its text."""
 
     ACTIVE = "active"
     MEASURING = "measuring"  # run, runs

@@ -21,7 +21,7 @@ Colour = tuple[int, int, int]
 PAPER, INK, FAINT, BLACK = (34, 34, 36), (230, 230, 230), (84, 84, 88), (16, 16, 16)
 MERGED, PARTLY, FULL = (86, 180, 233), (240, 228, 66), (150, 150, 150)
 RECOMMENDED, ERROR = (230, 159, 0), (204, 121, 167)
-# Width of a picture in pixels, and sizes of letters; a node shows pictures at a little more than half size.
+# Width of a picture and sizes of its letters, in pixels: large, because a node shows pictures at about half size.
 WIDTH, LARGE, SMALL = 784, 24, 22
 _PAD = 8
 _STRIP, _AXIS = 110, 84  # for `steps_chart`: height of the bars, width of the axis labels
@@ -53,7 +53,7 @@ def canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 
 
 def joined(images: Sequence[Image.Image], across: bool = False, gap: int = 0) -> Image.Image:
-    """Return one image of all images, one below the other or, with `across`, side by side. gap: in pixels."""
+    """Return one image of all images, one below the other or, with `across`, side by side. gap: pixels between."""
     widths, heights = zip(*(image.size for image in images), strict=True)
     space = gap * (len(images) - 1)
     sheet, _ = canvas(sum(widths) + space, max(heights)) if across else canvas(max(widths), sum(heights) + space)
@@ -117,7 +117,7 @@ def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of `bar_chart`: the measurement at one setting."""
+    """A bar of `bar_chart`: the measurement at one ratio or preset."""
 
     name: str
     value: float  # length of the bar
@@ -130,7 +130,7 @@ class Bar:
 def bar_chart(bars: Sequence[Bar]) -> Image.Image:
     """Draw horizontal bars, one below the other."""
     longest = max([1e-9, *(bar.spread[1] if bar.spread else bar.value for bar in bars)])
-    largest = max([1e-9, *(bar.error for bar in bars)])  # 1e-9 comes first, because `max` returns a NaN in first place
+    largest = max([1e-9, *(bar.error for bar in bars)])  # 1e-9 comes first, because `max` returns a leading NaN
     return joined([canvas(WIDTH, _PAD)[0], *(_bar_row(bar, longest, largest) for bar in bars)])
 
 

@@ -27,7 +27,7 @@ from .task import Task, error, progress
 
 _WARM_UP_STEPS = 3  # enough for one merged step, because the first and the last step are full
 WORTH = 1.2  # speed-up from which on merging is worth its error
-TOO_NOISY = 0.15  # speed-ups are not trusted if the runs of one setting differ by more than this share of their median
+TOO_NOISY = 0.15  # speed-ups are not trusted if the runs of one ratio differ by more than this share of their median
 
 
 @dataclass
@@ -107,7 +107,7 @@ def closest(timings: Sequence[Timing]) -> Timing | None:
 
 
 def noise(timings: Sequence[Timing]) -> float:
-    """Return the largest spread among the runs of one setting, as a share of their median."""
+    """Return the largest spread among the runs of one ratio, as a share of their median."""
     return max((timing.spread[1] - timing.spread[0]) / timing.median for timing in timings)
 
 

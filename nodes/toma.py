@@ -96,7 +96,7 @@ def _schema(node_id: str, display_name: str, description: str, *settings: Any) -
         ],
         outputs=[io.Model.Output(tooltip="The same model, running on fewer tokens. Connect it to the sampler.")],
         hidden=[io.Hidden.unique_id],
-        not_idempotent=True,  # else ComfyUI gives nodes with equal inputs one model; each must show its own runs
+        not_idempotent=True,  # else nodes with equal inputs get one model, but each must show its own model's runs
     )
 
 
@@ -150,8 +150,8 @@ class ToMAAdvanced(io.ComfyNode):
         sharpness: float | None = None,
     ) -> bool | str:
         """Return True, or a text on what is wrong with these inputs. ComfyUI cannot check them: it accepts every value
-        from -1, the preset's value, to the maximum, and does not compare start and end. ComfyUI shows the text at every
-        input; web/toma.js finds the faulty one."""
+        from -1, which stands for the preset's value, to the maximum, and does not compare start and end. ComfyUI shows
+        the text at every input; web/toma.js finds the faulty one."""
         given = {
             "start_percent": start_percent,
             "end_percent": end_percent,

@@ -18,12 +18,14 @@ from .signature import CallArguments
 
 _OVERRIDE = "optimized_attention_override"
 
-# Gets a block's keys or values, their name, the number of tokens before the image, and the axis of tokens. Returns the
-# keys or values to attend to in their place: (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C).
+# A function that gets a block's keys or values, their name, the number of tokens before the image, and the axis of
+# tokens. It returns the keys or values to attend to in their place: (B, T, C), (B, T, heads, C) or, with axis 2, (B,
+# heads, T, C).
 Change = Callable[[Tensor, str, int, int], Tensor]
-# Gets a mask of a block's keys. Returns a mask of the keys that replace them, None if unknown.
+# A function that gets a mask of a block's keys and returns a mask of the keys that replace them, None if unknown.
 Masked = Callable[[Tensor], "Tensor | None"]
-# Gets two facts: whether tokens are merged, and whether another node passed this attention on to ComfyUI.
+# A function that gets two flags: whether tokens are merged, and whether another node passed the attention on to
+# ComfyUI.
 Note = Callable[[bool, bool], None]
 
 

@@ -120,7 +120,7 @@ def _calls(
         alone = not unguided_too and math.isclose(guider.cfg, 1.0)
         yield [conds.get(name) for name in ("positive", "negative")[: 1 if alone else 2]], ()
     elif any(getattr(type(guider), name, None) is not getattr(CFGGuider, name) for name in _PREPARING):
-        yield list(conds.values()), ()  # without its preparation, `predict_noise` cannot be called
+        yield list(conds.values()), ()  # all conditions: this guider may prepare `predict_noise` in its own way
     else:
         if sigma is None:
             sigma = float(model.model_sampling.sigma_max)

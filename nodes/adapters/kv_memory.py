@@ -66,9 +66,9 @@ def plan_kv_cache(
 ) -> KVCachePlan:
     """Plan the KV cache of a run on latents of (B, C, ..., H, W).
 
-    Keys and values have full precision if they fit on the card beside the model's weights, else four bits. Those that
-    do not fit in four bits lie in main memory. If main memory is short too, only the keys and values of some blocks are
-    cached, or none.
+    Keys and values have full precision if they fit on the card beside the model's weights, else four bits. If the
+    card is too small even for four bits, the remainder lies in main memory. If main memory is short, too, only the keys
+    and values of some blocks are cached, or none.
 
     packed: the shape of all streams as packed by ComfyUI. sigmas: one per step, then that at the run's end; if empty,
     every condition is counted.
@@ -134,7 +134,7 @@ def _numbers(
         controlled=any(cond.get("control") is not None for cond in conds),
         references=max((cond.get("reference_latents") or [] for cond in conds), key=len, default=[]),
     )
-    sizes: dict[Area, tuple[int, int]] = {}  # elements of updates, and of keys and values
+    sizes: dict[Area, tuple[int, int]] = {}  # by area: elements of updates, and of keys and values
 
     def size(area: Area) -> int:
         if area not in sizes:

@@ -36,7 +36,7 @@ def is_original(block: nn.Module) -> bool:
 
 def foreign_positions(model: nn.Module | None) -> str | None:
     """Return the class of a module that computes the model's positions, if the module is another pack's, else None. Its
-    positions may differ at each step, as some packs do for pictures larger than in training."""
+    positions may differ at each step, as with packs for pictures larger than in training."""
     for name, child in () if model is None else unwrapped(model).named_children():
         if name.startswith(_POSITIONS) and not type(child).__module__.startswith("torch.") and not is_original(child):
             return type(child).__name__

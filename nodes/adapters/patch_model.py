@@ -171,7 +171,7 @@ def run_config(
     packed: Sequence[int] = (),
     sigmas: Sequence[float] = (),
 ) -> tuple[ToMAConfig, KVCachePlan]:
-    """Return the settings for a run of a guider with these conditions, and the plan of its KV cache.
+    """Return the settings for a run of a guider, and the plan of the run's KV cache.
 
     noise: that of the first stream. packed: the shape of all streams as packed by ComfyUI, if there are several.
     sigmas: see `plan_kv_cache`.
@@ -231,7 +231,7 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
             raise
         image = None
     if image is None:
-        # Here, outside of `except`, the error and the tensors that it references are freed.
+        # Continue outside of `except`, so that the error and the tensors that it references are freed.
         end_interrupted()
         comfy.model_management.soft_empty_cache()
         image = executor(*args, **kwargs)

@@ -1,6 +1,6 @@
 """Find the family of a model, and the properties by which models are distinguished.
 
-To add a family, add its file, its import in this module and its name in `_NAMES`. The file defines:
+To add a family, add its file in `families`, its import in this module and its name in `_NAMES`. The file defines:
 
 NAME     name of the family, as users read it
 MODEL    ComfyUI's class

@@ -20,7 +20,7 @@ _CHOSEN = {Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Re
 
 
 class Line(MessageId):
-    """The lines of a report. The comment at each line names the parameters of its text."""
+    """The lines of a report. The comment at each id names the parameters of its text."""
 
     NOTHING_MERGED = "nothing_merged"  # reason
     ON = "on"  # parameters: share, merged_blocks, blocks, merged_steps, steps

@@ -154,8 +154,8 @@ class SamplingRun:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
     def awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether plans need a prediction that does not exist yet: the run's first one or, with a KV cache, the first
-        one for the conditions in progress, because all plans are then made from predictions."""
+        """Whether plans need a prediction that does not exist yet: the run's first one or, with a KV cache, whose
+        plans are all made from predictions, the first one for the conditions in progress."""
         if not self.run.config.uses_prediction or self.begun < 2:
             return self.run.config.uses_prediction and self.begun == 1
         windows = transformer_options.get("context_window") is not None
@@ -272,7 +272,7 @@ class SamplingRun:
             self.run.cache.drop(missed)
 
     def _go_on(self, plan: StepPlan) -> None:
-        """Continue this evaluation with another plan, and correct the counts to which the old plan was added."""
+        """Continue this evaluation with another plan, and correct the counts if it no longer merges."""
         if self.step_plan.mode.merges and not plan.mode.merges:
             self.run.stats.discard_evaluations(plan.step, 0, 1)
             self.merged_calls -= 1

@@ -23,7 +23,8 @@ from torch.utils import _contextlib
 from ...toma_core.schedule import step_at
 from .compat import with_argument
 
-# ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule: tests/nodes/adapters/test_sigmas.py.
+# ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule. tests/nodes/adapters/test_sigmas.py
+# checks them.
 ONCE_A_STEP = (
     *("sample_euler", "sample_euler_cfg_pp", "sample_euler_ancestral", "sample_euler_ancestral_cfg_pp"),
     *("sample_lms", "sample_ddpm", "sample_lcm", "sample_ipndm", "sample_ipndm_v", "sample_deis"),
@@ -143,7 +144,7 @@ class SigmaTracker:
         self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
-        # The sampler's noise level lies within the step, even where another node has changed the model's noise level.
+        # Limit the sampler's noise level to its step, because another node may have changed that of the model.
         ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
         sigma = min(max(given, min(ends)), max(ends))
         self._unreported += by_sigma and given != self._last_given

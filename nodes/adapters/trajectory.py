@@ -42,7 +42,7 @@ class Trajectory:
         self.latent, self.another, self.new_noise = None, False, float("inf")
 
     def observe(self, latent: Tensor, at: SigmaStep, kind: Hashable) -> None:
-        """Compare the latent of an evaluation for these conditions with earlier latents."""
+        """Compare the latent of an evaluation with earlier latents of the same conditions. kind: the conditions."""
         place = at.step, at.model_sigma, kind
         again = place == self._place
         self.latent, self._place, self._kind = latent, place, kind

@@ -17,8 +17,8 @@ COST = Block(13, 37, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """Blocks on one stream of [image | text]. ComfyUI passes no `attention_mask`; with one, which would mask all
-    tokens, a block runs unmerged."""
+    """Blocks on one stream of [image | text]. ComfyUI passes no `attention_mask`; a block that gets one runs
+    unmerged."""
 
     positional_args = ("x", "rotary_pos_emb", "temb")
     required_kwargs = ()

@@ -56,7 +56,7 @@ class Signature(BlockSignature):
         reason = super().obstacle(call_args, before, image, references)
         for name in self.row_args:
             each: Any = call_args.get(name)
-            # Modulation per frame must be for the frames that the tokens form.
+            # Modulation per frame must cover exactly the tokens of the video.
             if not reason and _is_per_frame(each) and each.patches_per_frame * each.num_frames != image:
                 return Reason.OWN_MODULATION()
         return reason
