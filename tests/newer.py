@@ -1,4 +1,4 @@
-"""Provide what the tested ComfyUI lacks to open templates: nodes of a newer ComfyUI, as a pack, and model files."""
+"""Provide what the tested ComfyUI lacks for templates: nodes of a newer ComfyUI, as a pack, and empty model files."""
 
 from __future__ import annotations
 

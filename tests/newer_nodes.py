@@ -34,7 +34,7 @@ class TinyQwenImage21:
 
     def load(self):
         model = models.qwen_image21()
-        del model.model_options["transformer_options"]["qwen_image21_cache"]  # then ComfyUI chooses the cache's device
+        del model.model_options["transformer_options"]["qwen_image21_cache"]  # ComfyUI chooses the cache's device
         return model, Text(), Pictures()
 
 

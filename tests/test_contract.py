@@ -20,8 +20,8 @@ BLOCKS = ("BasicTransformerBlock", "DoubleStreamBlock", "SingleStreamBlock")
 
 @pytest.fixture(scope="module", params=["unet", "flux"])
 def seen(request: pytest.FixtureRequest, pack: Any) -> tuple[str, Seen]:
-    """Return the model's name and the calls of wrappers and blocks while ComfyUI samples without ToMA, by name. A call
-    is (executor, args, kwargs), with the executor None for a block."""
+    """Return the model's name, and the calls of each wrapper and class of blocks while ComfyUI samples without ToMA. A
+    call is (executor, args, kwargs); the executor is None for blocks."""
     from comfy.patcher_extension import WrappersMP
 
     model = getattr(models, request.param)()

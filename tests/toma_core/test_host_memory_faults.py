@@ -81,7 +81,7 @@ def test_the_last_of_main_memory_is_not_taken() -> None:
 
 @loop("order", orders(3))
 def test_memory_that_cannot_be_pinned_serves_too_and_is_tried_once(order: Any) -> None:
-    """After a failure, pinning is not tried again, because ComfyUI then logs a warning and waits for the card."""
+    """Pinning is tried once, because at every failure ComfyUI logs a warning and waits for the card."""
     copies = Copies(order, pins=False)
     cache = Cache(host=host_of(copies))
     filled(cache)
@@ -119,8 +119,7 @@ def test_main_memory_is_meant_where_another_pack_sets_a_device() -> None:
 
 
 def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch gives out 32 streams in turn. If every run took two, some would get those on which ComfyUI copies
-    weights."""
+    """PyTorch gives out 32 streams in turn, so new streams of a run could be those on which ComfyUI copies weights."""
     made = list[object]()
 
     class Stream:

@@ -192,7 +192,7 @@ def test_images_of_a_batch_do_not_meet(height: int, width: int) -> None:
 
 
 def test_a_stack_serves_the_same_images_several_times() -> None:
-    """Two stacked copies of a plan for two images serve a batch of these images for cond and then for uncond."""
+    """The batch has two images for cond, then two for uncond. Two stacked copies of a plan serve it."""
     x, y = features(10, 2, 117, 6), features(11, 2, 117, 6)
     plan = plan_of(x, 13, 9)
     twice = stacked([plan, plan])

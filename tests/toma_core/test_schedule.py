@@ -119,7 +119,7 @@ def test_full_steps_in_between() -> None:
 
 
 def test_last_step_is_full_if_the_picture_is_finished() -> None:
-    """It is full for any interval and range. Only settings without full steps merge it."""
+    """It is full for any interval and any range. Only settings without full steps merge the last step."""
     for config in (ToMAConfig(full_step_interval=4, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=4)):
         whole = [step for step, d in enumerate(ten_steps(config, finishes=True)) if not d.merged_ratio]
         assert whole == [0, 4, 8, 9]
@@ -301,8 +301,8 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
 def test_the_last_of_two_steps_that_continue_another_run_is_merged(
     sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
 ) -> None:
-    """The first step of such a run is full, so the run would have no merged step if the last one were full too. The
-    last step is still full without a KV cache or with `full_step_interval` 2."""
+    """The first of the two steps is full, so the run would merge no step if the last one were full too. Without a KV
+    cache or with `full_step_interval` 2, both are full."""
     config = ToMAConfig(full_step_interval=every, kv_cache=looks)
     schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

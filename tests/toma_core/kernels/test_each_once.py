@@ -1,5 +1,5 @@
 """Test selection, merging and four-bit kernels once, on small windows. The tests in the folder `triton` cover all
-kernels and many more sizes."""
+kernels at many sizes."""
 
 from __future__ import annotations
 

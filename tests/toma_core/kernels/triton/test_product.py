@@ -62,7 +62,7 @@ def in_double(plan: MergePlan) -> MergePlan:
 
 
 def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
-    """Check that `actual` has the error of at most `roundings` roundings to the dtype; kernels add up in fp32."""
+    """Check that `actual` has the error of at most `roundings` roundings to the dtype; kernels compute sums in fp32."""
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     atol = roundings * {FULL: 2e-6, HALF: 1e-3, BRAIN: 8e-3}[dtype]
@@ -142,7 +142,7 @@ def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 40, FULL, adaptive=True))
 def test_one_adaptive_plan_for_a_batch(case: Case, kernels: Any) -> None:
-    """No kernel may read past the end of the budget, which is that of one image."""
+    """The budget is that of one image, the batch has three. No kernel may read past the end of the budget."""
     plan, x = random_plan(case), case.tokens().expand(3, -1, -1)
     merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
     assert torch.equal(merged, merged[:1].expand(3, -1, -1))
