@@ -31,7 +31,7 @@ from testbed.fullsize import Shape, patcher
 PAGE = ROOT / "docs" / "settings.md"
 TABLE, ADVICE = "memory", "advice"
 CARDS_GIB = (8, 12, 16, 24, 32)
-MAIN_GIB = {8: 32, 12: 32, 16: 32, 24: 64, 32: 64}  # main memory of a computer with such a card
+MAIN_GIB = {8: 32, 12: 32, 16: 32, 24: 64, 32: 64}  # main memory of a computer with a card of this size
 STEPS = {"z_image": 8, "ltx_av": 8, "h3": 8, "qwen_image21": 25}  # steps of a usual run; 20 for models not listed here
 # Operations per second of a card in bf16, and bytes per second in each direction of PCIe 4.0 x16.
 RATE, BUS = 100e12, 25e9

@@ -50,7 +50,7 @@ def usual_variants(ratio: float, **more: Any) -> list[Variant]:
     return [every, balanced, *caches, *(variants.stacked(every, cache) for cache in caches)]
 
 
-# Most steps of a profiled run.
+# Maximum number of steps of a profiled run.
 PROFILED = 5
 
 

@@ -72,7 +72,7 @@ class Suite:
         shares: bool = True,
     ) -> None:
         """Measure complete sampling runs, within this share of the section's remaining time."""
-        steps = min(steps, 3) if self.dry else steps  # presets make the first and the last step full
+        steps = min(steps, 3) if self.dry else steps  # one merged step, because presets make the first and last full
         what, limit = (self.patcher(name), self.shape(name, side), steps, cfg), self.left() * share * _TIMED
         self.results.add(*sample.measure(*what, chosen, self.repeats(9), self.device, shares, limit))
 

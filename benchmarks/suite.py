@@ -70,7 +70,7 @@ def _run(command: list[str], environ: dict[str, str], limit: float) -> str:
         return f"stopped after {limit:.0f} s"
     finally:
         if os.name == "posix":
-            with suppress(ProcessLookupError):  # a section leads a group of processes, see `main`
+            with suppress(ProcessLookupError):  # also kills its children: a section leads a process group
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()

@@ -92,7 +92,7 @@ def version_of(pack: str) -> str:
 
 def community(pack: str) -> Callable[[str], Callable[..., Any]]:
     """Load a community pack as ComfyUI does; return a function from node ids to its nodes. Raises `AbsentError`."""
-    # Imported by name: for a type checker `nodes` is the folder of this checkout.
+    # Import ComfyUI's `nodes` by name, because for a type checker `nodes` is the folder of this checkout.
     nodes = importlib.import_module("nodes")
     # Put ComfyUI's folder first on the path. Its nodes put `comfy` there, whose `utils` is not the one that the server
     # imports.
@@ -100,7 +100,7 @@ def community(pack: str) -> Callable[[str], Callable[..., Any]]:
         server = importlib.import_module("server").PromptServer
     folder = found(pack)
     if not hasattr(server, "instance"):
-        server(asyncio.new_event_loop())  # packs add routes to the server while they load
+        server(asyncio.new_event_loop())  # packs need a server, to which they add routes while they load
     if pack not in _loaded:
         _loaded[pack] = asyncio.run(nodes.load_custom_node(str(folder), module_parent="custom_nodes"))
     if not _loaded[pack]:
@@ -165,7 +165,7 @@ class Kit:
         try:
             if self.name in _WAN:
                 return models.wan(seed, **{**_WAN[self.name], **config})
-            if self.name == "qwen_image21":  # ComfyUI's cache is on unless a node switches it off
+            if self.name == "qwen_image21":  # with ComfyUI's cache on, as if no node switched it off
                 config = {"cache": "auto", **config}
             return models.TRANSFORMERS[self.name](seed, **config)
         except (ImportError, AttributeError):
@@ -260,7 +260,7 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _scratch() -> Path:
-    """Return a folder that is removed with this process."""
+    """Return a folder that is removed when this process ends."""
     if not _folders:
         _folders.append(tempfile.TemporaryDirectory(prefix="toma-compatibility-"))
     return Path(_folders[0].name)

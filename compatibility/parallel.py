@@ -82,7 +82,7 @@ class Shares:
         self.group, self.rejoin = group, rejoin
 
     def on(self, model: Any) -> Any:
-        """Return a clone of a ModelPatcher that samples with this forward."""
+        """Return a clone of a ModelPatcher that samples with `_forward`."""
         import comfy.patcher_extension
 
         model = model.clone()
@@ -98,12 +98,13 @@ class Shares:
             return executor(*args, **kwargs)
 
     def _cut(self, x: Tensor, dim: int) -> list[Tensor]:
-        """Return the held shares of x, whose length is a multiple of the number of processes."""
+        """Return the shares of x that this process holds. The length of x must be a multiple of the number of
+        processes."""
         shares = x.chunk(self.group.size, dim)
         return [shares[rank] for rank in self.group.held]
 
     def _even(self, x: Tensor) -> Tensor:
-        """Pad T of (B, T, C) with zeros, so that all shares have one length."""
+        """Pad T of (B, T, C) with zeros, so that all shares have the same length."""
         return pad(x, (0, 0, 0, -x.shape[1] % self.group.size))
 
     def _forward(

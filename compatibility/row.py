@@ -138,7 +138,7 @@ class Row:
     pack: str = ""
 
     def graphs(self, kit: Kit) -> list[Graph]:
-        """Make the graphs for one family; this imports what they need."""
+        """Make the graphs for one family, and import what they need."""
         made = self.make(kit)
         return [made] if isinstance(made, Graph) else list(made)
 

@@ -19,7 +19,7 @@ KINDS = ("dit", "unet", "wan")
 # Scenes below this seed are for contact sheets and evaluation; training never sees them.
 FIRST_TRAINING_SEED = 1_000_000
 MOST_PER_STEP = 4096
-# Side of a token in pixels in all shipped models but `few` and `wan`. A scene has 32 x 32 tokens of any size.
+# Side of a token in pixels in all shipped models but `few` and `wan`. A picture has 32 x 32 tokens in every model.
 PIXELS_PER_TOKEN = 4
 # Side of a frame in pixels: 16 x 16 tokens of 2 x 2 pixels.
 CLIP_SIZE = 32

@@ -56,8 +56,8 @@ HIDDEN_BY: dict[str, tuple[str, int]] = {
     "object_count": ("objects", 0),
     "object_colour": ("objects", 0),
 }
-# Attributes of one phrase: name of the phrase -> (its attributes, attributes outside the phrase that decide its
-# position). Small objects are drawn in the space that shape and word leave free.
+# Phrase of a prompt -> (its attributes, attributes outside the phrase that decide its position). Small objects are
+# drawn in the space that shape and word leave free.
 PHRASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "background": (("background", "gradient"), ()),
     "texture": (("texture", "texture_side"), ()),
@@ -117,12 +117,12 @@ def scene_from_seed(seed: int) -> Scene:
     """Draw the attributes of a scene from an integer seed >= 0; the same seed gives the same scene."""
     rng = np.random.default_rng((_SALT, int(seed)))
     chosen = {name: int(rng.integers(len(values))) for name, values in ATTRIBUTES.items()}
-    # A shape or object in the background's own colour would be invisible.
+    # Shape and objects get another colour than the background, in which they would be invisible.
     shift = 1 + int(rng.integers(len(_NAMES) - 1))
     chosen["shape_colour"] = (chosen["background"] + shift) % len(_NAMES)
     shift = 1 + int(rng.integers(len(_NAMES) - 1))
     chosen["object_colour"] = (chosen["background"] + shift) % len(_NAMES)
-    # The plate is outside the shape's row, so that neither hides the other.
+    # Move the word's plate out of the shape's row, so that neither hides the other.
     shape_row = chosen["shape_cell"] // 3
     if shape_row == 0:
         chosen["word_place"] |= 2

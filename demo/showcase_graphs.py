@@ -51,7 +51,8 @@ KINDS = (UNET, DIT)
 def sampling_graph(
     kind: Kind, pixels: int, steps: int, seed: int, merged: bool, batch: int = 1, **settings: Any
 ) -> Graph:
-    """Return the graph of a batch of pictures of pixels x pixels, whose scenes come from this seed and those after it.
+    """Return the graph of a batch of pictures of pixels x pixels, whose scenes come from this seed and the seeds after
+    it.
 
     Node ids are the same with and without the merge, so that the server does not load the model again. `merged` puts
     ToMA Advanced between loader and sampler, with `settings` on top of the balanced preset. On Flux the preset merges

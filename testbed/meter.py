@@ -24,8 +24,8 @@ class Cost:
     flops: float = 0.0  # a multiply-add counts as two
     bytes: float = 0.0  # bytes that every operation reads and writes; only attention is fused
     launches: int = 0  # operations except views and allocations
-    operations: Counter[str] = field(default_factory=Counter)  # number by name
-    products: Counter[str] = field(default_factory=Counter)  # FLOPs by name
+    operations: Counter[str] = field(default_factory=Counter)  # number of operations by name
+    products: Counter[str] = field(default_factory=Counter)  # FLOPs by name of the operation
     parts: dict[str, Cost] = field(default_factory=dict)  # cost by part of a step
 
     def add(self, name: str, flops: float, moved: float) -> None:

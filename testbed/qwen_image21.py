@@ -32,7 +32,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-Pair = tuple[Tensor, Tensor]  # rows of (1, 1, C) for the prefix and (B, 1, C) for the image
+Pair = tuple[Tensor, Tensor]  # modulations: (1, 1, C) for the prefix and (B, 1, C) for the image
 Cached = list[Pair]  # keys and values of the prefix, (B, T, heads, d), of each block
 NONE: Mapping[str, Any] = {}
 _BITS = {"int8": 8, "int4": 4}  # dtype of the cache -> bits of a cached number

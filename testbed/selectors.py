@@ -1,4 +1,4 @@
-"""Rivals of greedy facility location: other rules that select as many destinations."""
+"""Rivals of greedy facility location: other rules that select the same number of destinations."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ FEWEST = 64
 
 
 def toma(**settings: Any) -> Patch:
-    """Return a patch with ToMA that merges every step, and with these settings."""
+    """Return a patch that applies ToMA with every step merged and with these settings."""
     return lambda model: variants.toma("", **{**tiny(model), **settings}).patch(model)
 
 
 def preset(name: str, **settings: Any) -> Patch:
-    """Return a patch with a preset of ToMA that also merges the grids of tiny models."""
+    """Return a patch that applies a preset of ToMA, which also merges the grids of tiny models."""
     return lambda model: variants.preset(name, **{"min_tokens": FEWEST, **settings}).patch(model)
 
 
@@ -55,8 +55,8 @@ def packed(patch: Patch) -> Patch:
 
 
 def tiny(model: Any) -> dict[str, Any]:
-    """Return settings for a tiny model. A tiny Flux skips its first block of each kind, which is about the share that
-    Flux skips."""
+    """Return settings for a tiny model. A tiny Flux skips its first block of each kind, which is about the share of
+    blocks that the real Flux skips."""
     flux = type(model.model.diffusion_model).__name__ == "Flux"
     return {"min_tokens": FEWEST, **({"skip_first_blocks": 1} if flux else {})}
 

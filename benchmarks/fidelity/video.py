@@ -3,12 +3,12 @@
 All settings use the same clips and noise. Rows in the result file are not measured again. Settings are chosen with
 `--scenes choose`; results for the pages are measured with `--scenes report`.
 
-error mean L2 distance of merged and unmerged final latents, divided by the norm of the unmerged latent
+error       mean L2 distance of merged and unmerged final latents, divided by the norm of the unmerged latent
 spread      standard error of the mean error over the clips
 flicker     energy of the changes from frame to frame, divided by that of the unmerged clip
 seams       `metrics.seam_energy` of all frames, divided by that of the unmerged clip
 attributes  share of the prompt's attributes that the checker finds in the middle frame
-cost FLOPs of the matrix products, divided by those of the unmerged clips
+cost        FLOPs of the matrix products, divided by those of the unmerged clips
 """
 
 from __future__ import annotations

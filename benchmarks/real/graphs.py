@@ -152,7 +152,7 @@ def links(of: dict[str, Any]) -> set[str]:
 
 
 def downstream(graph: Graph, start: set[str]) -> set[str]:
-    """Return some nodes of a graph and all nodes that depend on them."""
+    """Return the nodes `start` of a graph and all nodes that depend on them."""
     found = start & set(graph)
     while more := {name for name, each in graph.items() if name not in found and links(each) & found}:
         found |= more
@@ -169,5 +169,5 @@ def upstream(graph: Graph, end: str) -> Graph:
 
 
 def key_of(graph: Graph) -> str:
-    """Return a key of everything that determines a picture."""
+    """Return a hash of a graph, which determines its picture."""
     return hashlib.sha256(json.dumps(graph, sort_keys=True).encode()).hexdigest()[:20]

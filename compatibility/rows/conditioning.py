@@ -54,7 +54,7 @@ def masks(kit: Kit) -> Iterator[Graph]:
         changed = (sample(9, bounds, attach(kit.model)) != result).any(1)
         assert torch.equal(changed, mask.bool().expand_as(changed))
 
-    # ComfyUI computes bounds only for masks of two dimensions.
+    # Skip mask bounds for videos, because ComfyUI computes bounds only for masks of two dimensions.
     for bounds in ("default",) if kit.frames else ("default", "mask bounds"):
         yield Graph(
             sample=partial(sample, 1, bounds),

@@ -174,7 +174,7 @@ def inpaint_model(kit: Kit) -> Graph:
 
 @row(GROUP, "Inpainting by a noise mask (SetLatentNoiseMask)", others=MERGED, quick=True)
 def noise_mask(kit: Kit) -> Graph:
-    """Check that the masked-out part equals the picture's own latent as exactly as without ToMA."""
+    """Check that the half outside the mask keeps the picture's latent, and that the half inside changes."""
     put, sampler = node("nodes.SetLatentNoiseMask"), node("nodes.KSampler")
     mask = torch.zeros(1, SIDE, SIDE)
     mask[:, : SIDE // 2] = 1.0

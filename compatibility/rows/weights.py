@@ -50,7 +50,7 @@ def lora_hooks(kit: Kit) -> Graph:
     others={**dict.fromkeys(OTHERS, NOT_TRIED), "qwen_image21": MERGED, "h3": MERGED},
 )
 def int8(kit: Kit) -> Iterator[Graph]:
-    """Quantise a model as ComfyUI writes it, and load it into ComfyUI's layers, which compute in eight bits."""
+    """Quantise weights in ComfyUI's format, and load them into ComfyUI's layers, which compute in eight bits."""
     for rotated in (False, True):
         yield Graph(model=_quantised(kit, rotated), steered=False, name="convrot" if rotated else "plain")
 

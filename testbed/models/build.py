@@ -44,8 +44,8 @@ def classes_of(model: str, recognised: str) -> tuple[Any, Any]:
 
 def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2, **extra: Any) -> Any:
     """Return a ModelPatcher around `comfy.model_base.SDXL` on a small `UNetModel`. depths: transformer blocks per
-    level. (0, 1, 2) has attention at half and a quarter of the latent's side, as SDXL; (1, 1, 0) starts at full size,
-    as SD1.5."""
+    level. (0, 1, 2) has attention at half and a quarter of the latent's side, as in SDXL; (1, 1, 0) starts at full
+    size, as in SD1.5."""
     import comfy.model_base
     import comfy.supported_models
 

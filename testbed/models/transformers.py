@@ -167,7 +167,7 @@ small(
     pad_tokens_multiple=32,
 )
 
-# Lumina 2's layout of `NextDiT`: no padding, fewer keys and values than queries.
+# Lumina 2's layout of `NextDiT`: no padding, fewer heads of keys and values than of queries.
 small(
     "lumina2",
     "Lumina2",
@@ -179,7 +179,7 @@ small(
     },
 )
 
-# OmniGen2: one stream, fewer keys and values than queries.
+# OmniGen2: one stream, fewer heads of keys and values than of queries.
 small(
     "omnigen2",
     "Omnigen2",
@@ -193,7 +193,7 @@ small(
     text_feat_dim=48,
 )
 
-# Krea 2: one stream, keys and values in groups, latents of five dimensions.
+# Krea 2: one stream, fewer heads of keys and values than of queries, latents of five dimensions.
 small(
     "krea2",
     "Krea2",
@@ -278,7 +278,8 @@ small(
     axes_dims_rope=(8, 8, 8),
 )
 
-# Cosmos-Predict2: tokens on their grid, latents of five dimensions. Anima differs only in its text.
+# Cosmos-Predict2: tokens that keep the dimensions of their grid, latents of five dimensions. Anima differs only in its
+# text.
 small(
     "cosmos",
     "CosmosPredict2",
