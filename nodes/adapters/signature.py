@@ -34,7 +34,7 @@ class TokenReduction:
         return sum([tokens - left for tokens, left in self.lengths])
 
     def shift(self, index: int) -> int:
-        """Return the index after the reduction for an index between two images, or outside of them."""
+        """Return where an index into the tokens points after merging; it must not point inside an image."""
         end, removed = self.image_start, 0
         for tokens, left in self.lengths:
             end += tokens
@@ -53,26 +53,26 @@ class BlockSignature:
     rope_arg = ""  # the argument with the rotary positions; empty if there is none
     rope_token_dim = 2  # the dimension of rotary positions along which tokens are counted
     rope_split_half = False  # whether rotation pairs channel i of a head with i + d / 2, not with its neighbour
-    # Whether positions, or without `rope_arg` the tokens, end with the image, its padding, and references that options
-    # name.
+    # Whether the image comes last, before only its padding and the references that ComfyUI's options name: in the
+    # positions or, without `rope_arg`, in the tokens.
     image_last = False
     image_multiple = 1  # the count of image tokens is padded to a multiple of this
-    row_args: tuple[str, ...] = ()  # further arguments with a row for each token, along `rope_token_dim`
+    row_args: tuple[str, ...] = ()  # arguments besides `rope_arg` with a row per token, along `rope_token_dim`
     index_args: tuple[str, ...] = ()  # arguments with an index into the tokens, or a list of (start, stop, ...)
     text_arg = ""  # the argument with text tokens that are attended to in addition to those of `tokens_arg`
     text_first = True  # whether text comes before the image in positions and in attention
     masks_text = False  # whether attention has a mask of keys that never hides the image
     mask_arg = ""  # the argument with a mask of all keys, if blocks take the mask unchanged
     attention_arg = ""  # the argument with the function that computes attention, if blocks get one
-    passthrough_args: tuple[str, ...] = ()  # further arguments that are not per token
+    passthrough_args: tuple[str, ...] = ()  # known arguments that are not per token
     mutates_input = False  # whether blocks write into the tokens that they get
     # Whether the model clamps fp16 inside its blocks, so that merging clamps too. For other models clamping would turn
     # NaN into an image.
     clamps_fp16 = False
 
     def call_args(self, args: tuple[Any, ...], kwargs: CallArguments) -> CallArguments:
-        """Return the arguments of a call by name, positional ones first. Positional arguments beyond the known ones may
-        be per token."""
+        """Return the arguments of a call by name, positional ones first. Positional arguments beyond
+        `positional_args` get names by which `obstacle` reports them, because they may be per token."""
         names = self.positional_args
         if len(args) > len(names):
             names = (*names, *[f"argument {n + 1}" for n in range(len(names), len(args))])
@@ -96,7 +96,7 @@ class BlockSignature:
         return {name: self.unpack(call_args[name]) for name in names if call_args.get(name) is not None}
 
     def replaced(self, call_args: CallArguments, x: Tensor, rows: Mapping[str, Tensor]) -> CallArguments:
-        """Return the arguments with other tokens and other rows."""
+        """Return the arguments with x in place of the tokens, and rows (by argument) in place of their rows."""
         changed = {self.tokens_arg: x, **rows}
         return {**call_args, **{name: self.pack(call_args[name], tensor) for name, tensor in changed.items()}}
 
@@ -120,14 +120,14 @@ class BlockSignature:
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         """Return how many tokens come before the image in `tokens_arg` of a chain's first block, which gets all tokens;
-        None if unknown. image: its N tokens."""
+        None if unknown. image: N, its number of tokens."""
         if not self.image_last:
             return 0
         rows: Any = self.tokens(call_args)
         axis, offset = 1, 0
         if self.rope_arg:
             rows, axis, offset = call_args.get(self.rope_arg), self.rope_token_dim, self.attention_offset(call_args)
-        if not isinstance(rows, Tensor) or rows.ndim <= axis:  # an older ComfyUI may have several tables of positions
+        if not isinstance(rows, Tensor) or rows.ndim <= axis:  # as in an older ComfyUI with several tables of positions
             return None
         behind = -image % self.image_multiple + self.reference_tokens(call_args)
         before = rows.shape[axis] - offset - image - behind
@@ -141,8 +141,9 @@ class BlockSignature:
         return self._text(call_args) if self.text_first else 0
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each attention to the image, in order: the number of keys before the image, of all keys and, if
-        other tokens attend, of queries. All other attentions differ in these numbers."""
+        """Return a tuple for each attention of the block to the image, in order: the number of keys before the image,
+        the number of all keys and, if the queries are not the same tokens, the number of queries. Attentions that do
+        not attend to the image are told apart by these numbers."""
         tokens = self._text(call_args) + int(self.tokens(call_args).shape[1])
         return ((self.attention_offset(call_args) + before, tokens),)
 
@@ -178,8 +179,8 @@ class BlockSignature:
         return {**options, **changed} if changed else options
 
     def mask_of_all(self, mask: Tensor, removed: int) -> Tensor | None:
-        """Return the mask of a block's attention with the keys that merging removed added again; None if unknown."""
-        if not self.masks_text or mask.ndim < 3 or mask.shape[-2] != 1:  # masks by query are unknown
+        """Return a mask of all keys, made from one of the merged keys; added keys are not hidden. None if unknown."""
+        if not self.masks_text or mask.ndim < 3 or mask.shape[-2] != 1:  # unknown, such as a mask that differs by query
             return None
         return pad(mask, (0, removed) if self.text_first else (removed, 0), value=mask.dtype is torch.bool)
 
@@ -191,8 +192,8 @@ class BlockSignature:
         """
         x, following = self.tokens(call_args), self.reference_tokens(call_args)
         total = before + image + following
-        # Comparing for equality first makes a graph guard on `total`: nodes that compile single blocks drop the guards
-        # on options, from which `before` may come.
+        # Compare for equality first, so that a graph guards on `total`: `before` may come from the options, and nodes
+        # that compile single blocks drop the guards on options.
         if x.ndim != 3 or (x.shape[1] != total and x.shape[1] < total) or (references and references != following):
             return Reason.TOKENS_CHANGED()
         known = (
@@ -210,14 +211,14 @@ class BlockSignature:
         return Reason.ARGUMENT_IN_USE(arguments=tuple(tied)) if tied else None
 
     def reference_tokens(self, call_args: CallArguments) -> int:
-        """Return how many tokens of reference images follow the image. If several processes share the stream (raylight,
-        xDiT), each process has fewer tokens, and its first tokens would be taken for the image."""
+        """Return how many tokens of reference images follow the image. By this number `obstacle` detects streams that
+        several processes share (raylight, xDiT), because each process has fewer tokens."""
         options: Mapping[str, Any] = call_args.get("transformer_options") or {}
         return sum(options.get("reference_image_num_tokens", ()))
 
     def clamp_fp16(self, x: Tensor) -> Tensor:
-        """Clamp fp16 values as the model does inside its blocks. The sum of weights may round to more than 1, so a
-        token at the limit would become infinite. Other dtypes are returned unchanged."""
+        """Clamp fp16 values as the model does inside its blocks. The weights of a merge may sum to more than 1 by
+        rounding, so a token at the limit would become infinite. Other dtypes are returned unchanged."""
         if not self.clamps_fp16 or x.dtype is not torch.float16:
             return x
         return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)
@@ -231,5 +232,5 @@ class BlockGroup:
     blocks: Sequence[nn.Module]
     signature: BlockSignature
     work: Block  # cost of one block
-    added: str = ""  # key under which ControlNets add something after each block, see ComfyUI's `control`
+    added: str = ""  # key in ComfyUI's `control` of the tensors that ControlNets add after each block
     borders: Container[int] = ()  # indices of blocks after which the model itself reads all tokens
