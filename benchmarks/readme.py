@@ -100,7 +100,7 @@ def saved(gain: Gain) -> str:
 
 
 def gains() -> list[str]:
-    """Return the table of gains."""
+    """Return the lines of the table of gains."""
     caches = {row[0]: row[1:] for row in rows_of(SETTINGS, "| | bf16 | four bits |")}
     lines = ["| model | steps | less work (counted) | extra memory |", "|---|---|---|---|"]
     for gain in GAINS:
@@ -110,7 +110,7 @@ def gains() -> list[str]:
 
 
 def cards() -> list[str]:
-    """Return the table of what to expect on each card."""
+    """Return the lines of the table of what to expect on each card."""
     fits = {row[0]: row[1:] for row in rows_of(SETTINGS, "|  | 8 GB | 12 GB")}
     lines = [f"| model | less work | {' | '.join(_CARDS)} |", "|---|---|" + "---|" * len(_CARDS)]
     for gain in GAINS:

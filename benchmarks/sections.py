@@ -145,7 +145,7 @@ def host(suite: Suite) -> None:
     every = {"min_tokens": 4, **suite.more}
     chosen = [variants.toma("stack", ratio=RATIO, **every), variants.preset("balanced", ratio=RATIO, **every)]
     shapes = ((1024, 1), (1024, 2), (256, 1), (256, 2))
-    for side, batch in shapes[:2] if suite.dry else shapes:  # in a dry run all sides become the same small side
+    for side, batch in shapes[:2] if suite.dry else shapes:  # two shapes in a dry run, where all sides become the same
         shape = suite.shape("sdxl", side, batch)
         suite.evaluations(shape, chosen, 8, section="host", limit=suite.left() / 5, profiles=True)
 

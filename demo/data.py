@@ -91,8 +91,8 @@ class View:
     def rope_options(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the positions of the tokens for ComfyUI's Flux class.
 
-        Positions are tensors, because torch.compile would recompile for every Python number. A token of a half-size
-        scene has the centre of the 2 x 2 tokens that it replaces, and time 1 in place of 0.
+        Positions are tensors, because torch.compile would recompile for every Python number. The position of a token in
+        a half-size scene is the centre of the 2 x 2 tokens that it replaces, at time 1 in place of 0.
         """
         values = {
             "shift_y": self.offset[0] + (self.scale - 1) / 2,

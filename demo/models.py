@@ -292,7 +292,7 @@ def unet_patcher(
     model_config = comfy.supported_models.SDXL({})
     model_config.unet_config = dict(config or UNET_CONFIG)
     model_config.latent_format = comfy.latent_formats.Flux()
-    model_config.sampling_settings = {"zsnr": True}  # see `VelocityObjective`
+    model_config.sampling_settings = {"zsnr": True}  # zero terminal SNR, see `VelocityObjective`
     weights = state_dict if state_dict is not None else new_unet(seed, config=config, to_train=False).state_dict()
     patcher = _patcher(comfy.model_base.SDXL, model_config, weights, comfy.model_base.ModelType.V_PREDICTION)
     patcher.set_model_input_block_patch(AddPositions())

@@ -20,7 +20,7 @@ from .scenes import CANVAS, in_phrases, pooled_tokens, scene_tokens
 
 # Side of the picture that ComfyUI passes to SDXL: 8 times that of the latents, which are 64 x 64 in training.
 NOMINAL_SIZE = 512
-# Flux's guidance for models that do not get the number of steps in its place, see `FewStepsObjective`.
+# Value of Flux's guidance for models that do not get the number of steps as their guidance, see `FewStepsObjective`.
 UNGUIDED = 3.5
 # Standard deviation of the flow's sigmas on the logit scale; `View.centre` is their centre.
 SPREAD = 1.4

@@ -40,7 +40,7 @@ _BANDS = {
     "Qwen": (213, 94, 0),
     "video": (86, 180, 233),
 }
-FULL_STEP_INTERVAL = 4  # the value of `balanced` for transformers; presets need ComfyUI, so a test compares both values
+FULL_STEP_INTERVAL = 4  # copied from `balanced`, because presets need ComfyUI; a test compares it with the preset
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def merged_steps(name: str) -> list[list[bool]]:
         sigmas = [1 - step / steps for step in range(steps)]
         if listed:
             sigmas = [float(sigma) for sigma in listed[index].split(",")][:steps]
-        # Runs with listed sigmas are separate stages; runs without share one schedule, like the two models of one clip.
+        # Runs with listed sigmas are separate stages; all other runs share one schedule, like the two models of a clip.
         ends, continues = bool(listed) or index == len(thumbnail.runs) - 1, not listed and index > 0
         schedule = Schedule(config, tuple(sigmas), finishes=ends, continues_run=continues)
         runs.append([schedule.decide(sigma, step).mode.merges for step, sigma in enumerate(sigmas)])

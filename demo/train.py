@@ -99,8 +99,8 @@ class Trainer:
         batch = batch.to(self.device)
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = self.plan.lr_at(self.step) * group["share"]
-        # On a CPU, compute attention by plain products: fused attention has a slower backward pass, and a step would
-        # take a third longer.
+        # On a CPU, compute attention by plain products: with fused attention, whose backward pass is slower, a step
+        # takes a third longer.
         plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
         # Do not cache casts: weights that are cast without gradients for the teacher would be reused where gradients
         # are needed.

@@ -20,13 +20,13 @@ class ModelSpec:
     text: tuple[int, int] = (512, 4096)
     pooled: int = 0  # width of the pooled vector, 0 if there is none
     channels: int = 16  # channels of the latent
-    pixel: int = 8  # side of a latent pixel in the picture
+    pixel: int = 8  # side of a pixel of the latent, in pixels of the picture
     video: bool = False  # whether latents have five dimensions
     guidance: bool = False  # whether the model takes Flux's guidance as an input
     audio: Callable[[int], tuple[int, ...]] | None = None  # frames of the latent -> shape of the audio stream
 
     def at(self, blocks: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return the config with these numbers of blocks of each kind. None, or a model without kinds, means all
+        """Return the config with these numbers of blocks of each kind. None, or a model without `depths`, means all
         blocks."""
         if blocks is None or not self.depths:
             return dict(self.config)

@@ -17,7 +17,7 @@ from .judge import Conditions
 
 
 def fingerprint(paths: list[Path]) -> str:
-    """Return a short digest of some files."""
+    """Return a short digest of the content of files."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(path.read_bytes())
@@ -59,7 +59,7 @@ class Store:
         Image.fromarray(strip.numpy()).save(self._strip(name))
 
     def pictures(self, name: str) -> Image.Image | None:
-        """Return the strip of a setting."""
+        """Return the stored strip of pictures of a setting, None if it is not on this machine."""
         file = self._strip(name)
         return Image.open(file) if file.exists() else None
 

@@ -149,8 +149,8 @@ def wavespeed(kit: Kit) -> Graph:
 
 @row(GROUP, "Tiled Diffusion (MultiDiffusion, Mixture of Diffusers, SpotDiffusion)", pack="ComfyUI-TiledDiffusion")
 def tiled_diffusion(kit: Kit) -> Iterator[Graph]:
-    """Use tiles of 16 x 16 latents that overlap by 8. The result does not depend on the batch size, nor on the order of
-    tiles except for SpotDiffusion, where the last tile overwrites the others."""
+    """Use tiles of 16 x 16 latent pixels that overlap by 8. The result does not depend on the batch size, nor on the
+    order of tiles except for SpotDiffusion, where the last tile overwrites the others."""
     pack = "ComfyUI-TiledDiffusion"
     patch = community(pack)("TiledDiffusion")
     code = importlib.import_module(f"{str(found(pack)).replace('.', '_x_')}.tiled_diffusion")

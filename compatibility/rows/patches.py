@@ -83,7 +83,7 @@ def uso(kit: Kit) -> Graph:
     return Graph(lambda m: patch(m, style, seen), options={"cfg": 1.0})
 
 
-# SD3 is missing, because ComfyUI has no hook for EasyCache in it.
+# SD3 is missing here, because ComfyUI's SD3 has no hook for EasyCache.
 @row(
     GROUP,
     "EasyCache",
@@ -142,8 +142,8 @@ def compiled(kit: Kit) -> Graph:
 
 @row(GROUP, "MultiGPU CFG Split (two devices with a thread each, both of them the CPU)")
 def multigpu(kit: Kit) -> Iterator[Graph]:
-    """Use ComfyUI's concurrent threads, each with a device that ComfyUI and ToMA treat as a different one. Both devices
-    make their plans from the predicted picture, so both select the same destinations."""
+    """Use ComfyUI's concurrent threads on two devices, which are the CPU but count as different for ComfyUI and ToMA.
+    Both devices make their plans from the predicted picture, so both select the same destinations."""
     import comfy.model_management
 
     patch = node("nodes_multigpu.MultiGPUCFGSplitNode")
