@@ -180,7 +180,6 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
 
 
 def main() -> None:
-    """Parse the command line and train; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--minutes", type=float, default=60.0)

@@ -58,7 +58,6 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    """Parse the command line and pack a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)

@@ -117,7 +117,6 @@ class Batch:
     quantile: torch.Tensor  # (B,) in 0..1: quantile of each picture's sigma; stratified over the batch
 
     def to(self, device: torch.device) -> Batch:
-        """Move the batch to `device`."""
         moved = {name: getattr(self, name).to(device) for name in ("clean", "noise", "weight", "tokens", "quantile")}
         return replace(self, **moved)
 

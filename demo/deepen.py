@@ -57,7 +57,6 @@ def deepened(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, T
 
 
 def main() -> None:
-    """Parse the command line and deepen a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)

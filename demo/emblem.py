@@ -23,7 +23,6 @@ Rectangle = tuple[float, float, float, float]
 
 
 def main() -> None:
-    """Parse the command line and write both pictures."""
     parser = argparse.ArgumentParser(prog="python -m demo.emblem", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=FOLDER)
     folder = parser.parse_args().output

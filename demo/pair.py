@@ -16,7 +16,6 @@ SHOWN = (0, 2, 4)
 
 
 def main() -> None:
-    """Parse the command line and write docs/images/pair.jpg."""
     argparse.ArgumentParser(prog="python -m demo.pair", description=__doc__).parse_args()
     rows = Image.open(IMAGES / "fidelity-pictures-unet.jpg")
     pair = Image.new("RGB", (rows.width, len(SHOWN) * (ROW + GAP) - GAP), (255, 255, 255))

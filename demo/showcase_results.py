@@ -287,7 +287,6 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def opened(png: bytes) -> Image.Image:
-    """Decode the bytes of a PNG file."""
     image = Image.open(io.BytesIO(png))
     image.load()
     return image.convert("RGB")

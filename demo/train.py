@@ -202,7 +202,6 @@ def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """Return the plan of the command line."""
     names = ("kind", "steps", "seed", "lr", "warmup", "cooldown", "crop_batch", "full_batch", "width", "token", "ema")
     plan = Plan(**{name: getattr(args, name) for name in names}, blocks=tuple(args.blocks))
     shares = (0.0, 1.0) if args.full_only else args.shares
@@ -210,7 +209,6 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--steps", type=int, default=8000, help="length of the run, over which the rate falls")
@@ -250,7 +248,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Parse the command line and train."""
     args = arguments()
     if args.threads:
         torch.set_num_threads(args.threads)

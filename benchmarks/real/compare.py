@@ -126,7 +126,6 @@ def measure(pairs: Sequence[Pair], metrics: dict[str, Score]) -> None:
 
 
 def _pixels(path: Path) -> Array:
-    """Read a picture, (H, W, 3) uint8."""
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))
 

@@ -208,7 +208,6 @@ def raylight(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Sequence parallelism of xDiT", sdxl=FOR_FLUX, flux=unmerged(TOKENS_CHANGED, 6))
 def xdit(kit: Kit) -> Iterator[Graph]:
-    """Share tokens as xDiT does."""
     return _sequence_parallel(kit, rejoin=False)
 
 

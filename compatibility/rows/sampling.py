@@ -77,7 +77,6 @@ def hires(kit: Kit) -> Graph:
 
 
 def custom(kit: Kit, guider: Any, sigmas: Any, sampler: Any = None, latent: Any = None, noise: Any = None) -> Tensor:
-    """Sample with SamplerCustomAdvanced."""
     sampler = node("nodes_custom_sampler.KSamplerSelect")("euler") if sampler is None else sampler
     noise = node("nodes_custom_sampler.RandomNoise")(5) if noise is None else noise
     latent = kit.latent(SMALL["height"]) if latent is None else latent
