@@ -1,4 +1,4 @@
-"""The node ToMA Benchmark: measure speed and error on the user's machine, and recommend ratios."""
+"""ToMA Benchmark: measure speed and error on the user's machine, and recommend ratios."""
 
 from __future__ import annotations
 

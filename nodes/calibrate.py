@@ -1,4 +1,4 @@
-"""The node ToMA Calibrate: measure where a model can be merged, and return the model merged there, with a profile.
+"""ToMA Calibrate: measure where a model can be merged, and return the model merged there, with a profile.
 
 A site is a group of blocks with one ratio. There are three sampling runs:
 
@@ -178,7 +178,6 @@ def calibrate(
     tick = progress(3 * task.steps + MAX_BANDS * (len(sites) + 2))
 
     def run(number: int, model: ModelPatcher) -> tuple[Tensor, frozenset[str]]:
-        """Sample, and return the final latent and the blocks that were merged."""
         on_run(number, 3)
         latent = task.sample(model, tick)
         stats = last_stats(model)

@@ -13,7 +13,7 @@ from ..toma_core.merge import MergeMap
 from ..toma_core.windows import Grid
 from .report_charts import BLACK, INK, PAPER, WIDTH, canvas, font, joined
 
-# The palette of Okabe and Ito without black; its colours can be told apart with every kind of colour vision.
+# The palette of Okabe and Ito without black, see `report_charts`.
 _HEX = "#e69f00 #56b4e9 #009e73 #f0e442 #0072b2 #d55e00 #cc79a7"
 _COLOURS = np.array([ImageColor.getrgb(colour) for colour in _HEX.split()], dtype=np.uint8)
 _MARGIN, _CAPTION = 16, 34

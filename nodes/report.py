@@ -1,4 +1,4 @@
-"""The node ToMA Report: describe what ToMA did in a model's last run, as text and as a picture."""
+"""ToMA Report: describe what ToMA did in a model's last run, as text and as a picture."""
 
 from __future__ import annotations
 

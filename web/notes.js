@@ -1,5 +1,5 @@
-// Shows the notes of templates in the page's language. A note has its translations in `properties.toma_note`. When a
-// template is opened, the note gets one of them and the property is deleted, so that a saved workflow has a single text.
+// Shows the notes of templates in the page's language. A note has its translations in `properties.toma_note`. Opening a
+// template puts one of them into the note and deletes the property, so that a saved workflow has a single text.
 import { app } from "../../scripts/app.js"
 import { pageLanguage } from "./texts.js"
 

@@ -16,8 +16,7 @@ function isLeft({ value }) {
   return value === -1 || value === "preset"
 }
 
-// Returns "preset (4)" or, before a run, when the model is unknown, "preset (0 / 4)": the preset's values for UNets and
-// for transformers.
+// Returns "preset (4)" or, before a run reveals the model, "preset (0 / 4)": the values for UNets and for transformers.
 function presetText(node, widget) {
   const preset = node.widgets.find(({ name }) => name === "preset")?.value
   const ran = known.get(node)

@@ -27,8 +27,7 @@ export async function loadTexts() {
   }
 }
 
-// Returns a message's text with the placeholders filled in: {name} by a parameter, {name:.2f} by a parameter with two
-// decimals, {label.ratio} by the label of the setting `ratio`.
+// Fills the placeholders of a text: {name}, {name:.2f} with two decimals, {label.ratio} by the label of a setting.
 export function formatted(message, node) {
   if (typeof message === "string") return message
   const { id, params = {} } = message

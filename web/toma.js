@@ -26,8 +26,7 @@ const WAIT = { milliseconds: 200, times: 100 } // between two looks for the erro
 // Workflow id -> node id -> the node's last message, also for closed workflows, which may be opened again.
 const lastMessages = new Map()
 
-// By default the Vue renderer gives text and picture half of a node each. With this style the picture takes all height
-// that the text leaves.
+// The Vue renderer gives text and picture half of a node each; with this style the picture gets all that the text leaves.
 const STYLE = ".lg-node-widgets:has(.toma-above) { flex: 0 1 auto !important }"
 
 function addText(node) {
@@ -197,8 +196,8 @@ function queued() {
   waiting = setTimeout(poll, WAIT.milliseconds, WAIT.times)
 }
 
-// Removes the errors of inputs that are not faulty: ComfyUI reports an error of this pack's validation at every input
-// that the validation checks, but the error's text names only the faulty ones.
+// Removes errors from inputs that are not faulty: ComfyUI reports an error of this pack at every input that was checked,
+// but the error's text names only the faulty ones.
 function narrow(errors, node) {
   const isOther = ({ type, details = "", extra_info: info = {} }) => {
     const label = String(info.input_name).replaceAll("_", " ")

@@ -115,7 +115,7 @@ class Reduction:
     chain: ActiveChain
     plans: tuple[MergePlan | None, ...]  # one for each grid; None in an evaluation that only refreshes the cache
     cached: tuple[Refresh | Cached | None, ...]  # the chain's cache entry for each grid; None where nothing is cached
-    lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid; N = D where the chain only refreshes the cache
+    lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid: counts of tokens before and after merging
     attended: set[str] = field(default_factory=set)  # blocks whose attention has read or stored keys and values
     # Rotary positions of the image's N tokens and of its D destinations, (B or 1, N or D, ..., P, 2, 2) for P pairs of
     # channels.

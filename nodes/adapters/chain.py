@@ -41,7 +41,7 @@ class ChainSite:
     image: int  # N, the number of image tokens without references
     references: int  # number of tokens of the reference images in the chain
     before: int  # number of tokens before the image, counted at the chain's first block
-    lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and of each reference; N = D in a refresh
+    lengths: tuple[tuple[int, int], ...]  # (N, D) of the image and each reference: tokens before and after merging
     tokens: int  # sum of all N
     destinations: int  # sum of all D
     in_graph: bool  # whether `prepare` has set the token counts; if not, the chain decides outside of the graph

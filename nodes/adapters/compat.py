@@ -1,8 +1,7 @@
 """Check the parts of ComfyUI that this pack uses, where it uses them.
 
 A later ComfyUI may call a hook with other arguments, or remove the hook. The pack then logs one warning that names the
-hook, and models run unmerged: a workflow that worked still works. Errors of this pack are handled in the same way, but
-in tests they are raised.
+hook, and models run unmerged: a workflow that worked still works. Errors of this pack are handled in the same way.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...toma_core.kernels.layout import free_namespace
 
-# Maximum number of graphs per function: enough for full and merged steps at a few dozen image sizes and prompt lengths.
+# Maximum number of graphs per function: enough for a few dozen image sizes and prompt lengths.
 _GRAPHS = 64
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 

@@ -1,8 +1,8 @@
 """Find conditions of equal content, such as a prompt that a schedule repeats, so that they share caches.
 
 ComfyUI gives each condition its own id, even if several hold the same text. Contents are compared by digests of their
-tensors, before sampling. Of conditions that another node adds later, only tensors on the CPU are digested, because
-reading from a device would wait for it; tensors on a device are compared by address.
+tensors, before sampling. If another node adds conditions later, their tensors on a device are compared by address,
+because reading them would wait for the device.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Transformer(ModelHooks, ABC):
         self.groups = self.block_groups(model)
         # Store the names of the lists of blocks, because another pack may replace a list.
         self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.groups]
-        # The kind is the scope of plans: blocks of different kinds have different tokens and must not share plans.
+        # The kind is the scope of plans, because blocks of different kinds have different tokens.
         self.hooks = [
             [
                 BlockHook(unwrapped(module), f"{group.kind}.{n}", group.signature, group.work, group.kind, shared)

@@ -26,8 +26,8 @@ def merged_call(
 ) -> Any:
     """Return the result of `call` with the hooks installed that `select` chooses for latents x of (B, C, ..., H, W).
 
-    The use of the caches is decided when the chains of the call are known, before the model runs. If code of this pack
-    fails before the model runs, the call is full. positions: see `conditions.positions_of`.
+    Whether caches are used is decided before the model runs, when the chains of the call are known. If code of this
+    pack fails before that, the call is full. positions: see `conditions.positions_of`.
     """
     with ExitStack() as installation:
         try:

@@ -300,8 +300,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return merged_call(full, select, sampling, evaluation, x, positions_of(options))
     except torch.OutOfMemoryError:
-        # With several devices, the one that ran out of memory repeats its own call here; with a single device,
-        # `_predict_noise` repeats the evaluation.
+        # With several devices, the one that ran out of memory repeats its own call; else see `_predict_noise`.
         if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):
             raise
     end_interrupted(several_devices=True)

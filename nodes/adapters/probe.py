@@ -104,8 +104,7 @@ class Probes:
             image: Tensor = executor(model, conds[:1], x, timestep, options)[0]
             return image.float()
 
-        # If the run evaluates two conditions in a batch, evaluate the first alone for comparison, because the probes
-        # evaluate it alone and a batch of two rounds differently.
+        # Compare with an evaluation of the first condition alone, as in the probes: a batch of two rounds differently.
         alone = len(conds) == 1 or conds[1] is None
         unmerged = images[0].float() if alone else evaluated(None, 0.0)
         probes: list[tuple[str | None, float]] = [(site, RATIO) for site in self.sites]

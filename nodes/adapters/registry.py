@@ -35,8 +35,7 @@ _unavailable: list[str] = []
 
 @contextmanager
 def _of(family: str) -> Iterator[None]:
-    """Log a warning if the import of a family fails. No warning is needed in a ComfyUI older than the family's models:
-    it has no module for them and cannot load them."""
+    """Log a warning if the import of a family fails, except in a ComfyUI that is older than the family's models."""
     try:
         with require_api(f"the classes of {family}"):
             yield

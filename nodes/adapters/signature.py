@@ -169,7 +169,7 @@ class BlockSignature:
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
         """Return a copy of the options that describes merged tokens, because another node that computes attention may
-        index by these options. If nothing changes, `options` itself is returned."""
+        index by these options."""
         # `img_slice` holds the counts of text tokens and of all tokens.
         changed, image, removed = {}, options.get("img_slice"), reduction.removed
         if image and removed:
@@ -218,7 +218,7 @@ class BlockSignature:
 
     def clamp_fp16(self, x: Tensor) -> Tensor:
         """Clamp fp16 values as the model does inside its blocks. The weights of a merge may sum to more than 1 by
-        rounding, so a token at the limit would become infinite. Other dtypes are returned unchanged."""
+        rounding, so a token at the limit would become infinite."""
         if not self.clamps_fp16 or x.dtype is not torch.float16:
             return x
         return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)

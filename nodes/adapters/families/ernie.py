@@ -17,8 +17,7 @@ COST = Block(13, 37, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """Blocks on one stream of [image | text]. ComfyUI passes no `attention_mask`; a block that gets one runs
-    unmerged."""
+    """ComfyUI passes no `attention_mask`; a block that gets one runs unmerged."""
 
     positional_args = ("x", "rotary_pos_emb", "temb")
     required_kwargs = ()

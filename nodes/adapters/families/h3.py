@@ -1,4 +1,4 @@
-"""MiniMax H3: one stream of [text | references | audio | video], without a batch.
+"""MiniMax H3: one stream of [text | references | audio | video], (T, C) without a batch.
 
 Only the video, which is the last segment, is merged, every frame to the same number of tokens. Modulation is given for
 segments of the stream, as (start, stop, row), where row is an index into `t_emb`. If the latent has a mask, as for
@@ -30,8 +30,6 @@ _SEGMENTS = "mod_segments"
 
 
 class Signature(BlockSignature):
-    """Blocks on one stream of [text | references | audio | video], (T, C)."""
-
     positional_args = ("x", "t_emb", "mod_segments", "rope_freqs")
     rope_arg, rope_token_dim = "rope_freqs", 1
     rope_split_half = True

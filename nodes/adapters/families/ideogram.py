@@ -15,8 +15,7 @@ COST = Block(12, 52, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """Blocks on one stream of [text | image]. If prompts in a batch differ in length, the mask is per query, and
-    blocks are not merged."""
+    """If prompts in a batch differ in length, the mask is per query, and blocks are not merged."""
 
     positional_args = ("x", "attn_mask", "freqs_cis", "adaln_input")
     rope_arg, rope_token_dim = "freqs_cis", 1

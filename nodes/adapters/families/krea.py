@@ -15,7 +15,7 @@ COST = Block(11.5, 69, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """Blocks on one stream of [text | image | references]; references may be free of noise (timestep_zero_index)."""
+    """References may be free of noise, see `timestep_zero_index`."""
 
     positional_args = ("x", "vec", "freqs", "mask")
     rope_arg = "freqs"

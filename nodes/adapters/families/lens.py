@@ -14,8 +14,7 @@ COST = Block(12, 108, (1, 18, 3))
 
 
 class Signature(BlockSignature):
-    """Blocks on the image beside a stream of text. A mask covers the keys, [image | text], and never hides the
-    image."""
+    """A mask covers the keys, [image | text], and never hides the image."""
 
     positional_args = ("hidden_states", "encoder_hidden_states", "temb", "freqs_cis")
     tokens_arg, output_index = "hidden_states", 1

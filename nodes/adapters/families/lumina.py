@@ -19,14 +19,12 @@ from ..signature import BlockGroup, BlockSignature
 NAME = "Z-Image, Lumina 2"
 MODEL = NextDiT
 DERIVED = ("NextDiTPixelSpace",)
-# The feed-forward of Lumina 2 is wider than Z-Image's, and its keys and values are narrower.
+# Lumina 2 has a wider feed-forward than Z-Image, and narrower keys and values.
 Z_IMAGE = Block(12, 54, (1, 20, 5), beside=32)
 LUMINA = Block(44 / 3, 56, (1, 20, 5))
 
 
 class LayerSignature(BlockSignature):
-    """Blocks on one stream of [text | references | image | padding]."""
-
     positional_args = ("x", "x_mask", "freqs_cis", "adaln_input")
     rope_arg, rope_token_dim = "freqs_cis", 1
     image_last = True

@@ -14,8 +14,7 @@ COST = Block(12, 77, (1, 18, 3))
 
 
 class Signature(BlockSignature):
-    """Blocks on [image | references] beside a stream of text; references may be free of noise
-    (timestep_zero_index). A mask covers the text only."""
+    """References may be free of noise, see `timestep_zero_index`. A mask covers the text only."""
 
     positional_args = (
         "hidden_states",

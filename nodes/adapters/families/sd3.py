@@ -17,7 +17,7 @@ COST = Block(12, 70, (1, 17, 2), beside=77)
 
 
 class Signature(BlockSignature):
-    """Blocks on the image beside a stream of text; the last block returns no text."""
+    """The last block returns no text."""
 
     positional_args = ("context", "x")
     output_index = 1

@@ -111,7 +111,7 @@ class MergedFeedForward(Hook):
 
 def without_grid(options: Options, tokens: int, destinations: int) -> Options:
     """Return options for merged tokens: `activations_shape` (B, C, H, W) becomes (B, C, 1, D), because merged tokens do
-    not form a grid. If nothing is merged, `options` itself is returned."""
+    not form a grid."""
     shape = options.get("activations_shape")
     if not shape or destinations == tokens:
         return options

@@ -48,7 +48,7 @@ def fits(model: WanModel) -> bool:
 
 
 class Signature(BlockSignature):
-    """Blocks on one stream of [references | video | further frames]. Positions cover the entire stream."""
+    """Positions cover the entire stream."""
 
     required_kwargs = ("e", "freqs", "context", "transformer_options")
     rope_arg, rope_token_dim = "freqs", 1
