@@ -46,7 +46,7 @@ function showInCanvas(node, widget) {
   Object.defineProperty(widget, "_displayValue", { configurable: true, get })
 }
 
-// Covers the -1 of fields that are not being edited by a style, because the Vue renderer has no `_displayValue`.
+// Hides the -1 of fields that are not being edited behind a text: the Vue renderer has no `_displayValue`.
 export function showInPage() {
   const rules = []
   for (const node of nodes) {

@@ -46,7 +46,7 @@ function stopped() {
   if (graph && clock && clock.steps > clock.from && graph[executing]) {
     const seconds = (performance.now() - clock.first) / 1000 / (clock.steps - clock.from)
     const key = sampled(graph, executing)
-    const steps = clock.from === 1 ? clock.steps - 1 : Infinity // timed steps; Infinity if the first was not seen
+    const steps = clock.from === 1 ? clock.steps - 1 : Infinity // timed steps; Infinity if the first step was not seen
     for (const message of merged) message.timed = { key, seconds, steps, full: message.first_full }
     if (!merged.length) plain.set(key, seconds)
     changed()
@@ -97,7 +97,7 @@ export function startTiming(onChange) {
     if (!clock || value < clock.steps) clock = { first: performance.now(), from: value, steps: value }
     clock.steps = value
   })
-  // Stop timing when the connection is lost: the page then misses steps, and ComfyUI sends the executing node again.
+  // Stop timing when the connection is lost, because the page then misses steps.
   api.addEventListener("reconnecting", () => {
     clock = undefined
   })

@@ -56,7 +56,7 @@ function addText(node) {
   frame.append(text)
   const widget = node.addDOMWidget(WIDGET, WIDGET, frame, {
     serialize: false,
-    hideInPanel: true, // the panel of parameters would show an empty field
+    hideInPanel: true, // else the panel of parameters shows an empty field
     getMinHeight: () => least + MARGIN,
     getMaxHeight: () => greatest + MARGIN,
   })

@@ -123,8 +123,8 @@ _replays_before = list[dict[str, bool]]()
 @contextmanager
 def without_replays() -> Iterator[None]:
     """Keep ComfyUI from recording or replaying the model calls inside, because merged calls allocate memory differently
-    from full ones, and cache tensors that outlive their block. Threads of several devices may be inside at the same
-    time; the last one to leave restores the options."""
+    from full ones, and cache tensors that outlive their block. If several devices are inside at the same time, the
+    last one to leave restores the options."""
     from comfy.cli_args import args
 
     with _replays_lock:

@@ -93,7 +93,7 @@ def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
 
 def set_keyframes(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tensor, model_options: Any) -> None:
     """Set the keyframes of the conditions' weight hooks for an evaluation, so that `weights_of` returns the strengths
-    with which the model will run. ComfyUI sets the same keyframes later in the evaluation."""
+    with which the model will run. ComfyUI itself sets the keyframes later."""
     for hooks in (cond["hooks"] for cond in conds if cond.get("hooks") is not None):
         with optional_api("ModelPatcher.prepare_hook_patches_current_keyframe"):
             model.current_patcher.prepare_hook_patches_current_keyframe(timestep, hooks, model_options)

@@ -247,8 +247,8 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
 
 def windows_of(guider: Any, latent: Tensor) -> float:
     """Return how often a frame of the latent is evaluated for a condition: more than once where context windows
-    overlap. Return 0 where windows move at each step, because nothing can be cached there: the frames that a full step
-    caches are not those of the next step."""
+    overlap. Return 0, for no cache, where windows move at each step: the frames that a full step caches are not
+    those of the next step."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:

@@ -228,8 +228,8 @@ class SamplingRun:
         """Return the evaluation of one call of the model on latents of (B, C, ..., H, W).
 
         Conditions with the same area share plans, made from the tokens of the first condition or, on several devices,
-        from a predicted picture. A call on a tile of the latent, as in tiled sampling, makes its plans from the tile,
-        and makes them in every evaluation, because the next call may show another tile.
+        from a predicted picture. A call on a tile of the latent, as in tiled sampling, makes its plans from the tile
+        in every evaluation, because the next call may show another tile.
         """
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)

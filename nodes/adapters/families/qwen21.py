@@ -23,7 +23,7 @@ COST = Block(13, 22, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """`attn_fn` gets no options, so the pack replaces `attn_fn` itself."""
+    """`attn_fn` gets no options, so this pack replaces `attn_fn` itself."""
 
     positional_args = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
     rope_arg, rope_token_dim = "pe", 1
