@@ -25,8 +25,8 @@ class Origin(NamedTuple):
 
     step: int
     falling: float  # noise level of the model, or its inverse in unsampling, so that it falls during a run
-    state: Hashable = None  # stands for ControlNets, weights and positions, on which the entries depend too
-    other_steps: tuple[int, ...] = ()  # `step` as counted in other ways, see `decision._begin`
+    state: Hashable  # stands for ControlNets, weights and positions, on which the entries depend too
+    other_steps: tuple[int, ...]  # `step` as counted in other ways, see `decision._begin`
 
 
 @dataclass(eq=False)
@@ -52,11 +52,12 @@ class Coverage:
     _absent: set[Hashable] = field(default_factory=set)  # signatures announced for a refresh that did not evaluate them
     _interval: int = 1  # age in steps at which entries are dropped
 
-    def begin(self, origins: Mapping[Hashable, Origin], other: Origin, interval: int) -> bool:
+    def begin(self, states: Mapping[Hashable, Hashable], origin: Origin, interval: int) -> bool:
         """Begin an evaluation of these conditions; return whether the entries of all of them may be used.
 
-        other: origin of conditions that calls evaluate in addition to these. interval: number of steps for which
-        entries may be used after a refresh.
+        states: `Origin.state` of each condition. origin: origin of all conditions, except for their states; that of
+        conditions that calls evaluate in addition. interval: number of steps for which entries may be used after a
+        refresh.
         """
         with self.cache.lock:
             self._interval = interval
@@ -65,8 +66,8 @@ class Coverage:
             if any(s in self._records and self._records[s].origin == each for s, each in self._refreshing.items()):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in self._records)
             self._refreshing = {}
-            self._now = {None: other, **origins}
-            return all(s in self._absent or self._holds(s, origin) for s, origin in origins.items())
+            self._now = {None: origin, **{s: origin._replace(state=state) for s, state in states.items()}}
+            return all(s in self._absent or self._holds(s, self._now[s]) for s in states)
 
     def refresh(self) -> None:
         """Make the evaluation in progress a refresh."""

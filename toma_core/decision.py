@@ -18,7 +18,7 @@ from .cache import Keys
 from .coverage import Origin
 from .reasons import Message, Reason
 from .run import RunState
-from .schedule import StepMode, StepPlan
+from .schedule import StepMode, StepPlan, step_at
 
 # A KV cache is used while at most this share of the latent's noise is new: not in the latents of the last evaluations
 # (benchmarks/results/fidelity/trials.md).
@@ -120,10 +120,9 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
     # Derive the step from the noise level too if another node changes noise levels or the sampler reports no steps.
     # Otherwise do not, because a schedule may return to an earlier noise level.
     in_doubt = facts.unreported or given != facts.sigma
-    other_steps = schedule.step_at(given) if in_doubt else plan.step, facts.unreported
+    other_steps = step_at(schedule.sigmas, given) if in_doubt else plan.step, facts.unreported
     origin = Origin(plan.step, falling, None, other_steps)
-    origins = {signature: origin._replace(state=state) for signature, state in facts.conditions.items()}
-    return run.coverage.begin(origins, origin, schedule.cache_steps)
+    return run.coverage.begin(facts.conditions, origin, schedule.cache_steps)
 
 
 def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable) -> StepPlan:

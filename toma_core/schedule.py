@@ -98,10 +98,6 @@ class Schedule:
     continues_run: bool = False  # the run begins where another model's run ended: some video models come as two models
     ratio_schedule: RatioSchedule = ()  # ratios of blocks by sigma; empty: all blocks have the setting's ratio
 
-    def step_at(self, sigma: float) -> int:
-        """Return the step of a sigma; sigmas between two steps belong to the earlier one."""
-        return step_at(self.sigmas, sigma)
-
     def in_range(self, sigma: float) -> bool:
         """Return whether merging is active at this sigma."""
         return self.sigma_end < sigma <= self.sigma_start
@@ -199,7 +195,7 @@ class Schedule:
     def decide(self, sigma: float, step: int | None = None) -> StepPlan:
         """Return the plan of an evaluation by the settings; `decision.decide` adjusts the plan. step: index of the
         sampling step, if known."""
-        config, step = self.config, self.step_at(sigma) if step is None else step
+        config, step = self.config, step_at(self.sigmas, sigma) if step is None else step
         age = max(0, step - self.span[0])
         # Make the first step full, because it decides the composition, and the last, because no later step can mend
         # seams.

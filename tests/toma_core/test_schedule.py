@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.loop import loop
 from toma_core.config import Granularity, ToMAConfig
 from toma_core.reasons import Reason
-from toma_core.schedule import Schedule, StepMode, StepPlan
+from toma_core.schedule import Schedule, StepMode, StepPlan, step_at
 
 # The sigmas at which four steps begin, as with SDXL. The last step ends at sigma 0.
 SIGMAS = (14.6, 5.0, 2.0, 0.5)
@@ -43,7 +43,7 @@ def between(a: float, b: float) -> float:
 )
 def test_steps_of_samplers(calls: tuple[float, ...], steps: list[int]) -> None:
     schedule = Schedule(ToMAConfig(), SIGMAS)
-    assert [schedule.step_at(sigma) for sigma in calls] == steps
+    assert [step_at(schedule.sigmas, sigma) for sigma in calls] == steps
     assert [schedule.decide(sigma).step for sigma in calls] == steps
 
 
@@ -53,13 +53,20 @@ def test_sigmas_survive_rounding_to_fp32(direction: int) -> None:
     for step, sigma in enumerate(SIGMAS):
         neighbour = torch.nextafter(torch.tensor(sigma), torch.tensor(direction * math.inf)).item()
         assert neighbour != sigma
-        assert schedule.step_at(neighbour) == step
+        assert step_at(schedule.sigmas, neighbour) == step
 
 
 def test_steps_of_a_schedule_from_low_to_high() -> None:
     """In unsampling, sigmas rise. Step 0 is the step that runs first, with the lowest sigma, and it is full."""
     schedule = Schedule(ToMAConfig(full_step_interval=3), SIGMAS[::-1])
-    assert [schedule.step_at(sigma) for sigma in (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)] == [0, 0, 1, 2, 3, 3]
+    assert [step_at(schedule.sigmas, sigma) for sigma in (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)] == [
+        0,
+        0,
+        1,
+        2,
+        3,
+        3,
+    ]
     assert [schedule.decide(sigma).merged_ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
 
 
@@ -68,7 +75,7 @@ def test_without_a_schedule_every_evaluation_is_step_0_and_merged(settings: dict
     config = ToMAConfig(**settings)
     assert config.uses_cache is (settings == {"full_step_interval": 2})
     schedule = Schedule(config)
-    assert [schedule.step_at(sigma) for sigma in (1e9, 1.0, 0.0)] == [0, 0, 0]
+    assert [step_at(schedule.sigmas, sigma) for sigma in (1e9, 1.0, 0.0)] == [0, 0, 0]
     mode = StepMode.MERGED_CACHED if config.uses_cache else StepMode.MERGED
     assert schedule.decide(1.0) == StepPlan(0, mode, 0.5, 0, 0)
 
@@ -76,7 +83,7 @@ def test_without_a_schedule_every_evaluation_is_step_0_and_merged(settings: dict
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30, unique=True), st.lists(st.floats(0, 120), min_size=1))
 def test_steps_never_leave_the_schedule_or_run_back(levels: list[float], calls: list[float]) -> None:
     schedule = Schedule(ToMAConfig(), tuple(sorted(levels, reverse=True)))
-    steps = [schedule.step_at(sigma) for sigma in sorted(calls, reverse=True)]
+    steps = [step_at(schedule.sigmas, sigma) for sigma in sorted(calls, reverse=True)]
     assert steps == sorted(steps)
     assert steps[0] >= 0
     assert steps[-1] < len(levels)
