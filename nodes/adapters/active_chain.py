@@ -122,29 +122,19 @@ class Reduction:
     positions: tuple[Tensor, Tensor] | None = None
     _rotations: dict[tuple[int, torch.dtype], Rotation | None] = field(default_factory=dict)  # by the keys' C and dtype
 
-    @property
-    def refreshes(self) -> bool:
-        """Whether the chain runs on all tokens and only refreshes the cache."""
-        return self.plans[0] is None or isinstance(self.cached[0], Refresh)
-
     def restore(self, out: Tensor, reduced: Tensor, x: Tensor, attends: bool) -> Tensor:
         """Unmerge out, the (B, D, C) output of the last block, to (B, N, C).
 
         reduced, x: input of the first block, (B, D, C), and the tokens before merging, (B, N, C). attends: whether the
         blocks attend to all tokens.
         """
-        counts, exact = [count for _, count in self.lengths], attends and self._all_attended()
+        counts, exact = [count for _, count in self.lengths], attends and self.attended.issuperset(self.chain.names)
+        if attends:
+            run = self.chain.evaluation.run
+            run.attention_hook_called = bool(run.attention_hook_called or self.attended)
         parts = split(out, counts), split(reduced, counts), split(x, self.chain.tokens)
         restored = list(map(restore, *parts, self.plans, self.cached, repeat(exact)))
         return self.chain.signature.clamp_fp16(joined(restored))
-
-    def _all_attended(self) -> bool:
-        """Return whether `attended` has every block of the chain. Note in the run whether `attended` has any block,
-        then empty `attended`."""
-        run, every = self.chain.evaluation.run, self.attended.issuperset(self.chain.names)
-        run.attention_hook_called = bool(run.attention_hook_called or self.attended)
-        self.attended.clear()
-        return every
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
         """Return the keys or values of all tokens, from t, which has those of the destinations.

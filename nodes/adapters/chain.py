@@ -209,7 +209,7 @@ class RopeCache:
         """Return the rows of the merged tokens, by argument, made from the rows of all tokens. Return `rows` itself
         where the chain only refreshes the cache."""
         reduction = site.reduction
-        if not rows or reduction is None or reduction.refreshes:
+        if not rows or reduction is None or reduction.chain.evaluation.refreshes:
             return rows
         source = *rows.values(), *reduction.plans
         if self.entry is None or list(map(id, self.entry[0])) != list(map(id, source)):

@@ -3,7 +3,7 @@ cached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -50,7 +50,10 @@ def merged_call(
             result = call()
         with warned(), own_code():
             sampling.run.cache.free_staging(x.device)
-            _note(_sites(hooks), sampling, evaluation, x, layout)
+            sites = _sites(hooks)
+            missed = [site for site in sites if not site.reached or site.pair]
+            if len(missed) < len(sites) or not sites:  # if all chains were missed, another node has skipped the model
+                sampling.ended(evaluation, x, layout, [site.chain.name for site in missed if site.chain is not None])
         return result
 
 
@@ -64,11 +67,3 @@ def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> tuple[H
     chains = [site.chain for site in _sites(hooks) if site.chain is not None]
     images = len(x) // len(evaluation.cond_keys)
     return x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)
-
-
-def _note(
-    sites: Sequence[ChainSite], sampling: SamplingRun, evaluation: Evaluation, x: Tensor, layout: Hashable
-) -> None:
-    missed = [site for site in sites if not site.reached or site.pair]
-    if len(missed) < len(sites) or not sites:  # if all chains were missed, another node has skipped the model
-        sampling.ended(evaluation, x, layout, [site.chain.name for site in missed if site.chain is not None])
