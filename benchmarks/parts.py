@@ -20,7 +20,8 @@ PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerg
 
 @contextmanager
 def marked(around: Callable[[str], Any]) -> Iterator[None]:
-    """Run every call of a part inside the context manager `around(part)`."""
+    """Until the `with` block ends, run every call of a function of `PARTS` inside the context manager `around(part)`,
+    where `part` is the part of a step to which `PARTS` assigns the function."""
     owners: list[Any] = [pack_module(f"nodes.adapters.{name}") for name in ADAPTERS]
     owners.append(pack_module("toma_core.run").RunState)
     saved = []

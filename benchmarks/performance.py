@@ -99,7 +99,7 @@ def attention() -> str:
 
 
 def growth() -> str:
-    """Tabulate the cost by picture size and batch."""
+    """Tabulate the cost of an evaluation of SDXL and of Flux, unmerged and merged, by picture size and batch."""
 
     def rows() -> Iterator[list[str]]:
         for model in ("sdxl", "flux"):

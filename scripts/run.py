@@ -18,8 +18,8 @@ from scripts.console import SetupError, say
 
 
 def main() -> int:
-    """Parse the command line and run the command, which replaces this process. Return the exit code if no command
-    runs."""
+    """Parse the command line and run the command, which replaces this process. If no command is given, return the exit
+    code of this script."""
     parser = argparse.ArgumentParser(prog="python3 -m scripts.run", description=__doc__.splitlines()[0])
     parser.add_argument("--comfyui", metavar="RELEASE", help=f"one of {', '.join(comfyui.RELEASES)}; else one is found")
     parser.add_argument("--quiet", action="store_true", help="do not print which ComfyUI, Python and device are used")

@@ -58,7 +58,9 @@ class BlockSignature:
     image_last = False
     image_multiple = 1  # the count of image tokens is padded to a multiple of this
     row_args: tuple[str, ...] = ()  # arguments besides `rope_arg` with a row per token, along `rope_token_dim`
-    index_args: tuple[str, ...] = ()  # arguments with an index into the tokens, or a list of (start, stop, ...)
+    index_args: tuple[
+        str, ...
+    ] = ()  # arguments that hold indices of tokens: one index, or a list of (start, stop, ...)
     text_arg = ""  # the argument with text tokens that are attended to in addition to those of `tokens_arg`
     text_first = True  # whether text comes before the image in positions and in attention
     masks_text = False  # whether attention has a mask of keys that never hides the image

@@ -135,7 +135,8 @@ def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
 def merged_call(
     layout: Layout, given: dict[str, Any], plans: list[Any], M: Tensor
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return the block's arguments with merged tokens, the image tokens, and the merged image tokens.
+    """Return three things: the block's arguments after merging; the tokens of the image and of its references before
+    merging; the same tokens after merging.
 
     plans: the image's plan, then the plans of merged references. M: one merge matrix for all these plans.
     """
