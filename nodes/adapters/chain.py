@@ -147,7 +147,7 @@ class ChainSite:
         return self.signature.obstacle(call_args, before, self.image, self.references)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Merge [before | N | rest] to [before | D | rest], (B, T, C)."""
+        """Merge the N image tokens of x: (B, before + N + rest, C) -> (B, before + D + rest, C)."""
         return self._enter(x) if self.in_graph else self._enter_eagerly(x)
 
     def _enter(self, x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class ChainSite:
         return torch.cat([x[:, :before], reduced, x[:, before + self.tokens :]], 1)
 
     def leave(self, out: Tensor) -> Tensor:
-        """Unmerge [before | D | rest] to [before | N | rest], (B, T, C)."""
+        """Unmerge the D merged tokens of `out`: (B, before + D + rest, C) -> (B, before + N + rest, C)."""
         return self._leave(out) if self.in_graph else self._leave_eagerly(out)
 
     def _leave(self, out: Tensor) -> Tensor:

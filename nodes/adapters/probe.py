@@ -78,7 +78,8 @@ class Probes:
         return {(*cell, ratio): error * _growth(joint, ratio) for cell, error in usable.items() for ratio in RATIOS}
 
     def _evaluated(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate all conditions unmerged, then measure. The sampler gets the unmerged images."""
+        """Evaluate all conditions unmerged, and return these images to the sampler. At one step of each band, also
+        measure the error of merging each site."""
         images = executor(*args, **kwargs)
         model, conds, x, timestep, options = (
             argument(args, kwargs, n, name)

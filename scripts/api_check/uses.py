@@ -65,7 +65,7 @@ class Use:
     read: set[tuple[int, str]] = field(default_factory=set)  # arguments of a wrapper, by position or by name
     optional: bool = True  # whether the pack also runs without this part
     stand_ins: list[StandIn] = field(default_factory=list)  # stand-ins for a block, of which one has to fit
-    allowed: frozenset[str] = frozenset()  # loop: methods that may run blocks; derived: classes that the pack merges
+    allowed: frozenset[str] = frozenset()  # of kind loop: methods that run blocks; of kind derived: merged classes
 
     @property
     def item(self) -> str:

@@ -135,8 +135,8 @@ def test_the_unet_learns_what_comfyui_asks_it() -> None:
 
 
 def test_sigmas_of_the_unet() -> None:
-    """Training draws sigmas near pure noise for half-size scenes and uniform steps for crops. For full pictures, each
-    rule draws half of the sigmas."""
+    """For half-size scenes training draws sigmas near pure noise, for crops it draws steps uniformly. For full pictures
+    half of the sigmas follow each rule."""
     half, crop, full = (
         Batches(Plan("unet", 1, early_shares=shares))[0] for shares in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))
     )

@@ -35,8 +35,8 @@ def variant(channels: int, windows: Windows, budget: Budget) -> Hashable:
 
 
 def room(like: Tensor, *shape: int) -> Tensor:
-    """Return uninitialised memory of this shape, with the dtype and device of `like`, whose rows start at multiples of
-    _ROW_MULTIPLE elements."""
+    """Return an uninitialised tensor of this shape, with the dtype and device of `like`. Rows of the tensor start at
+    multiples of _ROW_MULTIPLE elements."""
     columns = cdiv(shape[-1], _ROW_MULTIPLE) * _ROW_MULTIPLE
     return torch.empty(*shape[:-1], columns, device=like.device, dtype=like.dtype)[..., : shape[-1]]
 
