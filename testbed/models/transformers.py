@@ -69,6 +69,13 @@ def _frequencies(model: Any, seed: int) -> None:
     model.model.diffusion_model.rope.inv_freq.copy_(10000.0 ** -(torch.arange(4) / 4))
 
 
+# Sizes of models like Flux, and of models whose config has the names that diffusers uses.
+_FLUX: dict[str, Any] = {
+    **{"context_in_dim": 48, "hidden_size": 48, "mlp_ratio": 4.0, "num_heads": 2, "qkv_bias": True},
+    **{"depth": 3, "depth_single_blocks": 3, "axes_dim": [8, 8, 8]},
+}
+_HEADS: dict[str, Any] = {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 24}
+
 # Flux.1.
 small(
     "flux",
@@ -78,17 +85,10 @@ small(
     out_channels=16,
     patch_size=2,
     vec_in_dim=24,
-    context_in_dim=48,
-    hidden_size=48,
-    mlp_ratio=4.0,
-    num_heads=2,
-    depth=3,
-    depth_single_blocks=3,
-    axes_dim=[8, 8, 8],
     theta=10000,
-    qkv_bias=True,
     guidance_embed=True,
     txt_ids_dims=[],
+    **_FLUX,
 )
 
 # Flux.2's layout: one modulation for all blocks, a token for each pixel of the latent, four axes of positions.
@@ -126,21 +126,14 @@ small(
     in_channels=64,
     out_channels=64,
     patch_size=2,
-    context_in_dim=48,
-    hidden_size=48,
-    mlp_ratio=4.0,
-    num_heads=2,
-    depth=2,
-    depth_single_blocks=3,
-    axes_dim=[8, 8, 8],
     theta=10000,
-    qkv_bias=True,
     in_dim=64,
     out_dim=48,
     hidden_dim=64,
     n_layers=2,
     txt_ids_dims=[],
     vec_in_dim=None,
+    **{**_FLUX, "depth": 2},
 )
 
 # Z-Image's layout of `NextDiT`: text and image padded to multiples of 32.
@@ -219,11 +212,9 @@ small(
     "QwenImage",
     image_model="qwen_image",
     in_channels=64,
-    num_layers=4,
-    attention_head_dim=24,
-    num_attention_heads=2,
     joint_attention_dim=48,
     axes_dims_rope=(8, 8, 8),
+    **_HEADS,
 )
 
 # Qwen-Image 2.1: one stream that ends with the image, a token for each pixel of the latent, one modulation.
@@ -232,11 +223,9 @@ small(
     "QwenImage21",
     finish=_without_cache,
     image_model="qwen_image21",
-    num_layers=4,
-    attention_head_dim=24,
-    num_attention_heads=2,
     context_in_dim=48,
     axes_dims_rope=(8, 8, 8),
+    **_HEADS,
 )
 
 # ERNIE-Image: one stream that begins with the image, a token for each pixel of the latent.
@@ -267,16 +256,7 @@ small(
 )
 
 # Lens: two streams, the image first, a token for each pixel of the latent.
-small(
-    "lens",
-    "Lens",
-    image_model="lens",
-    num_layers=4,
-    attention_head_dim=24,
-    num_attention_heads=2,
-    enc_hidden_dim=12,
-    axes_dims_rope=(8, 8, 8),
-)
+small("lens", "Lens", image_model="lens", enc_hidden_dim=12, axes_dims_rope=(8, 8, 8), **_HEADS)
 
 # Cosmos-Predict2: tokens that keep the dimensions of their grid, latents of five dimensions. Anima differs only in its
 # text.
@@ -343,21 +323,14 @@ small(
     out_channels=16,
     patch_size=[1, 1, 1],
     vec_in_dim=24,
-    context_in_dim=48,
-    hidden_size=48,
-    mlp_ratio=4.0,
-    num_heads=2,
-    depth=3,
-    depth_single_blocks=3,
-    axes_dim=[8, 8, 8],
     theta=256,
-    qkv_bias=True,
     guidance_embed=True,
     byt5=False,
     meanflow=False,
     use_cond_type_embedding=False,
     vision_in_dim=None,
     meanflow_sum=False,
+    **_FLUX,
 )
 
 # LTX-Video: a token for each pixel of the latent.
@@ -367,27 +340,18 @@ small(
     image_model="ltxv",
     in_channels=128,
     cross_attention_dim=48,
-    attention_head_dim=24,
-    num_attention_heads=2,
     caption_channels=48,
-    num_layers=4,
+    **_HEADS,
 )
 
 # LTX-2.3: video and audio, gated attention, and text that is also modulated.
 small(
     "ltx_av",
     "LTXAV",
-    image_model="ltxav",
-    in_channels=128,
     audio_in_channels=128,
-    cross_attention_dim=48,
     audio_cross_attention_dim=32,
-    attention_head_dim=24,
-    num_attention_heads=2,
     audio_attention_head_dim=16,
     audio_num_attention_heads=2,
-    caption_channels=48,
-    num_layers=4,
     connector_attention_head_dim=24,
     connector_num_attention_heads=2,
     audio_connector_attention_head_dim=16,
@@ -400,6 +364,7 @@ small(
     apply_gated_attention=True,
     use_middle_indices_grid=True,
     causal_temporal_positioning=True,
+    **{**TRANSFORMERS["ltx"].config, "image_model": "ltxav"},
 )
 
 # MiniMax H3: one stream without a batch; its keys are wider than its tokens.

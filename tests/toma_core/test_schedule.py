@@ -319,5 +319,6 @@ def test_the_share_of_predictions_grows_to_all() -> None:
     schedule = Schedule(ToMAConfig(), (1.0, 0.99, 0.6))
     shares = [schedule.predicted_share(step) for step in range(4)]
     assert shares == pytest.approx([0.01, 0.4, 1.0, 1.0])
+    assert Schedule(ToMAConfig(), (1.0, 1.0, 0.6)).predicted_share(0) == 0.0, "the same noise level twice"
     assert Schedule(ToMAConfig(), (0.2, 0.9)).predicted_share(0) == 1.0, "unsampling"
     assert Schedule(ToMAConfig()).predicted_share(0) == 1.0
