@@ -42,6 +42,7 @@ SAMPLED = {
     "few-step DiT, 8 steps": "few8",
     "2 pictures, 8 steps": "few8_all",
     "Wan, 8 steps": "wan8",
+    "DiT, 20 steps": "dit20",
 }
 PLOTS = {"fidelity.png": "dit-20steps-128px-22x3", "fidelity-few.png": "few-4steps-64px-22x3"}
 # File of a sheet of pictures -> name of its result file, and setting -> title of its row. {cost} is the setting's cost
