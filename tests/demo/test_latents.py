@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from demo import latents
-from tests.loop import loop
 
 
 def test_pictures_and_latents_are_each_others_inverse() -> None:
-    """The inverse is exact in the model's latent space, and exact up to rounding in ComfyUI's latent format."""
     image = torch.rand(2, 3, 32, 48) * 2 - 1
     model, flux = latents.image_to_model(image), comfy.latent_formats.Flux()
     assert model.shape == (2, 16, 16, 24)
@@ -22,9 +20,8 @@ def test_pictures_and_latents_are_each_others_inverse() -> None:
     torch.testing.assert_close(flux.process_out(model), latents.encode(image), atol=1e-5, rtol=0)
 
 
-@loop("shape", [(1, 3, 15, 16), (1, 4, 16, 16), (3, 16, 16)])
-def test_wrong_shapes_are_refused(shape: tuple[int, ...]) -> None:
+def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="expected pictures"):
-        latents.image_to_model(torch.zeros(shape))
+        latents.image_to_model(torch.zeros(1, 3, 15, 16))
     with pytest.raises(ValueError, match="expected a latent"):
-        latents.model_to_image(torch.zeros(shape))
+        latents.model_to_image(torch.zeros(1, 4, 16, 16))
