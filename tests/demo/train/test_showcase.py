@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -12,16 +13,14 @@ import time
 import urllib.request
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from PIL import Image
 
 from demo import sampling, showcase
-from demo.showcase_graphs import DIT, DIT_FILE, KINDS, UNET, place_dit, sampling_graph, widget_values
-from demo.showcase_results import Case, Outcome, StepClock, explanation, merge_maps, relative_error, side_by_side, table
-from scripts.comfy_pack import pack_module
+from demo.showcase_graphs import DIT, DIT_FILE, KINDS, UNET, place_dit, sampling_graph
+from demo.showcase_results import Case, Outcome, StepClock, explanation, side_by_side, table
 from scripts.comfy_server import free_port
 from scripts.comfyui import ROOT
 
@@ -37,14 +36,6 @@ def case(unmerged: list[float], merged: list[float], report: str = REPORT) -> Ca
     return Case(UNET, 128, [outcome(s, 2.0) for s in unmerged], [outcome(s, 1.5, 20, report) for s in merged])
 
 
-def test_relative_error_by_hand() -> None:
-    reference = torch.tensor([3.0, 4.0])
-    assert relative_error(torch.tensor([3.0, 4.0]), reference) == 0.0
-    assert relative_error(torch.tensor([3.0, 5.0]), reference) == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="cannot be compared"):
-        relative_error(torch.zeros(3), reference)
-
-
 def test_clock_leaves_out_the_first_step_and_loading() -> None:
     times = iter([10.0, 17.0])
     steps: list[tuple[int, int]] = []
@@ -54,19 +45,10 @@ def test_clock_leaves_out_the_first_step_and_loading() -> None:
         clock("progress", {"node": "sampler", "value": value, "max": 7})
     clock("progress", {"node": "decode", "value": 1, "max": 1})
     clock("binary", b"preview")
-    clock("executing", {"node": "sampler"})
-    clock("executing", {"node": "decode"})
-    clock("executing", {"node": None})
+    for node in ("sampler", "decode", None):
+        clock("executing", {"node": node})
     assert clock.seconds_per_step == pytest.approx(7.0 / 6)
     assert steps == [(value, 7) for value in range(1, 8)]
-
-
-def test_clock_wants_two_steps() -> None:
-    clock = StepClock(lambda: 0.0)
-    clock("progress", {"node": "sampler", "value": 1, "max": 1})
-    clock("executing", {"node": None})
-    with pytest.raises(ValueError, match="1 steps"):
-        _ = clock.seconds_per_step
 
 
 def test_case_compares_medians() -> None:
@@ -80,43 +62,32 @@ def test_case_compares_medians() -> None:
     assert case([1.0], [1.0], "nothing was merged: no step").tokens == "none merged"
 
 
-def test_table_is_aligned_and_complete() -> None:
-    lines = table([case([2.0, 2.0], [1.2, 1.6])]).splitlines()
-    assert lines[0].index("faster") == lines[2].index("1.43x")
-    assert lines[0].index("tokens") == lines[2].index("1,024 -> 512")
-    assert "(1.25-1.67, 2)" in lines[2]
-    assert "2.000" in lines[2]
-    assert "1.400" in lines[2]
-
-
-def test_random_weights_are_called_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_models_without_trained_weights_and_other_sizes_are_timing_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("demo.showcase_graphs.WEIGHTS_FOLDER", tmp_path)
-    cases = [case([2.0], [1.0])]
-    assert table(cases).splitlines()[2].split()[-1] == "-"
-    assert "Without an error: timing only." in explanation(cases, "CPU")
+    measured = case([2.0, 2.0], [1.2, 1.6])
+    assert table([measured]).splitlines()[2].split()[-1] == "-"
+    assert "Without an error: timing only." in explanation([measured], "CPU")
     (tmp_path / "deep.safetensors").touch()
-    assert table(cases).splitlines()[2].split()[-1] == "0.250"
-    assert "timing only" not in explanation(cases, "CPU")
-
-
-def test_a_size_that_the_models_cannot_draw_is_timing_only() -> None:
-    large = case([2.0], [1.0])
-    large.pixels = 256
+    lines = table([measured]).splitlines()
+    assert lines[0].index("tokens") == lines[2].index("1,024 -> 512")
+    assert lines[0].index("faster") == lines[2].index("1.43x")
+    assert lines[2].split()[-5:] == ["(1.25-1.67,", "2)", "2.000", "1.400", "0.250"]
+    assert "timing only" not in explanation([measured], "CPU")
+    large = dataclasses.replace(measured, pixels=256)
     assert table([large]).splitlines()[2].split()[-1] == "-"
     assert "timing only" in explanation([large], "CPU")
-    one = side_by_side([case([2.0], [1.0])])
-    assert side_by_side([case([2.0], [1.0]), large]).size == one.size, "noise is not shown"
+    assert side_by_side([measured, large]).size == side_by_side([measured]).size, "noise is not shown"
 
 
 def test_slow_and_noisy_results_are_called_so() -> None:
     assert "Hardly faster or slower: SDXL UNet, tiny 128x128" in explanation([case([1.0], [1.1])], "CPU")
     busy = case([4.0, 4.0], [1.0, 2.0])
     assert "differ widely" in explanation([busy], "CPU")
-    assert busy.faster == "this machine is too busy to tell"
     row = table([busy]).splitlines()[2]
     assert "too busy to tell" in row
     assert "x  (" not in row, "no number that means nothing"
-    assert "2.67" not in row
     quiet = explanation([case([4.0, 4.0], [2.0, 2.1])], "CPU")
     assert "Hardly" not in quiet
     assert "differ widely" not in quiet
@@ -127,7 +98,6 @@ def test_sheets_hold_the_pictures() -> None:
     # The pixels in the middle of the unmerged picture (black) and, below it, of the merged picture (grey 20).
     middle = [sheet.getpixel((16 + 128, top + 30 + 128)) for top in (16, 16 + 30 + 256 + 16 + 18)]
     assert middle == [(0, 0, 0), (20, 20, 20)]
-    assert merge_maps([case([1.0], [1.0])] * 2).height == 2 * (256 + 30) + 3 * 30
 
 
 def test_graphs_differ_only_by_the_merge() -> None:
@@ -139,22 +109,11 @@ def test_graphs_differ_only_by_the_merge() -> None:
         assert all(merged[name] == node for name, node in unmerged.items())
 
 
-def test_widget_values_say_what_was_chosen(pack: ModuleType) -> None:
-    advanced = pack_module("nodes.toma").ToMAAdvanced.define_schema()
-    usual = {item.id: item.default for item in advanced.inputs[1:]}
-    values = widget_values(ratio=0.25, granularity="block", skip_first_blocks=1, kv_cache=False)
-    assert json.loads(json.dumps(values)) == values
-    assert values == {**usual, "ratio": 0.25, "granularity": "block", "skip_first_blocks": 1, "kv_cache": "off"}
-
-
 def test_samples_with_the_best_settings_of_the_trained_models() -> None:
     for kind in KINDS:
-        expected = sampling.DEFAULTS[kind.name]
-        assert kind.sampling == {
-            "cfg": expected["cfg"],
-            "sampler_name": expected["sampler"],
-            "scheduler": expected["scheduler"],
-        }
+        best = sampling.DEFAULTS[kind.name]
+        names = {"cfg": "cfg", "sampler_name": "sampler", "scheduler": "scheduler"}
+        assert kind.sampling == {name: best[setting] for name, setting in names.items()}
 
 
 def test_random_checkpoint_loads_through_the_stock_loader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,12 +148,9 @@ def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for measured in cases:
         # Pictures of 64 x 64 pixels have 16 x 16 tokens. Coarser grids have fewer than `min_tokens`.
         assert measured.tokens == "256 -> 128"
-        assert measured.speedup > 0
-        assert measured.plain[0].latent.shape == (1, 16, 32, 32)
         assert torch.isfinite(measured.merged[0].latent).all()
         assert 0 < measured.error < 2
         assert measured.name.split("64x64")[0].strip() in out
-    assert "256 -> 128" in out
     assert "pair 1/1 with ToMA" in err
     for name in ("side_by_side.png", "merge_map.png"):
         assert Image.open(tmp_path / name).width > 250

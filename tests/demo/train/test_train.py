@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import comfy.model_management
-import comfy.sd
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -42,10 +41,22 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def _plan(kind: str, seed: int = 0, steps: int = 3) -> Plan:
-    return Plan(
-        kind, steps, seed, crop_batch=2, full_batch=1, warmup=1, early_shares=(0.4, 0.3), late_shares=(0.3, 0.4)
-    )
+def _plan(kind: str, seed: int = 0, steps: int = 3, **changed: Any) -> Plan:
+    shares = {"early_shares": (0.4, 0.3), "late_shares": (0.3, 0.4)}
+    return Plan(kind, steps, seed, warmup=1, **{"crop_batch": 2, "full_batch": 1, **shares, **changed})
+
+
+def _trainer(kind: str, seed: int = 0, **more: Any) -> Trainer:
+    return Trainer(_plan(kind, seed), CPU, **{"config": SMALL[kind], **more})
+
+
+def _lively(kind: str, file: Path, **more: Any) -> Path:
+    """Write weights to a file, with noise, because untrained models return zeros. Return the file."""
+    trainer = _trainer(kind, **more)
+    for value in trainer.average.values():
+        value += 0.02 * torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+    trainer.export(file)
+    return file
 
 
 def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -58,42 +69,26 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("kind", ["dit", "unet", "wan"])
 def test_runs_resumes_and_repeats(kind: str, tmp_path: Path) -> None:
-    def fresh(seed: int = 0) -> Trainer:
-        return Trainer(_plan(kind, seed), CPU, config=SMALL[kind])
-
-    assert not run(fresh(), tmp_path / "limited.pt", minutes=0)
+    assert not run(_trainer(kind), tmp_path / "limited.pt", minutes=0)
     assert (tmp_path / "limited.pt").exists(), "a time limit leaves a checkpoint"
-    unbroken = fresh()
+    unbroken = _trainer(kind)
     assert run(unbroken, tmp_path / "unbroken.pt", minutes=5)
     assert unbroken.step == 3
 
-    first = fresh()
+    first = _trainer(kind)
     for step in range(2):
         first.train_step(Batches(first.plan)[step])
     first.save(tmp_path / "half.pt")
-    second = fresh()
+    second = _trainer(kind)
     second.restore(tmp_path / "half.pt")
     assert second.step == 2
     assert second.seen == first.seen
     second.train_step(Batches(second.plan)[2])
     assert _same(_weights(second), _weights(unbroken))
 
-    other = fresh(seed=1)
+    other = _trainer(kind, seed=1)
     with pytest.raises(ValueError, match="belongs to another run"):
         other.restore(tmp_path / "half.pt")
-    other.train_step(Batches(other.plan)[0])
-    start = fresh()
-    start.train_step(Batches(start.plan)[0])
-    assert not _same(_weights(other), _weights(start))
-
-
-def test_exports_what_comfyui_loads(tmp_path: Path) -> None:
-    dit = Trainer(_plan("dit"), CPU, config=SMALL["dit"])
-    dit.export(tmp_path / "dit.safetensors", torch.float16)
-    assert comfy.sd.load_diffusion_model(str(tmp_path / "dit.safetensors")).model.diffusion_model.params.depth == 1
-    unet = Trainer(_plan("unet"), CPU, config=SMALL["unet"])
-    unet.export(tmp_path / "unet.safetensors")
-    models.unet_patcher(load_file(tmp_path / "unet.safetensors"), config=SMALL["unet"])
 
 
 def test_a_dit_wide_for_its_tokens(tmp_path: Path) -> None:
@@ -114,30 +109,26 @@ def test_a_dit_wide_for_its_tokens(tmp_path: Path) -> None:
     assert _same(trainer.average, dict(loaded.named_parameters()))
 
 
-def test_begins_with_exported_weights(tmp_path: Path) -> None:
-    given = Trainer(_plan("unet"), CPU, config=SMALL["unet"])
-    given.train_step(Batches(given.plan)[0])
-    given.export(tmp_path / "unet.safetensors")
-    begun = Trainer(_plan("unet"), CPU, config=SMALL["unet"])
-    begun.begin_with(tmp_path / "unet.safetensors")
+@pytest.mark.parametrize("kind", ["dit", "unet", "wan"])
+def test_begins_with_exported_weights_and_trains_all_of_them(kind: str, tmp_path: Path) -> None:
+    exported = _lively(kind, tmp_path / "weights.safetensors")
+    begun = _trainer(kind)
+    begun.begin_with(exported)
+    given = load_file(exported)
     for name, value in begun.network.named_parameters():
-        torch.testing.assert_close(value, given.average[name])
-        torch.testing.assert_close(begun.average[name], given.average[name])
+        torch.testing.assert_close(value, given[name])
+        torch.testing.assert_close(begun.average[name], given[name])
     assert begun.step == 0
     begun.train_step(Batches(begun.plan)[0])
+    still = [name for name, value in begun.network.named_parameters() if torch.equal(value, given[name])]
+    assert [name for name in still if not name.startswith("guidance_in.in_layer")] == []
 
 
 def test_crops_keep_their_positions() -> None:
-    plan = dataclasses.replace(_plan("dit"), early_shares=(0.0, 0.0), steps=1000)
-    offsets = set()
-    for step in range(12):
-        batch = Batches(plan)[step]
-        assert batch.sort == "crop"
-        assert batch.clean.shape == batch.noise.shape == (2, 16, 32, 32)
-        assert batch.tokens.shape == (2, 14, 128)
-        assert all(0 <= value <= 16 and value % 2 == 0 for value in batch.view.offset)
-        offsets.add(batch.view.offset)
-    assert len(offsets) > 4
+    batches = [Batches(_plan("dit", steps=1000, early_shares=(0.0, 0.0)))[step] for step in range(12)]
+    assert {batch.sort for batch in batches} == {"crop"}
+    assert all(0 <= value <= 16 and value % 2 == 0 for batch in batches for value in batch.view.offset)
+    assert len({batch.view.offset for batch in batches}) > 4
 
 
 @pytest.mark.parametrize("shares", [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)], ids=["half", "full", "crop"])
@@ -170,15 +161,6 @@ def test_half_size_scenes_sit_where_they_belong() -> None:
     assert (small[..., 0] == 1).all()
 
 
-def test_full_pictures_only_to_continue_with() -> None:
-    plan = plan_of(arguments(["unet", "--full-only", "--cooldown", "0.75", "--steps", "1000"]))
-    assert plan.lr_at(249) == plan.lr > plan.lr_at(600) > plan.lr_at(999) > 0
-    assert {plan.sort_at(step, draw) for step in (0, 999) for draw in (0.0, 0.5, 0.999)} == {"full"}
-    usual = plan_of(arguments(["unet", "--steps", "1000"]))
-    assert usual.lr_at(600) == usual.lr
-    assert {usual.sort_at(0, draw) for draw in (0.0, 0.92, 0.999)} == {"half", "full", "crop"}
-
-
 @pytest.mark.parametrize(
     ("kind", "wrong", "message"),
     [
@@ -199,21 +181,19 @@ def test_impossible_plans_are_refused(
     assert "and, with --deep, for the UNet" in capsys.readouterr().err
 
 
-def _even() -> Plan:
-    """Return a plan with an even batch size, because the two halves of a batch learn different numbers of steps."""
-    return dataclasses.replace(_plan("dit"), crop_batch=4, full_batch=4)
-
-
-def _straight(x: torch.Tensor, sigma: torch.Tensor, **given: Any) -> torch.Tensor:
-    """Return the same velocity at every sigma, so that the paths of the flow are straight."""
-    return given["y"].sum(1)[:, None, None, None].expand_as(x) * 0.01
+# Even batch sizes, because the two halves of a batch learn different numbers of steps.
+EVEN = _plan("dit", crop_batch=4, full_batch=4)
 
 
 def test_a_straight_flow_has_no_loss_for_few_steps() -> None:
     """Without guidance (cfg 1), one step of the student along a straight path equals two steps of the teacher."""
-    batch = Batches(_even())[0]
-    assert float(FewStepsObjective(_straight, cfg=1.0).loss(_straight, batch)) < 1e-8
-    assert float(FewStepsObjective(_straight, cfg=3.0).loss(_straight, batch)) > 1e-4
+
+    def straight(x: torch.Tensor, sigma: torch.Tensor, **given: Any) -> torch.Tensor:
+        return given["y"].sum(1)[:, None, None, None].expand_as(x) * 0.01
+
+    batch = Batches(EVEN)[0]
+    assert float(FewStepsObjective(straight, cfg=1.0).loss(straight, batch)) < 1e-8
+    assert float(FewStepsObjective(straight, cfg=3.0).loss(straight, batch)) > 1e-4
 
 
 def test_number_of_steps_and_sigmas_of_distillation() -> None:
@@ -226,7 +206,7 @@ def test_number_of_steps_and_sigmas_of_distillation() -> None:
 
         return network
 
-    batch = Batches(_even())[0]
+    batch = Batches(EVEN)[0]
     objective = FewStepsObjective(spy("teacher"), cfg=2.0)
     objective.loss(spy("student"), batch)
     half = len(batch.quantile) // 2
@@ -241,12 +221,9 @@ def test_number_of_steps_and_sigmas_of_distillation() -> None:
 
 
 def test_few_steps_are_taught_by_a_trained_dit(tmp_path: Path) -> None:
-    teacher = Trainer(_plan("dit"), CPU, config=SMALL["dit"])
-    for value in teacher.average.values():
-        value += 0.02 * torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
-    teacher.export(tmp_path / "teacher.safetensors")
-    student = Trainer(_even(), CPU, config=SMALL["dit"], teacher=tmp_path / "teacher.safetensors")
-    student.begin_with(tmp_path / "teacher.safetensors")
+    taught = _lively("dit", tmp_path / "teacher.safetensors")
+    student = Trainer(EVEN, CPU, config=SMALL["dit"], teacher=taught)
+    student.begin_with(taught)
     before = {name: value.clone() for name, value in student.network.named_parameters()}
     assert math.isfinite(student.train_step(Batches(student.plan)[0]))
     after = dict(student.network.named_parameters())
@@ -256,16 +233,13 @@ def test_few_steps_are_taught_by_a_trained_dit(tmp_path: Path) -> None:
 
 
 def test_the_deep_unet_learns_the_answers_of_the_shallow_one(tmp_path: Path) -> None:
-    teacher = Trainer(_plan("unet"), CPU)
-    for value in teacher.average.values():
-        value += 0.02 * torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
-    teacher.export(tmp_path / "shallow.safetensors")
-    batch = Batches(dataclasses.replace(_plan("unet"), early_shares=(1.0, 0.0)))[0]
-    itself = Trainer(_plan("unet"), CPU, teacher=tmp_path / "shallow.safetensors")
-    itself.begin_with(tmp_path / "shallow.safetensors")
+    shallow = _lively("unet", tmp_path / "shallow.safetensors", config=None)
+    batch = Batches(_plan("unet", early_shares=(1.0, 0.0)))[0]
+    itself = _trainer("unet", config=None, teacher=shallow)
+    itself.begin_with(shallow)
     with torch.no_grad():
         assert float(itself.objective.loss(itself.network, batch)) < 1e-6, "it is what it is taught"
-    deep = Trainer(_plan("unet"), CPU, config=models.DEEP_UNET_CONFIG, teacher=tmp_path / "shallow.safetensors")
+    deep = _trainer("unet", config=models.DEEP_UNET_CONFIG, teacher=shallow)
     assert math.isfinite(deep.train_step(batch))
     assert not any(value.grad is not None for value in deep.objective.teacher.parameters())
 
