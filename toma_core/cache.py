@@ -109,7 +109,7 @@ class Cache:
         stored: Stored = update
         if host is not None:
             old = _complete([entry for entry in before if entry], len(keys))
-            if isinstance(old, Parked) and old.fits(update):
+            if isinstance(old, Parked) and old.buffer.fits(update):
                 old.copy_(update)
                 return
             stored = host.place(update, instead=old)

@@ -15,7 +15,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from .parked import Buffer, Copier, Lane, Layout, Parked
+from .parked import Buffer, CudaCopier, Lane, Parked, parts_of
 from .quant4 import Int4Tensor
 
 _PAGE = 4096  # bytes
@@ -25,13 +25,12 @@ _PAGE = 4096  # bytes
 class HostMemory:
     """The main memory for keys and values of one run. Several devices may share the object."""
 
-    copier: Copier
+    copier: CudaCopier
     expected: int  # bytes of all keys and values
     card_room: float  # bytes of keys and values that a card has room for
     main_room: float  # bytes of keys and values that main memory has room for
     beside: int = 0  # bytes on the card for cached updates, and for copies of keys and values from main memory
     may_take: Callable[[int], bool] = lambda _: True  # whether this many bytes of main memory are free now
-    in_main: int = 0  # bytes of all buffers
     peak: tuple[int, int] = (0, 0)  # bytes on the cards and in main memory when their sum was largest
     pinned: bool = True  # False once a buffer could not be pinned
     lock: RLock = field(default_factory=RLock)
@@ -52,53 +51,48 @@ class HostMemory:
             card = sum(size for device, size in self._on_card.values() if device == t.device)
             share = min(1.0, self.card_room / max(self.expected, 1))
             turn = card + t.nbytes / 2 <= share * (card + self.in_main + t.nbytes)
-            if id(instead) not in self._on_card and not (turn and card + t.nbytes <= self.card_room):
-                parked = self._park(t)
-                if parked is not None:
-                    return parked
-            self._on_card[id(t)] = t.device, t.nbytes
-            return t
+            stays = id(instead) in self._on_card or (turn and card + t.nbytes <= self.card_room)
+            buffer = None if stays else self._buffer(t)
+            if buffer is None:
+                self._on_card[id(t)] = t.device, t.nbytes
+                return t
+            parked = Parked(buffer)
+            parked.copy_(t)
+            return parked
 
-    def _park(self, t: Tensor | Int4Tensor) -> Parked | None:
-        """Write a tensor into a buffer; return None if main memory is short."""
-        layout = Layout.of(t)
-        lane = self._lane(t.device)
-        buffer = next((b for b in self._unused if b.lane is lane and b.layout == layout), None)
-        if buffer is not None:
-            self._unused.remove(buffer)
-        else:
-            buffer = self._new(layout, lane)
-        if buffer is None:
-            return None
-        parked = Parked(buffer)
-        lane.store(parked, t)
-        return parked
-
-    def _new(self, layout: Layout, lane: Lane) -> Buffer | None:
-        size = sum(layout.sizes)
-        if self._is_short(size):
+    def _buffer(self, t: Tensor | Int4Tensor) -> Buffer | None:
+        """Return a buffer for a tensor; None if main memory is short."""
+        for buffer in self._unused:
+            if buffer.fits(t):
+                self._unused.remove(buffer)
+                return buffer
+        if self._is_short(t.nbytes):
             self._free_unused()
-        if self._is_short(size):
-            return None
+            if self._is_short(t.nbytes):
+                return None
         try:
-            memory = _pages(size)
+            memory = _pages(t.nbytes)
         except RuntimeError:
             return None
+        if t.device not in self._lanes:
+            self._lanes[t.device] = Lane(self.copier, t.device, *self.copier.streams(t.device), self.lock)
+        sizes = [part.nbytes for part in parts_of(t)]
+        chunks = zip(memory[: t.nbytes].split(sizes), parts_of(t), strict=True)
+        parts = [chunk.view(part.dtype).view(part.shape) for chunk, part in chunks]
+        tensor = Int4Tensor(*parts) if isinstance(t, Int4Tensor) else parts[0]
         # Do not try to pin again after one failure: later attempts would fail too, and each one would make ComfyUI wait
         # for the card.
-        buffer = Buffer(lane, layout, memory, self.pinned and self.copier.pin(memory))
-        self.pinned &= buffer.pinned
-        self._buffers.append(buffer)
-        self.in_main += size
-        return buffer
+        self.pinned = self.pinned and self.copier.pin(memory)
+        self._buffers.append(Buffer(self._lanes[t.device], memory, tensor, self.pinned))
+        return self._buffers[-1]
+
+    @property
+    def in_main(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.tensor.nbytes for buffer in self._buffers)
 
     def _is_short(self, size: int) -> bool:
         return self.in_main + size > self.main_room or not self.may_take(size)
-
-    def _lane(self, device: torch.device) -> Lane:
-        if device not in self._lanes:
-            self._lanes[device] = Lane(self.copier, device, *self.copier.streams(device), self.lock)
-        return self._lanes[device]
 
     def note(self, name: str) -> None:
         """Note that a tensor of this name is cached, and update the peak memory."""
@@ -111,8 +105,7 @@ class HostMemory:
         with self.lock:
             self._on_card.pop(id(t), None)
             if isinstance(t, Parked):
-                lane = t.buffer.lane
-                lane.forget([read for read in lane.ahead if read.buffer is t.buffer])
+                t.buffer.lane.forget(t.buffer)
                 self._unused.append(t.buffer)
 
     def after(self, name: str = "") -> list[str]:
@@ -134,7 +127,6 @@ class HostMemory:
 
     def _free(self, buffer: Buffer) -> None:
         self._buffers.remove(buffer)
-        self.in_main -= buffer.nbytes
         if buffer.pinned:
             self.copier.unpin(buffer.memory)
 

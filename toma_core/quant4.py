@@ -6,8 +6,8 @@ models (KIVI, arXiv 2402.02750). docs/settings.md lists sizes and errors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ _GROUP, _MIN_GROUP = 64, 16  # the most and the fewest channels of a group
 WIDER = 1.01  # quantisation steps are enlarged by this factor, so that values rounded up in half precision have a code
 
 
-@dataclass(frozen=True, eq=False)
-class Int4Tensor:
+class Int4Tensor(NamedTuple):
     """A (B, N, C) tensor in four bits per element."""
 
     codes: Tensor  # (B, N, C / 2) uint8; the lower four bits are the first half of a group of channels
@@ -39,21 +38,20 @@ class Int4Tensor:
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.low.nbytes + self.step.nbytes
+        return sum(part.nbytes for part in self)
 
     def chunk(self, count: int) -> list[Int4Tensor]:
         """Split the batch as `Tensor.chunk` does."""
-        parts = zip(*(t.chunk(count) for t in (self.codes, self.low, self.step)), strict=True)
-        return [Int4Tensor(*part) for part in parts]
+        return [Int4Tensor(*parts) for parts in zip(*(part.chunk(count) for part in self), strict=True)]
 
     def clone(self) -> Int4Tensor:
         """Return a copy that shares no memory."""
-        return Int4Tensor(*(t.clone() for t in (self.codes, self.low, self.step)))
+        return Int4Tensor(*(part.clone() for part in self))
 
     def copy_(self, other: Int4Tensor) -> None:
         """Overwrite this tensor by another one of the same shape."""
-        for name in ("codes", "low", "step"):
-            getattr(self, name).copy_(getattr(other, name))
+        for mine, theirs in zip(self, other, strict=True):
+            mine.copy_(theirs)
 
     def dequantize(self) -> Tensor:
         """Return (B, N, C), a new tensor."""

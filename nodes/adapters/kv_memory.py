@@ -19,7 +19,7 @@ from torch import Tensor
 from ...toma_core import Schedule, ToMAConfig
 from ...toma_core.config import KVCache
 from ...toma_core.host_memory import HostMemory
-from ...toma_core.parked import Copier, CudaCopier
+from ...toma_core.parked import CudaCopier
 from ...toma_core.quant4 import int4_bytes
 from ...toma_core.reasons import Message, Reason
 from . import registry
@@ -92,22 +92,21 @@ def plan_kv_cache(
     left = memory_left(guider, packed) - own * len(latent) * itemsize
     copies = copier_of(device) is not None
     main = main_room() if copies and config.kv_cache is KVCache.ON else 0.0
-    staging = 2 / max(sum(1 for _ in hooks.blocks(latent)), 2)  # keys and values of two blocks, as a share of all
+    staging = 2 / max(sum(1 for _ in hooks.blocks(latent)), 2) if copies else 0.0  # two blocks, as a share of all
     if (updates + keys) * itemsize <= left:
         staged = round(keys * itemsize * staging)
         return KVCachePlan((updates + keys) * itemsize, keys=keys * itemsize, staging=staged, main_room=main)
     if not copies:
-        limit = max(left, model_management.get_total_memory(device) * _SHARE)
-        plan = _four_bits(updates * itemsize, int4_bytes(keys, itemsize), limit)
-        return plan if not plan.in_main else _too_large(plan, limit)
-    plans = list[KVCachePlan]()
-    for skipped in (0.0, *(share for share in _FEWER_BLOCKS if share > config.skip_first_blocks)):
+        left = max(left, model_management.get_total_memory(device) * _SHARE)
+    complete = updates * itemsize + int4_bytes(keys, itemsize)
+    fewer = [share for share in _FEWER_BLOCKS if copies and share > config.skip_first_blocks]
+    for skipped in (0.0, *fewer):
         if skipped:
             updates, keys, _ = needed(replace(config, skip_first_blocks=skipped))
-        plans.append(_four_bits(updates * itemsize, int4_bytes(keys, itemsize), left, staging, main, skipped))
-        if plans[-1].in_main <= main:
-            return plans[-1]
-    return _too_large(plans[0], max(left, 0.0) + main)
+        plan = _four_bits(updates * itemsize, int4_bytes(keys, itemsize), left, staging, main, skipped)
+        if plan.in_main <= main:
+            return plan
+    return KVCachePlan(reason=Reason.KV_TOO_LARGE(needed=complete / 1e9, limit=(max(left, 0.0) + main) / 1e9))
 
 
 def _conds(guider: Any) -> list[dict[str, Any]]:
@@ -149,9 +148,7 @@ def _numbers(
     return updates, keys, len(held)
 
 
-def _four_bits(
-    updates: int, keys: int, left: float, staging: float = 0.0, main: float = 0.0, skipped: float = 0.0
-) -> KVCachePlan:
+def _four_bits(updates: int, keys: int, left: float, staging: float, main: float, skipped: float) -> KVCachePlan:
     """Return the plan of a cache in four bits, with as much of it on the card as fits into `left` bytes.
 
     updates, keys: bytes. staging: bytes for copies, as a share of the bytes of keys and values. main, skipped: see
@@ -163,21 +160,15 @@ def _four_bits(
     return KVCachePlan(updates + keys, True, None, keys, in_main, staged, main, skipped)
 
 
-def _too_large(plan: KVCachePlan, limit: float) -> KVCachePlan:
-    return KVCachePlan(reason=Reason.KV_TOO_LARGE(needed=plan.bytes / 1e9, limit=limit / 1e9))
-
-
-def copier_of(device: torch.device) -> Copier | None:
+def copier_of(device: torch.device) -> CudaCopier | None:
     """Return the copier between a device and main memory, which copies during the computation. None for unknown
     devices, for a CPU, and for a card that shares main memory with the computer."""
-    if device.type != "cuda" or _shares_memory(device):  # ROCm calls itself "cuda", too
+    if device.type != "cuda":  # ROCm calls itself "cuda", too
+        return None
+    properties = torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
+    if getattr(properties, "is_integrated", False):
         return None
     return CudaCopier(model_management.pin_memory, model_management.unpin_memory)
-
-
-def _shares_memory(device: torch.device) -> bool:
-    properties = torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
-    return bool(getattr(properties, "is_integrated", False))
 
 
 def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
@@ -196,15 +187,11 @@ def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], co
     If ComfyUI loads a model block by block while it runs, ComfyUI needs the free memory for more weights, and keys and
     values take no more than was planned. shape, conds: arguments of ComfyUI's estimate of an evaluation's memory.
     """
-    try:
-        activations, _ = estimate_memory(model, shape, conds)
-    except Exception as error:  # ComfyUI's estimate may fail, see `memory_left`
-        warn(UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}"), "with a smaller KV cache")
+    inference = _inference_memory(model, shape, conds)
+    if inference is None:
         return
-    least = model_management.minimum_inference_memory()
-    activations = max(activations + model_management.extra_reserved_memory(), least)
     free = getattr(model, "get_free_memory", model_management.get_free_memory)(model.load_device)
-    room = max(0.0, free - activations - host.beside)
+    room = max(0.0, free - inference - host.beside)
     by_block = getattr(model, "is_dynamic", lambda: False)()
     host.card_room = min(host.card_room, room) if by_block else room
 
@@ -218,25 +205,30 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
     estimate also uses the card's size, not its free memory, because a seed must give the same image whatever else runs.
     """
     model, options = guider.model_patcher, guider.model_options
-    as_run = _AsRun(model, options)
-    try:
-        activations, _ = estimate_memory(as_run, shape, guider.conds)
-    except Exception as error:
-        # Count no free memory if the estimate fails, because a later ComfyUI may estimate memory in another way.
-        warn(UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}"), "with a smaller KV cache")
-        return 0.0
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
+    inference = _inference_memory(_AsRun(model, options), shape, guider.conds, controls)
+    if inference is None:
+        return 0.0
     loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
     # Count the guider's own models, too: it may use a second one for the negative prompt. Count clones of a model once,
     # because they share weights.
     loaded += [model, *model.model_patches_models(), *(m for m in vars(guider).values() if isinstance(m, ModelPatcher))]
     here = {id(getattr(m, "model", m)): m for m in loaded if m.load_device == model.load_device}
     weights = sum(m.model_size() for m in here.values())
-    reserved = max(
-        model_management.minimum_inference_memory(),
-        activations + controls + model_management.extra_reserved_memory(),
-    )
-    return float(model_management.get_total_memory(model.load_device) - weights * _LOADING - reserved)
+    return float(model_management.get_total_memory(model.load_device) - weights * _LOADING - inference)
+
+
+def _inference_memory(model: Any, shape: Sequence[int], conds: Any, controls: float = 0.0) -> float | None:
+    """Return the bytes that ComfyUI keeps free for an evaluation beside the weights; None, with a warning, if ComfyUI's
+    estimate fails, because a later ComfyUI may estimate memory in another way. controls: bytes for ControlNets."""
+    try:
+        activations: float = estimate_memory(model, shape, conds)[0] + controls
+    except Exception as error:
+        problem = UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}")
+        warn(problem, "with a smaller KV cache, or with none")
+        return None
+    least: float = model_management.minimum_inference_memory()
+    return max(activations + model_management.extra_reserved_memory(), least)
 
 
 def dtype_of(model: ModelPatcher) -> torch.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 from comfy import model_management
@@ -19,15 +18,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
-class _Memory(NamedTuple):
-    total: float
-    available: float
-
-
 def main_room() -> float:
     """Return how many bytes of main memory keys and values may take. The result is a share of the total memory, not of
     the free memory, because a seed must give the same picture in every run."""
-    return min(each.total for each in _memories()) * SHARE
+    return min(total for total, _ in _memories()) * SHARE
 
 
 def may_take(size: int) -> bool:
@@ -37,17 +31,13 @@ def may_take(size: int) -> bool:
         make_way = getattr(model_management, "ensure_pin_budget", None)  # ComfyUI before 0.26 has no such function
         if make_way is not None:
             make_way(size)
-    return min(each.available for each in _memories()) - _LAST >= size
+    return min(available for _, available in _memories()) - _LAST >= size
 
 
-def _memories() -> list[_Memory]:
+def _memories() -> list[tuple[float, float]]:
+    """Return total and available bytes: those of the computer, and those of the container if it has a limit."""
     computer = psutil.virtual_memory()
-    container = _container()
-    return [_Memory(computer.total, computer.available), *([container] if container else [])]
-
-
-def _container() -> _Memory | None:
-    """Return the memory of the container; None without a container or without a limit."""
+    found = [(computer.total, computer.available)]
     for limit, used in _FILES:
         try:
             total, taken = (float((_CGROUPS / name).read_text()) for name in (limit, used))
@@ -57,5 +47,5 @@ def _container() -> _Memory | None:
         stat = dict(line.split() for line in lines)
         # Count cached files as available, as psutil does, because Linux drops them when memory is needed.
         files = float(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-        return _Memory(total, total - taken + files)
-    return None
+        found.append((total, total - taken + files))
+    return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,6 +84,16 @@ def test_on_the_card_only(model: Any, computer: Any) -> None:
         assert memory.host_of(found, torch.device("cpu")) is None
         assert config.skip_first_blocks == (0.15 if left < packed.bytes else 0.0)
     assert not planned(model, kv_cache="off")[0].kv_cache
+
+
+def test_the_warning_of_a_failed_estimate_is_true(model: Any, warnings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an estimate no room is counted on the card, so a cache "on the card only" is impossible."""
+    monkeypatch.setattr(memory, "copier_of", lambda device: Copies())
+    monkeypatch.setattr(memory, "main_room", lambda: 1e12)
+    monkeypatch.setattr(memory, "estimate_memory", Mock(side_effect=ValueError("new")))
+    assert planned(model)[1].quantized
+    assert planned(model, kv_cache="on the card only")[1].bytes == 0
+    assert "with a smaller KV cache, or with none" in warnings()[0]
 
 
 def test_of_fewer_blocks_before_none_at_all(model: Any, computer: Any) -> None:
