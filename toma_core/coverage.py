@@ -98,9 +98,9 @@ class Coverage:
         return all(record is not None and record.layout == layout for record in records)
 
     def store(self, keys: Keys, update: Tensor, quantized: bool = False, kv: bool = False) -> None:
-        """Cache (B, N, C) in a refresh. The arguments are those of `Cache.put`."""
+        """Cache (B, N, C), unless the refresh has been broken off. The arguments are those of `Cache.put`."""
         with self.cache.lock:
-            if self.cache.disabled:
+            if self.cache.disabled or not self._refreshing:
                 return
             self._note({signature for _, signature in keys})
             try:
@@ -112,7 +112,7 @@ class Coverage:
     def _note(self, signatures: set[Hashable]) -> None:
         """Record that these signatures are being refreshed, and drop records that are too old. `begin` does not drop
         them, because another node may skip the step that has begun."""
-        fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures} if self._refreshing else {}
+        fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures}
         if all(s in self._records and self._records[s].origin == origin for s, origin in fresh.items()):
             return
         self._refreshing = {**self._refreshing, **fresh}
@@ -172,7 +172,8 @@ class Coverage:
             return self.cache.disable()
 
     def clear(self) -> None:
-        """Drop all records and entries; the next evaluation is then a refresh."""
+        """Drop all records and entries, and break off a refresh; the next evaluation is then a refresh."""
         with self.cache.lock:
             self._records.clear()
+            self._refreshing = {}
             self.cache.clear()

@@ -52,7 +52,8 @@ def merged_call(
             sampling.run.cache.free_staging(x.device)
             sites = _sites(hooks)
             missed = [site for site in sites if not site.reached or site.pair]
-            if len(missed) < len(sites) or not sites:  # if all chains were missed, another node has skipped the model
+            begun = any(site.reached for site in sites) and not evaluation.refreshes
+            if len(missed) < len(sites) or begun or not sites:  # else another node has skipped all chains
                 sampling.ended(evaluation, x, layout, [site.chain.name for site in missed if site.chain is not None])
         return result
 

@@ -264,12 +264,15 @@ class SamplingRun:
         so that their caches were not written."""
         if not evaluation.step_plan.mode.caches:
             return
-        missed = [key for name in unreached for key in evaluation.keys(name)]
-        # Store no latent if chains were skipped, because their cached entries were made from an older latent.
-        latent = x.clone() if self.run.kv_cache and not missed else None
-        self.run.coverage.ended(evaluation.cond_keys, latent, layout if evaluation.refreshes else None)
+        run, missed = self.run, [key for name in unreached for key in evaluation.keys(name)]
+        if run.kv_cache and not evaluation.refreshes and any(run.cache.holds((key,)) for key in missed):
+            # Refresh next, because some cached entries now belong to this latent and others to an older one.
+            run.coverage.forget({*evaluation.cond_keys})
+            return
+        latent = x.clone() if run.kv_cache else None
+        run.coverage.ended(evaluation.cond_keys, latent, layout if evaluation.refreshes else None)
         if evaluation.refreshes:
-            self.run.cache.drop(missed)
+            run.cache.drop(missed)
 
     def _go_on(self, plan: StepPlan) -> None:
         """Continue this evaluation with another plan, and correct the counts if it no longer merges."""

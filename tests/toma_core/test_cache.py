@@ -13,12 +13,12 @@ from toma_core import RunState, Schedule, ToMAConfig
 
 def test_parts_in_the_cached_order_are_not_copied() -> None:
     run, update = run_of(), features(0, 2)
-    run.coverage.store((("", "cond"), ("", "uncond")), update)
+    run.cache.put((("", "cond"), ("", "uncond")), update)
     assert run.cache.read((("", "cond"), ("", "uncond")), update) is update
     other = run.cache.read((("", "uncond"), ("", "cond")), update)
     assert other is not None
     assert torch.equal(other, update.flip(0))
-    run.coverage.store((("", "cond"),), features(1))
+    run.cache.put((("", "cond"),), features(1))
     both = run.cache.read((("", "cond"), ("", "uncond")), update)
     assert both is not None
     assert torch.equal(both, torch.cat([features(1), update[1:]])), "the newer one"
@@ -57,12 +57,12 @@ def test_a_residual_is_held_and_counted_as_long_as_one_of_its_parts() -> None:
     run, first = run_of(), features(0, 2)
     held = weakref.ref(first)
     one = features(0).nbytes
-    run.coverage.store((("", "a"), ("", "b")), first)
+    run.cache.put((("", "a"), ("", "b")), first)
     del first
-    run.coverage.store((("", "c"), ("", "d")), features(1, 2))
+    run.cache.put((("", "c"), ("", "d")), features(1, 2))
     assert held() is not None
     assert run.cache.peak_bytes == 4 * one, "memory of a part is that of the joint residual"
-    run.coverage.store((("", "a"), ("", "b")), features(2, 2))
+    run.cache.put((("", "a"), ("", "b")), features(2, 2))
     assert held() is None
     assert run.cache.peak_bytes == 4 * one
 
@@ -71,7 +71,7 @@ def test_a_residual_is_held_and_counted_as_long_as_one_of_its_parts() -> None:
 def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
     """Two conditions come in one call at first and in separate calls later. The memory in use must not grow."""
     run, first = run_of(), torch.randn(2, 8, 64)
-    run.coverage.store((("", "a"), ("", "b")), first.clone(), packs)
+    run.cache.put((("", "a"), ("", "b")), first.clone(), packs)
     held = run.cache.peak_bytes
     for step in range(2):
         for n, key in enumerate("ab"):

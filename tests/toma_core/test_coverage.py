@@ -141,3 +141,14 @@ def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluati
         torch.testing.assert_close(run.cache.read((("block", "cond"),), x), block(x) - x)
     passed(x, at(run, 4, "cond"))
     assert at(run, 5, "cond").step_plan.mode is StepMode.MERGED_CACHED
+
+
+def test_a_refresh_that_is_broken_off_stores_nothing_more() -> None:
+    """If one of several devices runs out of memory or fails, the others continue with their calls of that refresh."""
+    for stop in ("clear", "broken_off"):
+        run, x = run_of(), features(0)
+        evaluation = at(run, 0, "cond")
+        passed(x, evaluation, "first")
+        getattr(run.coverage, stop)()
+        passed(x, evaluation, "second")
+        assert run.cache.keys == ()

@@ -13,7 +13,7 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import ALONE, HEIGHT, LAYOUTS, WIDTH
-from tests.nodes.adapters.kv_helpers import KEYS, Watch, drifting, evaluated, preset, several_calls
+from tests.nodes.adapters.kv_helpers import KEYS, Watch, drifting, evaluated, failing, preset, several_calls
 
 Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
@@ -199,6 +199,32 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(
     assert found
     assert all(one is not None for one in found)
     assert stats_of(model).unmerged == {}
+
+
+@loop(("granularity", "ran"), [("stack", 0), ("block", 0), ("block", 1)])
+def test_a_refresh_follows_a_merged_step_in_which_a_cache_skips_later_blocks(
+    granularity: str, ran: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step cache of another pack runs only the first blocks in the merged step 2, which propagate their cached
+    tensors. All other cached tensors still belong to the latent of step 1."""
+    from comfy.patcher_extension import WrappersMP
+
+    model = model_of("flux")
+    merged = attach(model, **KEYS, granularity=granularity)
+    outputs: list[Tensor] = []
+
+    def skipping(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            outputs.append(executor(*args, **kwargs))
+        except StopIteration:
+            outputs.append(outputs[-1])
+        return outputs[-1]
+
+    merged.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "cache", skipping)
+    failing(monkeypatch, model.model.diffusion_model.double_blocks[ran], 3, StopIteration())
+    models.sample(merged, HEIGHT, WIDTH, steps=7)
+    assert sorted(stats_of(merged).merged_steps) == [1, 2, 4, 5]
+    assert stats_of(merged).full_reasons == {Reason.NOT_CACHED(): {3}}
 
 
 @loop("settings", [{"full_step_interval": 0}, {"granularity": "module"}])
