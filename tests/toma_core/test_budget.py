@@ -8,7 +8,6 @@ import torch
 from tests.loop import loop
 from toma_core.budget import allocate, spread
 from toma_core.config import ToMAConfig
-from toma_core.merge import merge, stacked, unmerge, unmerge_residual
 from toma_core.run import RunState
 from toma_core.schedule import LASTING, Schedule, StepMode, StepPlan
 from toma_core.windows import Budget, Windows, make_budget, make_windows
@@ -43,12 +42,6 @@ def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int]
         assert torch.equal(budget.compact[image], budget.valid[image].flatten().nonzero()[:, 0])
         used = budget.expand[image][budget.valid[image].flatten()]
         assert used.tolist() == list(range(even.total))
-
-
-def test_busy_windows_get_more() -> None:
-    windows = make_windows(16, 16, "tile", 8)
-    counts = of(picture(16, 16), windows, 0.5).valid.sum(-1)
-    assert bool((counts[:, [1, 3]] > 2 * counts[:, [0, 2]]).all())
 
 
 def test_budgets_are_in_proportion_to_the_spread_or_its_root() -> None:
@@ -129,57 +122,6 @@ def test_spread_is_the_variance_of_directions() -> None:
         torch.testing.assert_close(found[0, w], (unit - unit.mean(0)).pow(2).sum(-1).mean())
 
 
-def plan_of(x: torch.Tensor, grid: tuple[int, int], dtype: torch.dtype = torch.float32, ratio: float = 0.5):  # type: ignore[no-untyped-def]
-    run = RunState(Schedule(ToMAConfig(similarity_from="prediction")))  # type: ignore[arg-type]
-    return run.plan(
-        x.to(dtype), grid, "a", StepPlan(0, StepMode.MERGED, ratio, 0, 0), (None,), pictures=(shown(x, grid),)
-    )
-
-
 def shown(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
     """Return the picture (B, C, H, W) whose cells are the tokens x (B, N, C)."""
     return x.unflatten(1, grid).movedim(-1, 1)
-
-
-@loop("grid", GRIDS, ids=str)
-def test_merging_is_what_the_dense_matrices_say(grid: tuple[int, int]) -> None:
-    x = picture(*grid)
-    plan = plan_of(x, grid)
-    B, N, D = 2, plan.tokens, plan.num_destinations
-    eye = torch.eye(N).expand(B, N, N)
-    M = merge(eye, plan)
-    back = unmerge(torch.eye(D).expand(B, D, D), plan)
-    torch.testing.assert_close(M.sum(-1), torch.ones(B, D))
-    torch.testing.assert_close(back.sum(-1), torch.ones(B, N))
-    torch.testing.assert_close(merge(x, plan), M @ x)
-    y = torch.randn(B, D, 6)
-    torch.testing.assert_close(unmerge(y, plan), back @ y)
-    torch.testing.assert_close(unmerge_residual(y, merge(x, plan), x, plan), x + back @ (y - M @ x))
-    # Each destination has a positive merge weight for the token at which it lies.
-    assert bool((M.gather(2, plan.destinations[..., None]) > 0).all())
-    assert all(len(set(row)) == D for row in plan.destinations.tolist())
-
-
-def test_plans_of_several_parts_go_side_by_side() -> None:
-    grid, x = (16, 16), picture(16, 16, batch=3)
-    both = stacked([plan_of(x[:1], grid), plan_of(x[1:], grid)])
-    joint = plan_of(x, grid)
-    torch.testing.assert_close(merge(x, both), merge(x, joint))
-    y = torch.randn(3, joint.num_destinations, 6)
-    torch.testing.assert_close(unmerge(y, both), unmerge(y, joint))
-    assert torch.equal(both.destinations, joint.destinations)
-
-
-def test_it_represents_a_picture_better() -> None:
-    x = picture(32, 32, batch=4)
-
-    def error(adaptive: bool) -> float:
-        if adaptive:
-            plan = plan_of(x, (32, 32))
-        else:
-            plan = RunState(Schedule(ToMAConfig())).plan(
-                x, (32, 32), "a", StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,)
-            )
-        return float((unmerge(merge(x, plan), plan) - x).norm())
-
-    assert error(True) < 0.7 * error(False)

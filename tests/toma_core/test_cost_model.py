@@ -4,6 +4,7 @@ merging."""
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,16 @@ KREA, SD3 = Block(11.5, 69, (1, 20, 5)), Block(12, 70, (1, 17, 2), beside=77)
 added = st.tuples(st.integers(1, 3), st.integers(4, 20)).map(lambda few: (few[0], few[1], few[0] + 2))
 blocks = st.builds(Block, st.floats(11, 18), st.integers(20, 280), added, st.sampled_from([0, 32, 256, 512]))
 granularities = st.sampled_from(list(Granularity))
-dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
-widths = st.sampled_from([64, 320, 640, 1280, 3072])
+sizes = st.fixed_dictionaries(
+    {
+        "tokens": st.integers(1, 20_000),
+        "images": st.integers(1, 8),
+        "width": st.sampled_from([64, 320, 640, 1280, 3072]),
+        "dtype": st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+        "card": cards,
+        "block": blocks,
+    }
+)
 
 
 @loop("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -96,23 +105,6 @@ def test_a_stack_of_one_block_is_a_block() -> None:
     assert reasons == [None, WORK]
 
 
-@given(st.integers(256, 20_000), st.integers(1, 8), widths, dtypes, cards, blocks)
-def test_stacks_are_merged_first(
-    tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block
-) -> None:
-    """A grid that Auto does not merge around stacks is not merged around blocks or modules either."""
-    reasons = [too_little(tokens, images, width, dtype, card, block, g) for g in Granularity]
-    assert all(reasons) or not too_little(tokens, images, width, dtype, card, block, STACK)
-
-
-@loop(("granularity", "merged"), [("stack", True), ("block", True), ("module", False)], ids=lambda v: str(v))
-def test_what_merging_adds_decides_too(granularity: str, merged: bool) -> None:
-    """On an H100, SDXL at 1024 x 1024 is merged around stacks and blocks at its lower resolution. Merging around
-    modules adds six launches per block, so launching a block takes longer than computing it."""
-    reason = too_little(32**2, 1, 1280, torch.float16, H100, UNET_BLOCK, Granularity(granularity))
-    assert reason == (None if merged else WORK)
-
-
 @loop(
     ("card", "peak"), [(B200, 2382), (H100, 1070), (A100, 312), (RTX_5090, 209.5), (RTX_4090, 165.2), (RTX_3060, 25.5)]
 )
@@ -133,45 +125,18 @@ def test_unlisted_cards() -> None:
         assert Card("NVIDIA GeForce X", capability, 2).rate(torch.float16) == clock * geforce
 
 
-@given(
-    st.integers(1, 20_000),
-    st.integers(0, 5_000),
-    st.integers(1, 8),
-    st.integers(0, 8),
-    widths,
-    dtypes,
-    cards,
-    blocks,
-    granularities,
-)
-def test_more_tokens_or_images_are_never_merged_less(
-    tokens: int,
-    more_tokens: int,
-    images: int,
-    more_images: int,
-    width: int,
-    dtype: torch.dtype,
-    card: Card | None,
-    block: Block,
-    granularity: Granularity,
+@given(sizes, granularities, st.integers(0, 5_000), st.integers(0, 8))
+def test_more_work_is_never_merged_less(
+    size: dict[str, Any], granularity: Granularity, more_tokens: int, more_images: int
 ) -> None:
-    if not too_little(tokens, images, width, dtype, card, block, granularity):
-        assert not too_little(tokens + more_tokens, images + more_images, width, dtype, card, block, granularity)
-
-
-@given(st.integers(1, 20_000), st.integers(1, 8), widths, dtypes, cards, blocks, granularities)
-def test_256_tokens_are_the_fewest_everywhere(
-    tokens: int,
-    images: int,
-    width: int,
-    dtype: torch.dtype,
-    card: Card | None,
-    block: Block,
-    granularity: Granularity,
-) -> None:
-    reason = too_little(tokens, images, width, dtype, card, block, granularity)
-    assert (reason == Reason.TOO_FEW_TOKENS(least=256)) == (tokens < 256)
-    assert card is not None or tokens < 256 or reason is None
+    """A grid that Auto does not merge around stacks is not merged around blocks or modules either. Grids of less than
+    256 tokens are never merged, others always on devices that are no cards."""
+    reason, stack = too_little(**size, granularity=granularity), too_little(**size, granularity=STACK)
+    larger = {**size, "tokens": size["tokens"] + more_tokens, "images": size["images"] + more_images}
+    assert reason or not too_little(**larger, granularity=granularity)
+    assert reason or not stack
+    assert (reason == Reason.TOO_FEW_TOKENS(least=256)) == (size["tokens"] < 256)
+    assert size["card"] is not None or size["tokens"] < 256 or reason is None
 
 
 @loop("least", [1, 4, 256, 257, 1_048_576])

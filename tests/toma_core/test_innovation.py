@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from tests.loop import loop
+from tests.toma_core.plans import randn
 from toma_core.innovation import History
 
 SHAPE = (1, 4, 16, 16)
 
 
 def drawn(seed: int) -> Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+    return randn(seed, *SHAPE)
 
 
 def history() -> tuple[History, list[Tensor]]:
@@ -24,21 +25,21 @@ def history() -> tuple[History, list[Tensor]]:
     return found, tensors
 
 
+def new_in(found: History, latent: Tensor, sigma: float = 1.0) -> float:
+    new = found.new_noise(latent, sigma)
+    assert new is not None
+    return float(new)
+
+
 def test_a_combination_of_what_was_seen_is_not_new() -> None:
     found, tensors = history()
-    latent = sum((n - 2.5) * t for n, t in enumerate(tensors))
-    assert isinstance(latent, Tensor)
-    new = found.new_noise(latent, 1.0)
-    assert new is not None
-    assert float(new) < 1e-5
+    assert new_in(found, torch.stack([(n - 2.5) * t for n, t in enumerate(tensors)]).sum(0)) < 1e-5
 
 
 @loop("share", [0.1, 0.5, 1.0])
 def test_its_share_of_the_noise_is_found(share: float) -> None:
     found, (first, *_) = history()
-    new = found.new_noise((1 - share**2) ** 0.5 * first + share * drawn(9), 1.0)
-    assert new is not None
-    assert float(new) == pytest.approx(share, rel=0.2)
+    assert new_in(found, (1 - share**2) ** 0.5 * first + share * drawn(9)) == pytest.approx(share, rel=0.2)
 
 
 def test_a_mask_does_not_hide_it() -> None:
@@ -46,9 +47,7 @@ def test_a_mask_does_not_hide_it() -> None:
     found, (first, *_) = history()
     masked = first.clone()
     masked[..., :8, :8] = drawn(9)[..., :8, :8]
-    new = found.new_noise(masked, 1.0)
-    assert new is not None
-    assert float(new) > 0.9
+    assert new_in(found, masked) > 0.9
 
 
 def test_predictions_that_hardly_differ_do_not_hide_it() -> None:
@@ -56,17 +55,13 @@ def test_predictions_that_hardly_differ_do_not_hide_it() -> None:
     found, picture = History(), drawn(1)
     for n in range(3):
         found.note(picture + 1e-7 * n, picture)
-    new = found.new_noise(picture + 0.3 * drawn(2), 1.0)
-    assert new is not None
-    assert float(new) == pytest.approx(0.3, rel=0.2)
+    assert new_in(found, picture + 0.3 * drawn(2)) == pytest.approx(0.3, rel=0.2)
 
 
 def test_noise_that_is_nothing_beside_the_picture_counts_for_little() -> None:
     found, picture = History(), drawn(1)
     found.note(picture, picture)
-    new = found.new_noise(picture + 1e-3 * drawn(2), 1e-3)
-    assert new is not None
-    assert float(new) < 0.03
+    assert new_in(found, picture + 1e-3 * drawn(2), 1e-3) < 0.03
 
 
 def test_without_anything_to_compare_with_it_is_unknown() -> None:
@@ -89,8 +84,9 @@ def test_a_history_that_is_not_compared_holds_one_picture() -> None:
 
 def test_nothing_is_read_from_the_device() -> None:
     found = History()
+    latent = torch.empty(SHAPE, device="meta")
     for _ in range(3):
-        found.note(torch.empty(SHAPE, device="meta"), torch.empty(SHAPE, device="meta"))
-    new = found.new_noise(torch.empty(SHAPE, device="meta"), 1.0)
+        found.note(latent, latent)
+    new = found.new_noise(latent, 1.0)
     assert new is not None
     assert new.shape == ()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from toma_core.config import ToMAConfig
+from tests.toma_core.plans import randn, run_of, step_of
 from toma_core.merge import MergePlan, draw_map
-from toma_core.run import RunState
-from toma_core.schedule import Schedule, StepMode, StepPlan
 
 
-def plan_of(x: torch.Tensor, grid: tuple[int, ...], **settings: object) -> MergePlan:
-    run = RunState(Schedule(ToMAConfig(window_size=4, **settings)))  # type: ignore[arg-type]
-    return run.plan(x, grid, None, StepPlan(0, StepMode.MERGED, 0.5, 0, 0), (None,))
+def plan_of(x: torch.Tensor, grid: tuple[int, ...]) -> MergePlan:
+    return run_of().plan(x, grid, None, step_of(), (None,))
 
 
 def test_the_map_shows_each_token_with_its_most_similar_destination() -> None:
@@ -36,18 +33,9 @@ def test_the_map_shows_each_token_with_its_most_similar_destination() -> None:
 
 
 def test_of_a_video_the_first_frame_is_drawn() -> None:
-    x = torch.randn(1, 3 * 63, 6, generator=torch.Generator().manual_seed(0))
+    x = randn(0, 1, 3 * 63, 6)
     drawn, first = draw_map(plan_of(x, (3, 7, 9))), draw_map(plan_of(x[:, :63], (7, 9)))
     assert (drawn.frames, first.frames) == (3, 1)
     assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, first.cuts)
     assert torch.equal(drawn.owner, first.owner)
     assert torch.equal(drawn.destinations, first.destinations)
-
-
-def test_the_map_by_hand() -> None:
-    """The grid has 2 x 2 tokens, and the tokens of a column are nearly equal, so each column has one destination."""
-    x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.01], [0.01, 1.0]]])
-    drawn = draw_map(plan_of(x, (2, 2)))
-    owner = drawn.owner.tolist()
-    assert owner[0] == owner[2] != owner[1] == owner[3]
-    assert set(owner) == set(drawn.destinations.tolist())

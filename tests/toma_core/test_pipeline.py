@@ -48,7 +48,10 @@ def test_a_block_that_doubles_its_input() -> None:
     reduced = reduce(x, plan)
     near(reduced, [[2.0, 0.0], [0.0, 4.0]])
     out = 2 * reduced
-    near(restore(out, reduced, x, plan), [[3.0, 0.0], [5.0, 0.0], [0.0, 6.0], [0.0, 10.0]])
+    inputs = out, reduced, x
+    copies = [t.clone() for t in inputs]
+    near(restore(*inputs, plan), [[3.0, 0.0], [5.0, 0.0], [0.0, 6.0], [0.0, 10.0]])
+    assert all(map(torch.equal, inputs, copies))
 
 
 def test_a_block_that_does_nothing_changes_nothing() -> None:
@@ -58,18 +61,6 @@ def test_a_block_that_does_nothing_changes_nothing() -> None:
     reduced = reduce(x, plan)
     assert reduced.shape[1] < 0.2 * x.shape[1]
     assert torch.equal(restore(reduced.clone(), reduced, x, plan), x)
-
-
-def test_inputs_are_left_alone() -> None:
-    x, plan = toy()
-    before = x.clone()
-    reduced = reduce(x, plan)
-    out = 2 * reduced
-    copies = reduced.clone(), out.clone()
-    restore(out, reduced, x, plan)
-    assert torch.equal(x, before)
-    assert torch.equal(reduced, copies[0])
-    assert torch.equal(out, copies[1])
 
 
 @loop(
@@ -92,10 +83,9 @@ def test_off_is_the_very_same_tensor(tokens: int, evaluation: Evaluation) -> Non
     assert evaluation.run.stats.selections == 0
 
 
-@loop("settings", [{}, {"min_tokens": 256}])
 @loop(("tokens", "merges"), [(255, False), (256, True)])
-def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool, settings: dict[str, int]) -> None:
-    evaluation = evaluation_of(**settings)
+def test_auto_on_a_cpu_is_256_tokens(tokens: int, merges: bool) -> None:
+    evaluation = evaluation_of()
     x = torch.randn(1, tokens, 4)
     assert (plan_for(x, (1, tokens), "toy", evaluation) is not None) == merges
     assert obstacle(evaluation, x) == (None if merges else Reason.TOO_FEW_TOKENS(least=256))
@@ -119,11 +109,8 @@ def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) ->
     assert merged == [True, True, False], "what merging adds counts as well"
 
 
-def test_a_ratio_that_merges_no_token_says_so() -> None:
-    assert obstacle(evaluation_of(ratio=0.001), torch.randn(1, 400, 4)) == Reason.NOTHING_TO_MERGE()
-
-
 def test_every_plan_merges_something() -> None:
+    assert obstacle(evaluation_of(ratio=0.001), torch.randn(1, 400, 4)) == Reason.NOTHING_TO_MERGE()
     for width in range(4, 40):
         for ratio in (0.02, 0.5, 0.95):
             for kind in ("tile", "stripe", "global"):
@@ -131,27 +118,6 @@ def test_every_plan_merges_something() -> None:
                 plan = plan_for(torch.randn(1, width, 4), (1, width), "toy", evaluation)
                 assert (plan is None) == (round(ratio * width) == 0)
                 assert plan is None or plan.num_destinations < width
-
-
-@loop("grid", [(52, 76), (26, 38)], ids=str)
-@loop("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_everyday_sizes_through_the_front_door(grid: tuple[int, int], dtype: torch.dtype) -> None:
-    tokens = grid[0] * grid[1]
-    x = torch.randn(2, tokens, 8).to(dtype)
-    evaluation = evaluation_of(plan_keys=(None, None))
-    plan = plan_for(x, grid, "a", evaluation)
-    assert plan is not None
-    reduced = reduce(x, plan)
-    assert (reduced.shape, reduced.dtype) == ((2, tokens - round(0.5 * tokens), 8), dtype)
-    out = restore(reduced * 1.5, reduced, x, plan)
-    assert (out.shape, out.dtype) == (x.shape, dtype)
-    assert out.isfinite().all()
-    assert plan_for(x, grid, "a", evaluation) is plan
-
-
-def test_the_names_of_the_front_door() -> None:
-    assert len(set(toma_core.__all__)) == len(toma_core.__all__)
-    assert all(hasattr(toma_core, name) for name in toma_core.__all__)
 
 
 def test_usable_without_comfyui() -> None:

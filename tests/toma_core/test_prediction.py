@@ -1,24 +1,30 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from tests.loop import loop
-from toma_core.config import ToMAConfig
+from tests.toma_core.plans import randn, run_of, same, step_of
+from toma_core.merge import MergePlan
 from toma_core.prediction import picture_tokens, similarity_features, trusted_below
 from toma_core.run import RunState
-from toma_core.schedule import Schedule, StepMode, StepPlan
+from toma_core.schedule import StepMode, StepPlan
 from toma_core.selection import cosine_similarity
 
-DECISION = StepPlan(0, StepMode.MERGED, 0.5, 0, 0)
+
+def picture(batch: int = 2, height: int = 8, width: int = 8) -> Tensor:
+    return randn(0, batch, 3, height, width)
 
 
-def picture(batch: int = 2, height: int = 8, width: int = 8) -> torch.Tensor:
-    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(0))
+def plan_of(run: RunState, x: Tensor, keys: tuple[Any, ...] = (None,), pictures: Any = (), **step: Any) -> MergePlan:
+    return run.plan(x, (8, 8), "a", step_of(**step), keys, pictures=pictures)
 
 
-def run() -> RunState:
-    return RunState(Schedule(ToMAConfig(window_size=4, similarity_from="prediction")))
+def predicting() -> RunState:
+    return run_of(similarity_from="prediction")
 
 
 def test_a_prediction_is_trusted_from_the_same_share_of_noise_on() -> None:
@@ -27,29 +33,15 @@ def test_a_prediction_is_trusted_from_the_same_share_of_noise_on() -> None:
     assert other / (1 + other) == pytest.approx(flow)
 
 
-def test_a_token_is_described_by_the_cells_that_it_covers() -> None:
+@loop(("side", "channels"), [(4, 12), (8, 3), (2, 12)])
+def test_a_token_is_described_by_the_cells_that_it_covers(side: int, channels: int) -> None:
+    """A token has at most four numbers per channel. If it covers more than four cells, these are means."""
     clean = picture()
-    tokens = picture_tokens(clean, (4, 4), clean)
-    assert tokens.shape == (2, 16, 12)
-    assert sorted(tokens[1, 5].tolist()) == sorted(clean[1, :, 2:4, 2:4].flatten().tolist())
-
-
-def test_a_token_of_one_cell_is_that_cell() -> None:
-    clean = picture()
-    assert torch.equal(picture_tokens(clean, (8, 8), clean), clean.flatten(2).transpose(1, 2))
-
-
-def test_where_a_token_covers_more_cells_are_means() -> None:
-    clean = picture()
-    tokens = picture_tokens(clean, (2, 2), clean)
-    assert tokens.shape == (2, 4, 12)
-    torch.testing.assert_close(tokens[0, 0, 0], clean[0, 0, :2, :2].mean())
-
-
-def test_a_picture_may_be_one_frame_of_five_dimensions() -> None:
-    clean = picture()
-    for grid in ((4, 4), (3, 5)):
-        assert torch.equal(picture_tokens(clean[:, :, None], grid, clean), picture_tokens(clean, grid, clean))
+    tokens = picture_tokens(clean, (side, side), clean)
+    assert tokens.shape == (2, side**2, channels)
+    cells = torch.nn.functional.avg_pool2d(clean, max(1, 4 // side)).unflatten(2, (side, -1)).unflatten(4, (side, -1))
+    expected = cells.movedim((2, 4), (1, 2)).flatten(3).flatten(1, 2)
+    torch.testing.assert_close(tokens.sort().values, expected.sort().values)
 
 
 @loop("grid", [(4, 4), (3, 5)])
@@ -57,6 +49,7 @@ def test_frames_of_a_video_are_pictures_one_behind_another(grid: tuple[int, int]
     video = torch.stack([picture(), picture() + 1, 2 * picture()], 2)
     frames = [picture_tokens(video[:, :, frame], grid, video) for frame in range(3)]
     assert torch.equal(picture_tokens(video, (3, *grid), video), torch.cat(frames, 1))
+    assert torch.equal(picture_tokens(video[:, :, :1], grid, video), frames[0])
 
 
 @loop("grid", [(5, 5), (3, 3), (1, 1), (9, 5)])
@@ -89,9 +82,9 @@ def test_plans_see_brightness_only_with_the_kv_cache(kv_cache: bool, selected: s
     """Each window has two destinations and a dark and a bright half of one colour. With the KV cache, each half gets a
     destination; without it, the halves count as equal, and both destinations lie in the dark half."""
     clean = torch.tensor([0.2, 0.2, 0.8, 0.8] * 2).expand(1, 3, 8, 8)
-    config = ToMAConfig(window_size=4, similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)  # type: ignore[arg-type]
-    step, x = StepPlan(1, StepMode.MERGED_CACHED, 0.875, 0, 0), torch.randn(1, 64, 5)
-    plan = RunState(Schedule(config)).plan(x, (8, 8), "a", step, (None,), pictures=(clean,))
+    run = run_of(similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)
+    step = StepPlan(1, StepMode.MERGED_CACHED, 0.875, 0, 0)
+    plan = run.plan(torch.randn(1, 64, 5), (8, 8), "a", step, (None,), pictures=(clean,))
     shown = clean[0, 0].flatten()[plan.destinations[0]].view(4, 2)
     assert all(set(window) == selected for window in shown.double().round(decimals=3).tolist())
 
@@ -122,36 +115,28 @@ def test_a_black_picture_has_no_direction() -> None:
 
 
 def test_a_plan_is_of_the_picture_whatever_the_tokens_and_shared_by_all_blocks() -> None:
-    state, x, clean = run(), torch.randn(2, 64, 5), picture()
-    plan = state.plan(x, (8, 8), "a", DECISION, (None,), pictures=(clean,))
-    assert state.plan(2 - x, (8, 8), "b", DECISION, (None,), pictures=(clean,)) is plan
-    ours = run().plan(torch.rand(2, 64, 5), (8, 8), "a", DECISION, (None,), pictures=(clean,))
-    assert torch.equal(plan.destinations, ours.destinations)
-    assert torch.equal(plan.merge_weights, ours.merge_weights)
-    assert state.stats.selections == 1
+    run, x, clean = predicting(), torch.randn(2, 64, 5), picture()
+    plan = plan_of(run, x, pictures=(clean,))
+    assert run.plan(2 - x, (8, 8), "b", step_of(), (None,), pictures=(clean,)) is plan
+    assert same(plan, plan_of(predicting(), torch.rand(2, 64, 5), pictures=(clean,)))
+    assert run.stats.selections == 1
+    assert plan_of(run, x.bfloat16(), pictures=(clean,)).merge_weights.dtype is torch.bfloat16
 
 
 def test_areas_have_pictures_of_their_own() -> None:
     clean, x = picture(), torch.randn(2, 64, 5)
-    plan = run().plan(x, (8, 8), "a", DECISION, ("left", "right"), pictures=(clean[:1], clean[1:]))
-    alone = run().plan(x, (8, 8), "a", DECISION, (None,), pictures=(clean,))
-    assert torch.equal(plan.destinations, alone.destinations)
+    apart = plan_of(predicting(), x, ("left", "right"), (clean[:1], clean[1:]))
+    assert same(apart, plan_of(predicting(), x, pictures=(clean,)))
 
 
 def test_another_number_of_images_than_was_predicted_is_planned_by_its_tokens() -> None:
     x = torch.randn(4, 64, 5)
-    plan = run().plan(x, (8, 8), "a", DECISION, (None,), pictures=(picture(),))
-    assert torch.equal(plan.destinations, run().plan(x, (8, 8), "a", DECISION, (None,)).destinations)
-
-
-def test_weights_are_of_the_dtype_of_the_tokens() -> None:
-    plan = run().plan(torch.randn(2, 64, 5).bfloat16(), (8, 8), "a", DECISION, (None,), pictures=(picture(),))
-    assert plan.merge_weights.dtype is torch.bfloat16
+    assert same(plan_of(predicting(), x, pictures=(picture(),)), plan_of(predicting(), x))
 
 
 def test_a_reweighed_plan_has_the_weights_of_the_new_picture() -> None:
-    state, x = run(), torch.randn(2, 64, 5)
-    first = state.plan(x, (8, 8), "a", DECISION, (None,), pictures=(picture(),))
-    second = state.plan(x, (8, 8), "a", StepPlan(1, StepMode.MERGED, 0.5, 0, 1), (None,), pictures=(picture() + 0.5,))
+    run, x = predicting(), torch.randn(2, 64, 5)
+    first = plan_of(run, x, pictures=(picture(),))
+    second = plan_of(run, x, pictures=(picture() + 0.5,), weighing=1)
     assert torch.equal(first.destinations, second.destinations)
     assert not torch.equal(first.merge_weights, second.merge_weights)
