@@ -63,7 +63,6 @@ class Page:
 
     def __init__(self, browser: Any, server: ComfyServer) -> None:
         self.server = server
-        self.renderer = ""
         self._browser = browser
         self.noise: set[tuple[str, str, str]] = set()
         self.tab = browser.new_page(viewport={"width": 1600, "height": 1000})
@@ -78,6 +77,7 @@ class Page:
     def start(self, *, vue: bool, language: str = "en") -> None:
         """Load the page with the Vue renderer or LiteGraph's, and clear its initial graph."""
         self.renderer = "vue" if vue else "litegraph"
+        self.language = language
         self.server.set_setting("Comfy.VueNodes.Enabled", vue)
         self.server.set_setting("Comfy.Locale", language)
         self.tab.goto(self.server.url)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 from PIL import Image, ImageStat
 
-from tests.browser.graphs import SEEDS
+from scripts.comfyui import ROOT
+from tests.browser.graphs import SEEDS, workflow
 
 OF_TYPE = "type => app.graph.nodes.filter(node => node.type === type && node.mode === 0).map(node => node.id)"
 OVERLAPS = """() => {
@@ -111,3 +113,16 @@ def with_tiny_model(template: dict[str, Any]) -> dict[str, Any]:
 
 def height(page: Any, node_id: int) -> float:
     return float(page.evaluate("id => app.graph.getNodeById(id).size[1]", node_id))
+
+
+def help_is_shown(page: Any, node_type: str) -> None:
+    """Select a node, press its info button, and wait for the first sentence of the node's help page."""
+    page.open(workflow(last=node_type), "help")
+    page.noise.clear()
+    page.evaluate("() => app.canvas.selectNode(app.graph.getNodeById(7))")
+    page.tab.get_by_test_id("info-button").first.click()
+    text = (ROOT / "web" / "docs" / node_type / f"{page.language}.md").read_text(encoding="utf-8")
+    sentence = re.split(r"[.*。]", text.split("\n\n")[1])[0]
+    page.tab.get_by_text(sentence).first.wait_for(timeout=60_000)
+    page.evaluate("() => app.canvas.deselectAll()")
+    assert page.ours() == set(), "no page is looked for in vain"
