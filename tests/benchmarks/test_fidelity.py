@@ -25,14 +25,11 @@ def picture() -> torch.Tensor:
     return torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 1.6 - 0.8
 
 
-def test_a_picture_is_no_distance_from_itself(picture: torch.Tensor) -> None:
-    figures = measure(picture, picture, picture, picture, window=4)
-    assert figures["error"].eq(0).all()
-    for name in ("ssim", "detail", "seams"):
-        assert figures[name].tolist() == pytest.approx([1.0, 1.0])
-
-
 def test_known_errors(picture: torch.Tensor) -> None:
+    same = measure(picture, picture, picture, picture, window=4)
+    assert same["error"].eq(0).all()
+    for name in ("ssim", "detail", "seams"):
+        assert same[name].tolist() == pytest.approx([1.0, 1.0])
     assert relative_error(1.5 * picture, picture).tolist() == pytest.approx([0.5, 0.5])
     noise = torch.randn(picture.shape, generator=torch.Generator().manual_seed(1))
     assert (ssim(picture + 0.3 * noise, picture) < ssim(picture + 0.05 * noise, picture)).all()
@@ -47,21 +44,17 @@ def test_blur_lowers_and_noise_raises_high_frequency_energy(picture: torch.Tenso
 
 
 def test_seams_at_window_borders_are_found_and_others_are_not(picture: torch.Tensor) -> None:
+    """A window is 4 tokens wide. Every second band of a picture is brighter; bands are as wide as windows."""
+
+    def banded(width: int, first: int = 0) -> torch.Tensor:
+        bright = (torch.arange(64) + first) // width % 2
+        return picture + bright
+
     plain = seam_energy(picture, window=4)
-    at_borders, at_tokens = picture.clone(), picture.clone()
-    # A window is 16 pixels wide: 4 tokens of 4 pixels. Every second band of 16 pixels is brighter. Bands end at borders
-    # of windows in the first picture, and in the middle of windows in the second picture.
-    ratio_schedule = torch.arange(64)
-    at_borders[..., (ratio_schedule // 16) % 2 == 1] += 1.0
-    at_tokens[..., ((ratio_schedule + 8) // 16) % 2 == 1] += 1.0
-    assert (seam_energy(at_borders, window=4) > 1.5 * plain).all()
-    assert (seam_energy(at_tokens, window=4) < plain).all()
-
-
-def test_seams_between_smaller_tokens(picture: torch.Tensor) -> None:
-    ratio_schedule = torch.arange(64)
-    picture[..., (ratio_schedule // 8) % 2 == 1] += 1.0
-    assert (seam_energy(picture, window=4, token=2) > 1.4 * seam_energy(picture, window=4)).all()
+    assert (seam_energy(banded(16), window=4) > 1.5 * plain).all()
+    assert (seam_energy(banded(16, first=8), window=4) < plain).all(), "in the middle of windows"
+    small = banded(8)
+    assert (seam_energy(small, window=4, token=2) > 1.4 * seam_energy(small, window=4)).all()
 
 
 def test_the_few_step_model_receives_the_number_of_steps(tmp_path: Path, pack: ModuleType) -> None:
@@ -80,11 +73,9 @@ def test_the_few_step_model_receives_the_number_of_steps(tmp_path: Path, pack: M
     judge = Judge(about, tmp_path)
     passed: list[float] = []
 
-    def watch(
-        executor: Any, x: Any, timestep: Any, context: Any, y: Any, guidance: Any, *args: Any, **more: Any
-    ) -> Any:
+    def watch(executor: Any, x: Any, timestep: Any, context: Any, y: Any, guidance: Any, *more: Any) -> Any:
         passed.extend(guidance.tolist())
-        return executor(x, timestep, context, y, guidance, *args, **more)
+        return executor(x, timestep, context, y, guidance, *more)
 
     def watched(model: Any) -> Any:
         model = model.clone()
@@ -98,7 +89,7 @@ def test_the_few_step_model_receives_the_number_of_steps(tmp_path: Path, pack: M
     assert pictures.shape == (2, 3, 64, 64)
 
 
-def test_the_front_holds_what_nothing_beats() -> None:
+def test_the_front_holds_what_nothing_beats_and_is_plotted(tmp_path: Path) -> None:
     rows = {
         "unmerged": {"cost": 1.0, "error": 0.0},
         "good": {"cost": 0.5, "error": 0.1},
@@ -106,12 +97,7 @@ def test_the_front_holds_what_nothing_beats() -> None:
         "cheap": {"cost": 0.3, "error": 0.4},
     }
     assert pareto(rows) == ["cheap", "good", "unmerged"]
-
-
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    rows = {"unmerged": {"cost": 1.0, "error": 0.0}, "ratio: 0.5": {"cost": 0.6, "error": 0.25}}
-    about = {"model": "dit", "steps": 20, "size": 128, "images": 22, "seeds": 3}
-    plot(tmp_path / "dit.png", about, rows)
+    plot(tmp_path / "dit.png", {"model": "dit", "steps": 20, "size": 128, "images": 22, "seeds": 3}, rows)
     assert (tmp_path / "dit.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -127,22 +113,16 @@ def conditions(**changed: Any) -> Conditions:
     return Conditions(**{**about, "dtype": "bf16", **changed})
 
 
-def test_rows_survive_and_belong_to_their_conditions(tmp_path: Path) -> None:
-    store = Store(conditions(), tmp_path / "results", tmp_path / "cache")
+def test_rows_and_pictures_survive_and_belong_to_their_conditions(tmp_path: Path) -> None:
+    places = tmp_path / "results", tmp_path / "cache"
+    store = Store(conditions(), *places)
     store.add("unmerged", {"error": 0.0}, rounding=0.01)
-    Store(conditions(), tmp_path / "results", tmp_path / "cache").add("a: b", {"error": 0.5})
+    Store(conditions(), *places).add("a: b", {"error": 0.5})
     assert store.read()["rows"] == {"unmerged": {"error": 0.0}, "a: b": {"error": 0.5}}
     assert store.read()["rounding"] == 0.01
-    other = Store(conditions(cfg=1.0), tmp_path / "results", tmp_path / "cache")
-    assert other.file == store.file
-    assert other.read()["rows"] == {}
-
-
-def test_pictures_are_kept_as_strips(tmp_path: Path) -> None:
-    store = Store(conditions(), tmp_path / "results", tmp_path / "cache")
+    assert Store(conditions(cfg=1.0), *places).read()["rows"] == {}
     assert store.pictures("a: b") is None
     store.keep_pictures("A: b/2", torch.stack([torch.full((3, 4, 4), -1.0), torch.full((3, 4, 4), 1.0)]))
     strip = store.pictures("A: b/2")
     assert strip is not None
-    assert strip.size == (8, 4)
-    assert (strip.getpixel((0, 0)), strip.getpixel((7, 0))) == ((0, 0, 0), (255, 255, 255))
+    assert (strip.size, strip.getpixel((0, 0)), strip.getpixel((7, 0))) == ((8, 4), (0, 0, 0), (255, 255, 255))

@@ -17,28 +17,21 @@ def config_of(model: Any) -> Any:
     return run.config_for(run.attachment_of(model).settings, model)
 
 
-def test_rows_merge_every_step_unless_they_say_otherwise(pack: ModuleType) -> None:
-    model = models.unet()
-    config = config_of(variants.toma("a", ratio=0.25).patch(model))
-    assert (config.ratio, config.full_step_interval, config.start_percent, config.end_percent) == (0.25, 0, 0.0, 1.0)
-    late = config_of(variants.toma("b", full_step_interval=3).patch(model))
-    assert late.full_step_interval == 3
-    balanced = config_of(variants.preset("balanced", ratio=0.75).patch(model))
-    assert (balanced.ratio, balanced.skip_last_blocks, balanced.selection_interval) == (0.75, 3, 3)
-
-
-def test_rows_skip_the_blocks_of_the_released_method(pack: ModuleType) -> None:
+def test_rows_merge_every_step_and_the_blocks_of_the_released_method_unless_they_say_otherwise(
+    pack: ModuleType,
+) -> None:
     unet, flux = models.unet(), models.flux(double=19, single=38)  # as many blocks as Flux.1 has
-    assert [config_of(variants.toma("a").patch(model)).skip_first_blocks for model in (unet, flux)] == [0, 5]
-    assert config_of(variants.toma("a", **variants.TINY).patch(flux)).skip_first_blocks == 0
-
-
-def test_stacked_variants_are_applied_in_order() -> None:
-    first = variants.Variant("a", lambda m: [*m, 1], "one")
-    second = variants.Variant("b", lambda m: [*m, 2])
+    config = config_of(variants.toma("a", ratio=0.25).patch(unet))
+    assert (config.ratio, config.full_step_interval, config.start_percent, config.end_percent) == (0.25, 0, 0.0, 1.0)
+    assert config.skip_first_blocks == 0
+    assert config_of(variants.toma("a").patch(flux)).skip_first_blocks == 5
+    other = config_of(variants.toma("b", full_step_interval=3, **variants.TINY).patch(flux))
+    assert (other.full_step_interval, other.skip_first_blocks) == (3, 0)
+    balanced = config_of(variants.preset("balanced", ratio=0.75).patch(unet))
+    assert (balanced.ratio, balanced.skip_last_blocks, balanced.selection_interval) == (0.75, 3, 3)
+    first, second = variants.Variant("a", lambda m: [*m, 1], "one"), variants.Variant("b", lambda m: [*m, 2])
     both = variants.stacked(first, second)
-    assert both.patch([0]) == [0, 1, 2]
-    assert (both.name, both.note) == ("a + b", "one")
+    assert (both.patch([0]), both.name, both.note) == ([0, 1, 2], "a + b", "one")
 
 
 def test_a_block_cache_skips_what_hardly_changes(pack: ModuleType) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,11 +26,18 @@ def loaded(pack: ModuleType) -> None:
     """Load the pack before a model is built."""
 
 
+@cache
+def base_of(shape: Shape) -> Cost:
+    """Return the cost of an evaluation without ToMA, with the blocks of each class in BLOCKS as parts."""
+    kinds = {blocks.kind: blocks.kind for blocks in BLOCKS if blocks.shape == shape}
+    return cost.count(shape, modules=kinds)
+
+
 def toma(**settings: Any) -> variants.Variant:
     return variants.toma("", ratio=0.5, **settings)
 
 
-def test_what_is_known_of_an_operation_counts_as_the_operation_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_whose_result_is_known_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "_results", {})
     first, again = (cost.count(FLUX, toma(skip_first_blocks=0), blocks=(1, 1), kernels=True) for _ in range(2))
     assert meter._results
@@ -47,15 +55,19 @@ def test_what_is_known_of_an_operation_counts_as_the_operation_does(monkeypatch:
         ("module", True, 0.25),
     ],
 )
-def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, most: float) -> None:
+def test_what_merging_adds_to_sdxl_and_saves(granularity: str, kernels: bool, most: float) -> None:
     """Count launches, which are operations except views, in a step that uses an existing plan."""
-    base = cost.count(SDXL)
+    base = base_of(SDXL)
     assert base.launches == 1682
     merged = cost.count(SDXL, toma(granularity=granularity), kernels=kernels)
     assert 0 < merged.launches / base.launches - 1 <= most
     assert merged.parts["merge"].launches > 0
     assert merged.parts["unmerge"].launches > 0
     assert "plan" not in merged.parts, "a plan that is there costs no operation"
+    if not kernels:
+        assert 1.6 < base.flops / merged.flops < 1.75
+        share = 0.035 if granularity != "stack" else 0.002
+        assert merged.parts["merge"].flops + merged.parts["unmerge"].flops < share * merged.flops
 
 
 # With `balanced` on Flux, steps 0 and 4 are full and cache keys and values; steps 1 to 3 are merged and attend to all
@@ -72,7 +84,7 @@ def test_launches_that_merging_adds_to_sdxl(granularity: str, kernels: bool, mos
     ],
 )
 def test_launches_that_a_preset_adds(shape: Shape, step: int, kernels: bool, most: float) -> None:
-    base = cost.count(shape)
+    base = base_of(shape)
     merged = cost.count(shape, variants.preset("balanced", ratio=0.5, min_tokens=4), kernels=kernels, step=step)
     assert 0 < merged.launches / base.launches - 1 <= most
     assert merged.flops < 0.66 * base.flops or step == 0
@@ -98,62 +110,95 @@ def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> 
     assert 0 < regressed.flops / plain.flops - 1 < 0.0052
 
 
-def two(name: str, double: int, single: int, width: int) -> dict[str, tuple[str, list[tuple[int, int, int]]]]:
-    """Return {class of blocks: (declared cost, grids)} of a model with Flux's double and single blocks at 1024 x 1024
-    pixels."""
-    return {
-        "DoubleStreamBlock": (f"{name}DOUBLE", [(double, 64**2, width)]),
-        "SingleStreamBlock": (f"{name}SINGLE", [(single, 64**2, width)]),
-    }
+class Blocks(NamedTuple):
+    """A class of blocks that are merged, and the name of the cost that its family declares. Refiner blocks, which are
+    not merged, are of the same class."""
+
+    shape: Shape
+    kind: str
+    cost: str
+    grids: list[tuple[int, int, int]]  # (number of blocks, tokens, width)
+    refined: bool = False
+
+    @property
+    def number(self) -> int:
+        return sum(number for number, *_ in self.grids)
+
+    @property
+    def declared(self) -> Any:
+        family, _, name = self.cost.partition(".")
+        return getattr(pack_module(f"nodes.adapters.families.{family}"), name)
 
 
-def cost_of(name: str) -> Any:
-    family, _, block = name.partition(".")
-    return getattr(pack_module(f"nodes.adapters.families.{family}"), block)
+def two(model: str, name: str, double: int, single: int, width: int) -> list[Blocks]:
+    """Return the double and single blocks of a model like Flux."""
+    return [
+        Blocks(Shape(model), "DoubleStreamBlock", f"{name}DOUBLE", [(double, 64**2, width)]),
+        Blocks(Shape(model), "SingleStreamBlock", f"{name}SINGLE", [(single, 64**2, width)]),
+    ]
 
 
-# Numbers of blocks and of refiner blocks to count. Refiner blocks have the same class, but are not merged.
-UNREFINED = {"z_image": (30, 0), "lumina2": (26, 0), "omnigen2": (32, 0)}
+BLOCKS = [
+    Blocks(SDXL, "BasicTransformerBlock", "unet.COST", [(10, 64**2, 640), (60, 32**2, 1280)]),
+    *two("flux", "flux.", 19, 38, 3072),
+    *two("flux2", "flux.FLUX2_", 8, 48, 6144),
+    *two("klein", "flux.FLUX2_", 8, 24, 4096),
+    *two("chroma", "chroma.", 19, 38, 3072),
+    Blocks(Shape("z_image"), "JointTransformerBlock", "lumina.Z_IMAGE", [(30, 64**2, 3840)], True),
+    Blocks(Shape("lumina2"), "JointTransformerBlock", "lumina.LUMINA", [(26, 64**2, 2304)], True),
+    Blocks(Shape("krea2"), "SingleStreamBlock", "krea.COST", [(28, 64**2, 6144)]),
+    Blocks(Shape("qwen_image", 1328, 1328), "QwenImageTransformerBlock", "qwen.COST", [(60, 83**2, 3072)]),
+    Blocks(Shape("qwen_image21"), "QwenImage21TransformerBlock", "qwen21.COST", [(32, 64**2, 4096)]),
+    Blocks(Shape("sd3"), "JointBlock", "sd3.COST", [(38, 64**2, 2432)]),
+    Blocks(Shape("omnigen2"), "OmniGen2TransformerBlock", "omnigen.COST", [(32, 64**2, 2520)], True),
+    Blocks(Shape("ernie"), "ErnieImageSharedAdaLNBlock", "ernie.COST", [(36, 64**2, 4096)]),
+    Blocks(Shape("ideogram"), "Ideogram4TransformerBlock", "ideogram.COST", [(34, 64**2, 4608)]),
+    Blocks(Shape("lens"), "LensTransformerBlock", "lens.COST", [(48, 64**2, 1536)]),
+    Blocks(Shape("cosmos"), "Block", "cosmos.COST", [(28, 64**2, 2048)]),
+    Blocks(Shape("ltx", 512, 768, frames=13), "BasicTransformerBlock", "ltx.COST", [(28, 4992, 2048)]),
+    Blocks(Shape("wan", 480, 832, frames=21), "WanAttentionBlock", "wan.COST", [(40, 32760, 5120)]),
+    Blocks(Shape("ltx_av", 704, 1280, frames=16), "BasicAVTransformerBlock", "ltx.AV_COST", [(48, 14080, 4096)]),
+    Blocks(Shape("h3", 768, 1344, frames=22), "DiTBlock", "h3.COST", [(50, 22176, 5376)]),
+]
+every_kind = pytest.mark.parametrize("blocks", BLOCKS, ids=lambda blocks: f"{blocks.shape.model} {blocks.kind}")
 
 
-@pytest.mark.parametrize(
-    ("shape", "kinds"),
-    [
-        (SDXL, {"BasicTransformerBlock": ("unet.COST", [(10, 64**2, 640), (60, 32**2, 1280)])}),
-        (FLUX, two("flux.", 19, 38, 3072)),
-        (Shape("flux2"), two("flux.FLUX2_", 8, 48, 6144)),
-        (Shape("klein"), two("flux.FLUX2_", 8, 24, 4096)),
-        (Shape("chroma"), two("chroma.", 19, 38, 3072)),
-        (Shape("z_image"), {"JointTransformerBlock": ("lumina.Z_IMAGE", [(30, 64**2, 3840)])}),
-        (Shape("lumina2"), {"JointTransformerBlock": ("lumina.LUMINA", [(26, 64**2, 2304)])}),
-        (Shape("krea2"), {"SingleStreamBlock": ("krea.COST", [(28, 64**2, 6144)])}),
-        (Shape("qwen_image", 1328, 1328), {"QwenImageTransformerBlock": ("qwen.COST", [(60, 83**2, 3072)])}),
-        (Shape("qwen_image21"), {"QwenImage21TransformerBlock": ("qwen21.COST", [(32, 64**2, 4096)])}),
-        (Shape("sd3"), {"JointBlock": ("sd3.COST", [(38, 64**2, 2432)])}),
-        (Shape("omnigen2"), {"OmniGen2TransformerBlock": ("omnigen.COST", [(32, 64**2, 2520)])}),
-        (Shape("ernie"), {"ErnieImageSharedAdaLNBlock": ("ernie.COST", [(36, 64**2, 4096)])}),
-        (Shape("ideogram"), {"Ideogram4TransformerBlock": ("ideogram.COST", [(34, 64**2, 4608)])}),
-        (Shape("lens"), {"LensTransformerBlock": ("lens.COST", [(48, 64**2, 1536)])}),
-        (Shape("cosmos"), {"Block": ("cosmos.COST", [(28, 64**2, 2048)])}),
-        (Shape("ltx", 512, 768, frames=13), {"BasicTransformerBlock": ("ltx.COST", [(28, 4992, 2048)])}),
-        (Shape("wan", 480, 832, frames=21), {"WanAttentionBlock": ("wan.COST", [(40, 32760, 5120)])}),
-        (Shape("ltx_av", 704, 1280, frames=16), {"BasicAVTransformerBlock": ("ltx.AV_COST", [(48, 14080, 4096)])}),
-        (Shape("h3", 768, 1344, frames=22), {"DiTBlock": ("h3.COST", [(50, 22176, 5376)])}),
-    ],
-    ids=lambda value: value.model if isinstance(value, Shape) else "",
-)
-def test_what_auto_thinks_of_a_block(shape: Shape, kinds: dict[str, tuple[str, list[tuple[int, int, int]]]]) -> None:
-    """Compare the launches and FLOPs that a family declares for a block with those counted. kinds: for each class of
-    blocks, the name of the declared cost, and (number of blocks, tokens, width) of each grid."""
-    parts = cost.count(shape, modules={kind: kind for kind in kinds}, blocks=UNREFINED.get(shape.model)).parts
-    for kind, (name, grids) in kinds.items():
-        block, number = cost_of(name), sum(number for number, *_ in grids)
-        assert math.ceil(parts[kind].launches / number) == block.launches
-        # All blocks have equal launches but SD3's last one, without text output, and Wan's first one, which copies its
-        # input.
-        assert parts[kind].launches == block.launches * number or shape.model in ("sd3", "wan")
-        estimate = sum(number * block.flops(tokens, 1, width) for number, tokens, width in grids)
-        assert 0.9 < estimate / parts[kind].flops <= 1.0
+@every_kind
+def test_what_auto_thinks_of_a_block(blocks: Blocks) -> None:
+    """Compare the launches and FLOPs that a family declares for a block with those counted."""
+    counted = base_of(blocks.shape).parts[blocks.kind]
+    number = blocks.number
+    if blocks.refined:
+        counted = cost.count(blocks.shape, modules={blocks.kind: blocks.kind}, blocks=(number, 0)).parts[blocks.kind]
+    assert math.ceil(counted.launches / number) == blocks.declared.launches
+    # All blocks have equal launches but SD3's last one, without text output, and Wan's first one, which copies its
+    # input.
+    assert counted.launches == blocks.declared.launches * number or blocks.shape.model in ("sd3", "wan")
+    estimate = sum(some * blocks.declared.flops(tokens, 1, width) for some, tokens, width in blocks.grids)
+    assert 0.9 < estimate / counted.flops <= 1.0
+
+
+@pytest.mark.parametrize("granularity", ["stack", "block", "module"])
+@every_kind
+def test_what_auto_thinks_that_merging_adds(blocks: Blocks, granularity: str) -> None:
+    """Compare the launches that merging adds per block, rounded up, with those that the family declares."""
+    cost_model = pack_module("toma_core.cost_model")
+    of_model = [each for each in BLOCKS if each.shape == blocks.shape]
+    place = of_model.index(blocks)
+    # Double and single blocks have one setting, so as many single blocks are skipped as there are double blocks.
+    skipped = sum(each.number for each in of_model[:place])
+    merged = toma(
+        skip_first_blocks=skipped,
+        skip_last_blocks=sum(each.number for each in of_model[place + 1 :]),
+        full_step_interval=0 if blocks.shape == SDXL else 3,
+        min_tokens=4,
+        granularity=granularity,
+    )
+    launches = cost.count(blocks.shape, merged, kernels=True, step=1).launches
+    added = (launches - base_of(blocks.shape).launches) / (blocks.number - skipped)
+    launching = blocks.declared.launching(cost_model.Granularity(granularity))
+    expected = round(launching / cost_model.LAUNCH) - blocks.declared.launches
+    assert expected - (granularity == "stack") <= math.ceil(added) <= expected
 
 
 @pytest.mark.parametrize(("kernels", "share"), [(False, 0.02), (True, 0.003)])
@@ -193,61 +238,10 @@ def test_every_file_that_merges_is_counted() -> None:
     assert {f for f in files if merging & vars(pack_module(f"nodes.adapters.{f}")).keys()} == set(ADAPTERS)
 
 
-@pytest.mark.parametrize("granularity", ["stack", "block", "module"])
-@pytest.mark.parametrize(
-    ("shape", "name", "number", "skipped"),
-    [
-        (SDXL, "unet.COST", 70, {"full_step_interval": 0}),
-        (FLUX, "flux.DOUBLE", 19, {"skip_first_blocks": 0, "skip_last_blocks": 38}),
-        (FLUX, "flux.SINGLE", 19, {"skip_first_blocks": 19}),
-        (Shape("flux2"), "flux.FLUX2_DOUBLE", 8, {"skip_first_blocks": 0, "skip_last_blocks": 48}),
-        (Shape("flux2"), "flux.FLUX2_SINGLE", 40, {"skip_first_blocks": 8}),
-        (Shape("klein"), "flux.FLUX2_DOUBLE", 8, {"skip_first_blocks": 0, "skip_last_blocks": 24}),
-        (Shape("klein"), "flux.FLUX2_SINGLE", 16, {"skip_first_blocks": 8}),
-        (Shape("chroma"), "chroma.DOUBLE", 19, {"skip_first_blocks": 0, "skip_last_blocks": 38}),
-        (Shape("chroma"), "chroma.SINGLE", 19, {"skip_first_blocks": 19}),
-        (Shape("z_image"), "lumina.Z_IMAGE", 30, {}),
-        (Shape("lumina2"), "lumina.LUMINA", 26, {}),
-        (Shape("krea2"), "krea.COST", 28, {}),
-        (Shape("qwen_image"), "qwen.COST", 60, {}),
-        (Shape("qwen_image21"), "qwen21.COST", 32, {}),
-        (Shape("sd3"), "sd3.COST", 38, {}),
-        (Shape("omnigen2"), "omnigen.COST", 32, {}),
-        (Shape("ernie"), "ernie.COST", 36, {}),
-        (Shape("ideogram"), "ideogram.COST", 34, {}),
-        (Shape("lens"), "lens.COST", 48, {}),
-        (Shape("cosmos"), "cosmos.COST", 28, {}),
-        (Shape("wan"), "wan.COST", 40, {}),
-        (Shape("ltx", frames=2), "ltx.COST", 28, {}),
-        (Shape("ltx_av", frames=2), "ltx.AV_COST", 48, {}),
-        (Shape("h3", frames=7), "h3.COST", 50, {}),
-    ],
-    ids=lambda value: value.model if isinstance(value, Shape) else "",
-)
-def test_what_auto_thinks_that_merging_adds(
-    shape: Shape, name: str, number: int, skipped: dict[str, int], granularity: str
-) -> None:
-    """Compare the launches that merging adds per block, rounded up, with those that the family declares."""
-    cost_model = pack_module("toma_core.cost_model")
-    settings = {"full_step_interval": 3, "min_tokens": 4, "granularity": granularity, **skipped}
-    merged = cost.count(shape, toma(**settings), kernels=True, step=1)
-    block, kind = cost_of(name), cost_model.Granularity(granularity)
-    added = (merged.launches - cost.count(shape).launches) / number
-    expected = round(block.launching(kind) / cost_model.LAUNCH) - block.launches
-    assert expected - (granularity == "stack") <= math.ceil(added) <= expected
-
-
-def test_nothing_is_added_where_nothing_is_merged() -> None:
-    base, off = cost.count(SDXL), cost.count(SDXL, variants.toma("", ratio=0.0))
+@pytest.mark.parametrize("variant", [variants.toma("", ratio=0.0), variants.tome_node(0.5)], ids=["off", "ToMe node"])
+def test_ratio_0_and_comfyuis_tome_node_add_nothing(variant: variants.Variant) -> None:
+    base, off = base_of(SDXL), cost.count(SDXL, variant)
     assert (off.launches, off.flops, off.bytes) == (base.launches, base.flops, base.bytes)
-
-
-@pytest.mark.parametrize(("shape", "granularity"), [(SDXL, "stack"), (SDXL, "module"), (FLUX, "block")], ids=str)
-def test_ceilings(shape: Shape, granularity: str) -> None:
-    base, merged = cost.count(shape), cost.count(shape, toma(granularity=granularity))
-    assert 1.6 < base.flops / merged.flops < 1.75
-    most = 0.035 if granularity == "module" else 0.002
-    assert merged.parts["merge"].flops + merged.parts["unmerge"].flops < most * merged.flops
 
 
 def test_making_plans_is_counted_apart() -> None:
@@ -293,14 +287,9 @@ def test_the_stand_in_for_kernels_has_their_shapes() -> None:
     assert counter.cost.bytes == merging + tables
 
 
-def test_comfyuis_tome_node_does_nothing_on_sdxl() -> None:
-    base, node = cost.count(SDXL), cost.count(SDXL, variants.tome_node(0.5))
-    assert (node.launches, node.flops) == (base.launches, base.flops)
-
-
 @pytest.mark.parametrize("rival", [variants.tome(0.5), variants.todo()], ids=lambda v: v.name)
 def test_rivals_save_in_self_attention_only(rival: variants.Variant) -> None:
-    base, patched = cost.count(SDXL), cost.count(SDXL, rival)
+    base, patched = base_of(SDXL), cost.count(SDXL, rival)
     assert 1.1 < base.flops / patched.flops < 1.25
 
 
@@ -312,4 +301,4 @@ def test_what_a_run_counts_is_what_is_counted_here(model: str, within: float) ->
     hooks = pack_module("nodes.adapters.registry").find(cost.on_meta(model, None).model.diffusion_model)
     latent = torch.empty(1, *shape.latent, device="meta")
     counted = hooks.flops_beside_blocks(latent) + sum(fact.flops() for fact in hooks.blocks(latent))
-    assert counted == pytest.approx(cost.count(shape).flops, rel=within)
+    assert counted == pytest.approx(base_of(shape).flops, rel=within)
