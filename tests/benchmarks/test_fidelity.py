@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 from benchmarks.fidelity.judge import Conditions, Judge
 from benchmarks.fidelity.metrics import high_frequency_energy, measure, relative_error, seam_energy, ssim
-from benchmarks.fidelity.report import pareto, plot, sheet
+from benchmarks.fidelity.report import pareto, plot
 from benchmarks.fidelity.settings import Setting
 from benchmarks.fidelity.store import Store
 from scripts.comfyui import ROOT
@@ -99,13 +98,6 @@ def test_the_front_holds_what_nothing_beats_and_is_plotted(tmp_path: Path) -> No
     assert pareto(rows) == ["cheap", "good", "unmerged"]
     plot(tmp_path / "dit.png", {"model": "dit", "steps": 20, "size": 128, "images": 22, "seeds": 3}, rows)
     assert (tmp_path / "dit.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_sheet_has_a_row_for_each_setting() -> None:
-    strips = {"unmerged": Image.new("RGB", (64, 16), "red"), "merged": Image.new("RGB", (64, 16), "blue")}
-    page = sheet(strips)
-    assert page.size == (64, 64)
-    assert [page.getpixel((60, y)) for y in (20, 52)] == [(255, 0, 0), (0, 0, 255)]
 
 
 def conditions(**changed: Any) -> Conditions:

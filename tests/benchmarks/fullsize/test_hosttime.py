@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,9 @@ def test_it_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "hosttime.json").read_text())
     assert list(result["rows"]) == ["Triton", "PyTorch"]
+    parts = ["merge", "restore", "reuse", "propagate", "propagate, regressed", "propagate keys, regressed", "plan"]
     for rows in result["rows"].values():
-        propagations = ["propagate", "propagate, regressed", "propagate keys, regressed"]
-        assert list(rows) == ["merge", "restore", "reuse", *propagations, "plan"]
+        assert list(rows) == parts
         assert all(0.5 < adds < 5000 for adds in rows.values())
     assert json.loads(done.stdout) == result
 
@@ -35,11 +34,3 @@ def test_it_runs(tmp_path: Path) -> None:
 def test_an_add_is_one_add() -> None:
     a = torch.ones(4)
     assert 0.3 < hosttime.in_adds(lambda: torch.add(a, a), 9) < 3
-    until = time.thread_time
-
-    def busy() -> None:
-        end = until() + 2e-4
-        while until() < end:
-            pass
-
-    assert hosttime.in_adds(busy, 3, calls=20) > 5

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import bench, forward, micro, results, sample, sections, suite, variants
 from benchmarks.bench import Row
 from benchmarks.gpu import kernels
-from scripts.comfyui import ROOT
 from testbed import fullsize
 from testbed.fullsize import Shape
 
@@ -42,11 +39,9 @@ def test_every_variant_of_an_evaluation(unet: Any) -> None:
     rows = {r.variant: r for r in forward.measure(unet, Shape("sdxl", 128, 192, 2, tiny=True), chosen, 1, CPU)}
     assert bench.red(list(rows.values())) == []
     assert rows["unpatched"].error == 0
-    for variant in merged:
-        row = rows[variant.name]
+    for row in (rows[variant.name] for variant in merged):
         assert row.tokens == "96 -> 48, 24 -> 12"
-        assert row.error is not None
-        assert 0 < row.error < forward.FARTHEST
+        assert 0 < (row.error or 0) < forward.FARTHEST
         assert "kernels: torch" in row.note
     assert "no-op" in rows["ComfyUI's ToMe node"].note
     for rival in (variants.tome(ratio), variants.todo()):
@@ -80,12 +75,12 @@ def test_a_timed_step_runs_the_network_once_on_merged_tokens(model: str) -> None
         handle.remove()
 
 
-def test_gates_see_what_is_wrong(unet: Any) -> None:
-    shape = Shape("sdxl", 64, 64, 1, tiny=True)
+SMALL = Shape("sdxl", 64, 64, 1, tiny=True)
 
+
+def test_gates_see_what_is_wrong(unet: Any) -> None:
     def broken(model: Any) -> Any:
         model = model.clone()
-        model.set_model_unet_function_wrapper(lambda apply, args: apply(args["input"], args["timestep"], **args["c"]))
         model.set_model_output_block_patch(lambda h, hsp, options: (-3 * h, hsp))
         return model
 
@@ -95,7 +90,7 @@ def test_gates_see_what_is_wrong(unet: Any) -> None:
         variants.Variant("broken", broken),
         variants.Variant("missing", variants.core_node("nodes_tomesd", "NoSuchNode")),
     ]
-    rows = {r.variant: r for r in forward.measure(unet, shape, chosen, 1, CPU)}
+    rows = {r.variant: r for r in forward.measure(unet, SMALL, chosen, 1, CPU)}
     assert "Nothing was merged" in rows["ToMA never"].gate
     assert "must not" in rows["changes"].gate
     assert "off" in rows["broken"].gate
@@ -105,32 +100,20 @@ def test_gates_see_what_is_wrong(unet: Any) -> None:
 
 
 def test_a_model_that_is_left_changed_is_seen(unet: Any) -> None:
-    network = unet.model.diffusion_model
-    before = network.out[2].bias.data.clone()
-
-    def leaves_traces(model: Any) -> Any:
-        network.out[2].bias.data += 1
-        return model
-
+    bias = unet.model.diffusion_model.out[2].bias.data
+    before = bias.clone()
     try:
-        rows = forward.measure(
-            unet, Shape("sdxl", 64, 64, 1, tiny=True), [variants.toma("stack", **variants.TINY)], 1, CPU
-        )
-        assert bench.red(rows) == []
-        late = variants.Variant("late", lambda model: model)
-        runner = forward.Runner(late, unet)
-        shape = Shape("sdxl", 64, 64, 1, tiny=True)
-        base = runner(shape.inputs(CPU))
-        leaves_traces(unet)
-        assert forward.problems(runner, runner(shape.inputs(CPU)), base)
+        runner = forward.Runner(variants.Variant("late", lambda model: model), unet)
+        base = runner(SMALL.inputs(CPU))
+        bias += 1
+        assert forward.problems(runner, runner(SMALL.inputs(CPU)), base)
     finally:
-        network.out[2].bias.data.copy_(before)
+        bias.copy_(before)
 
 
 def test_sampling_runs_and_steps_that_caches_skip(unet: Any) -> None:
-    shape = Shape("sdxl", 64, 64, 1, tiny=True)
     chosen = sample.usual_variants(0.5, **variants.TINY)
-    rows = {r.variant: r for r in sample.measure(unet, shape, 6, 3.0, chosen, 1, CPU, shares=True)}
+    rows = {r.variant: r for r in sample.measure(unet, SMALL, 6, 3.0, chosen, 1, CPU, shares=True)}
     assert bench.red(list(rows.values())) == []
     every = rows["ToMA every step, ratio 0.5"]
     assert "6/6 steps merged" in every.note
@@ -145,7 +128,8 @@ def test_operations_alone(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = micro.Limits(1e9, 1e9)
     what = micro.Grid.parse(grid), 0.5, 2
     rows = micro.measure(*what, torch.float32, CPU, limits, 1)
-    assert {row.section for row in rows} == {f"micro: {part}" for part in ("selection", "weights", *_MERGES)}
+    parts = ("selection", "weights", "merge", "unmerge", "reuse")
+    assert {row.section for row in rows} == {f"micro: {part}" for part in parts}
     assert bench.red(rows) == []
     assert "| unmerge |" in micro.table(rows)
     core = micro.pack_module("toma_core.merge")
@@ -155,27 +139,19 @@ def test_operations_alone(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("off from fp32" in line for line in bench.red(rows))
 
 
-_MERGES = ("merge", "unmerge", "reuse")
-
-
-def test_operands_are_more_than_a_cache_holds_and_alike() -> None:
-    copies, windows, budget = micro.operands(micro.Grid(8, 8, 16), 0.5, 1, torch.float32, CPU)
+def test_operands_are_more_than_a_cache_holds_and_worse_picks_are_seen() -> None:
+    copies, windows, budget = micro.operands(micro.Grid(16, 16, 16), 0.5, 2, torch.float32, CPU)
     assert len({copy.x.data_ptr() for copy in copies}) == len(copies) > 2
     for copy in copies:
         assert micro.picks_problem(copy.plan.dest_slots, copy.x, windows, budget) == ""
-        torch.testing.assert_close(copy.plan.merge_weights, copies[0].plan.merge_weights, rtol=1e-3, atol=1e-4)
+    picks = copies[0].plan.dest_slots
+    worst = torch.arange(picks.shape[-1]).expand(picks.shape)
+    assert "of the best" in micro.picks_problem(worst, copies[0].x, windows, budget)
     seen: list[int] = []
     call = micro._in_turn(lambda o: seen.append(o.x.data_ptr()), copies)
     for _ in range(2 * len(copies)):
         call()
     assert seen == [copy.x.data_ptr() for copy in copies] * 2
-
-
-def test_picks_that_are_worse_are_seen() -> None:
-    copies, windows, budget = micro.operands(micro.Grid(16, 16, 16), 0.5, 2, torch.float32, CPU)
-    picks = copies[0].plan.dest_slots
-    worst = torch.arange(picks.shape[-1]).expand(picks.shape)
-    assert "of the best" in micro.picks_problem(worst, copies[0].x, windows, budget)
 
 
 def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,41 +170,19 @@ def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(wrong.values()) == {""}
 
 
-def measured(speedup: float | None, **more: Any) -> Row:
-    run = "sample, 20 steps, cfg 7"
-    return Row(run, "sdxl", "1024x1024", 1, "ToMA every step", speedup=speedup, **more)
-
-
-def test_dry_run_of_the_script_for_gpus(tmp_path: Path) -> None:
-    """Run one section of the GPU benchmarks on a CPU. tests/benchmarks/gpu/test_rehearsal.py runs all sections."""
-    options = ["--gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path), "--only", "break-even"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.suite", *options],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md"}
-    stored = json.loads((tmp_path / "results.json").read_text())
-    assert {row["section"] for row in stored["rows"]} == {"break-even"}
-    assert "dry run" in stored["conditions"]["models"]
-
-
 def test_a_section_that_fails_is_named(tmp_path: Path) -> None:
+    row = Row("sample, 20 steps, cfg 7", "sdxl", "1024x1024", 1, "ToMA every step", speedup=1.5)
+
     def fails(made: sections.Suite) -> None:
-        made.results.add(measured(1.5))
+        made.results.add(row)
         raise RuntimeError("no such card")
 
     made = sections.Suite(True, CPU, torch.float32, time.time() + 60, results.Results(tmp_path, {"device": "a"}))
     suite.run_section(sections.Section("a", fails, 0), made)
     again = results.Results.read(tmp_path)
     assert again.wrong() == ["a: FAILED, RuntimeError: no such card"]
-    assert again.rows == [measured(1.5)]
-    assert "a: FAILED, RuntimeError: no such card" in (tmp_path / "results.md").read_text()
+    assert again.rows == [row]
+    assert again.wrong()[0] in (tmp_path / "results.md").read_text()
 
 
 def test_a_section_is_stopped_at_its_limit_and_others_have_their_turn(tmp_path: Path) -> None:
@@ -240,34 +194,55 @@ def test_a_section_is_stopped_at_its_limit_and_others_have_their_turn(tmp_path: 
     assert {row.section.partition(":")[0] for row in after.rows} == {"micro"}
 
 
-def test_sections_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
-    after = suite.go_through(
-        [sections.GPU[-1]], results.Results(tmp_path, {"device": "a"}), time.time() + 30, [], False
-    )
-    assert [note.partition(",")[0] for note in after.notes] == ["compile: left out"]
-    assert after.rows == after.wrong() == []
-
-
-def test_extra_sections_take_no_time_from_what_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_that_do_not_fit_are_left_out_and_extra_ones_take_no_time_from_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(suite, "_run", lambda *_: "")
-    chosen = [
-        sections.Section("flux", sections.right, 20, 70),
-        sections.Section("sizes", sections.right, 10, 9, extra=True),
-    ]
+    flux = sections.Section("flux", sections.right, 20, 70)
+    sizes = sections.Section("sizes", sections.right, 10, 9, extra=True)
     last = sections.Section("compile", sections.right, 60, 135)
 
-    def left_out(*given: sections.Section) -> list[str]:
+    def left_out(seconds: float, *given: sections.Section) -> list[str]:
         found = results.Results(tmp_path, {"device": "a"})
-        after = suite.go_through(list(given), found, time.time() + 100, [], False)
+        after = suite.go_through(list(given), found, time.time() + seconds, [], False)
         return [note.partition(":")[0] for note in after.notes]
 
-    assert left_out(*chosen, last) == ["sizes"]
-    assert left_out(*chosen) == []
+    assert left_out(100, flux, sizes, last) == ["sizes"]
+    assert left_out(100, flux, sizes) == []
+    assert left_out(30, last) == ["compile"]
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.is_available():
+@pytest.mark.parametrize(("given", "message"), [(["--gpu"], "no CUDA device"), (["--only", "sdlx"], "sdxl")])
+def test_commands_that_cannot_run_are_refused(
+    given: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available() and given == ["--gpu"]:
         pytest.skip("there is one")
-    monkeypatch.setattr(sys, "argv", ["suite", "--gpu"])
-    with pytest.raises(SystemExit, match="no CUDA device"):
+    monkeypatch.setattr(sys, "argv", ["suite", *given, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=message):
         suite.main()
+    assert not list(tmp_path.iterdir())
+
+
+STARTS_ANOTHER = """
+import os, subprocess, sys, time
+os.setpgid(0, 0)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open(sys.argv[1], "w").write(str(child.pid))
+time.sleep(60)
+"""
+
+
+def running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
+def test_a_section_is_stopped_with_what_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    assert "stopped" in suite._run([sys.executable, "-c", STARTS_ANOTHER, str(pid_file)], dict(os.environ), 3)
+    pid, deadline = int(pid_file.read_text()), time.monotonic() + 5
+    while running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
