@@ -11,8 +11,5 @@ from .toma import ToMA, ToMAAdvanced
 
 
 class ToMAExtension(ComfyExtension):
-    """List the nodes for ComfyUI."""
-
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        """Return every node of the pack."""
         return [ToMA, ToMAAdvanced, ToMAReport, ToMABenchmark, ToMACalibrate]

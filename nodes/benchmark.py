@@ -23,66 +23,29 @@ from .report_charts import FULL, MERGED, RECOMMENDED, Bar, Caption, bar_chart
 from .task import Task
 from .timing import Timing
 from .toma import complaint
-from .widgets import CATEGORY, SEARCH_ALIASES
 
 
 class ToMABenchmark(io.ComfyNode):
-    """Time a model with and without ToMA and recommend ratios."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="ToMABenchmark",
-            display_name="ToMA Benchmark",
-            category=CATEGORY,
-            description="Samples with and without ToMA in turn, on your machine and at your size. Says how much faster "
-            "it is, how large its error is, and which ratio to use. The model stays as it is.",
-            search_aliases=[*SEARCH_ALIASES, "benchmark", "speed test"],
-            inputs=[
-                io.Model.Input("model", tooltip="The model to measure. A ToMA node before it does not count."),
-                io.Conditioning.Input("positive", tooltip="The prompt: its length counts, its words do not."),
-                io.Latent.Input("latent", tooltip="An empty latent of the size and batch that you sample at."),
+        return widgets.schema(
+            "ToMABenchmark",
+            [
+                io.Model.Input("model"),
+                io.Conditioning.Input("positive"),
+                io.Latent.Input("latent"),
                 widgets.ratio(),
                 widgets.preset(),
-                io.Boolean.Input(
-                    "sweep",
-                    default=True,
-                    tooltip="Also measure a third and two thirds of the ratio, to compare them. Off: only the ratio "
-                    "itself.",
-                ),
-                io.Int.Input("steps", default=10, min=2, max=100, tooltip="Sampling steps, as you use them."),
-                io.Int.Input(
-                    "runs",
-                    default=3,
-                    min=2,
-                    max=50,
-                    tooltip="Runs of each setting, in turn. More runs are more certain, and take longer.",
-                ),
-                io.Conditioning.Input(
-                    "negative",
-                    optional=True,
-                    tooltip="Connect it if you sample with guidance (cfg above 1). Each step then has twice the work.",
-                ),
+                io.Boolean.Input("sweep", default=True),
+                io.Int.Input("steps", default=10, min=2, max=100),
+                io.Int.Input("runs", default=3, min=2, max=50),
+                io.Conditioning.Input("negative", optional=True),
             ],
-            outputs=[
-                io.Image.Output("plot", display_name="plot", tooltip="Speed and error of each setting, as bars."),
-                io.String.Output(
-                    "table", display_name="table", tooltip="The same in numbers, with the machine and versions."
-                ),
-                io.Float.Output(
-                    "fastest_ratio",
-                    display_name="fastest ratio",
-                    tooltip="The ratio with the smallest error of those about as fast as the fastest; 0 if none is "
-                    "faster. Connect it to the ratio of a ToMA node.",
-                ),
-                io.Float.Output(
-                    "closest_ratio",
-                    display_name="closest ratio",
-                    tooltip="The ratio with the smallest error of those at least 1.2x as fast; 0 if none is. Connect "
-                    "it to the ratio of a ToMA node.",
-                ),
-            ],
-            hidden=[io.Hidden.unique_id],
+            io.Image.Output("plot"),
+            io.String.Output("table"),
+            io.Float.Output("fastest_ratio"),
+            io.Float.Output("closest_ratio"),
+            words=["benchmark", "speed test"],
             is_output_node=True,
         )
 
@@ -100,9 +63,10 @@ class ToMABenchmark(io.ComfyNode):
             task = Task.of_inputs(model, **sampled)
             ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
             timings = timing.measure(model, settings, ratios, task, runs, status.measures)
-        noisy = timing.noise(timings) > timing.TOO_NOISY
+        noise = timing.noise(timings)
+        noisy = noise > timing.TOO_NOISY
         fastest, closest = (None, None) if noisy else (timing.worthwhile(timings), timing.closest(timings))
-        verdict = _verdict(timings, fastest, closest)
+        verdict = [Measured.TOO_NOISY(percent=100 * noise)] if noisy else _verdict(timings[0], fastest, closest)
         notes = _notes(task, preset, runs, model, timings[-1])
         table = "\n".join(map(str, [*verdict, "", *_table(timings), "", *notes]))
         image = as_image(bar_chart(_bars(timings, fastest, closest)))
@@ -131,17 +95,14 @@ class Measured(MessageId):
     GAIN = "gain"  # name, times, error
 
 
-def _verdict(timings: Sequence[Timing], fastest: Timing | None, closest: Timing | None) -> list[Message]:
-    noise = timing.noise(timings)
-    if noise > timing.TOO_NOISY:
-        return [Measured.TOO_NOISY(percent=100 * noise)]
+def _verdict(base: Timing, fastest: Timing | None, closest: Timing | None) -> list[Message]:
     if fastest is None:
         return [Measured.OFF()]
-    lines = [Measured.FASTEST(gain=_gain(timings[0], fastest))]
+    lines = [Measured.FASTEST(gain=_gain(base, fastest))]
     if closest is None:
         lines.append(Measured.NONE(times=timing.WORTH))
     elif closest is not fastest:
-        lines.append(Measured.CLOSEST(times=timing.WORTH, gain=_gain(timings[0], closest)))
+        lines.append(Measured.CLOSEST(times=timing.WORTH, gain=_gain(base, closest)))
     return lines
 
 
@@ -159,9 +120,9 @@ def _notes(task: Task, preset: str, runs: int, model: ModelPatcher, last: Timing
     how: dict[str, Any] = {"runs": runs, "steps": task.steps, "sampler": task.sampler_name, "scheduler": task.scheduler}
     device = comfy.model_management.get_torch_device_name(model.load_device)
     dtype = str(dtype_of(model)).removeprefix("torch.")
-    machine = Measured.MACHINE(device=device, dtype=dtype, torch=str(torch.__version__), comfyui=comfyui)
-    merged = [Measured.MERGED(name=_name(last), merged=last.merged)] if last.merged else []
-    return [Measured.TASK(preset=preset, **what, **how), machine, *merged]
+    versions = {"torch": str(torch.__version__), "comfyui": comfyui}
+    notes = [Measured.TASK(preset=preset, **what, **how), Measured.MACHINE(device=device, dtype=dtype, **versions)]
+    return [*notes, Measured.MERGED(name=_name(last), merged=last.merged)] if last.merged else notes
 
 
 def _table(timings: Sequence[Timing]) -> list[str]:

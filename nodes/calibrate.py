@@ -25,6 +25,7 @@ from ..toma_core.calibration import UNMERGED, Cell, Option, choose, saved_by
 from ..toma_core.profile import Profile
 from ..toma_core.reasons import Message, MessageId
 from ..toma_core.setting_spec import ConfigError, Refusal, shown
+from . import widgets
 from .adapters.attachment import config_for, last_stats
 from .adapters.blocks import BlockFacts
 from .adapters.patch_model import apply_toma
@@ -34,7 +35,6 @@ from .merge_map_image import as_image
 from .node_status import said, status_of
 from .report_charts import MERGED, RECOMMENDED, Bar, Caption, bar_chart
 from .task import Task, error, progress
-from .widgets import CATEGORY, SEARCH_ALIASES
 
 # By target, a preset and a ratio: the chosen ratios save as much work as this preset at this ratio.
 TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
@@ -43,70 +43,26 @@ _MIN_SITES, _MAX_SITES = 6, 12
 
 
 class ToMACalibrate(io.ComfyNode):
-    """Measure what can be merged in a model, and merge it."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="ToMACalibrate",
-            display_name="ToMA Calibrate",
-            category=CATEGORY,
-            description="For SDXL and other UNets: less error for the same work as a preset. Finds out where your "
-            "checkpoint can be merged, and how much at which noise level, and merges that. It takes as long as 4 to 6 "
-            "pictures, once. Its profile lets a ToMA node do the same without measuring again.",
-            search_aliases=[*SEARCH_ALIASES, "calibrate", "profile"],
-            inputs=[
-                io.Model.Input(
-                    "model", tooltip="The model as you use it, with its LoRAs. A ToMA node before it is left out."
-                ),
-                io.Conditioning.Input("positive", tooltip="A prompt that is typical of what you make."),
-                io.Latent.Input(
-                    "latent",
-                    tooltip="An empty latent of the size that you sample at. A batch of several makes it more certain.",
-                ),
-                io.Combo.Input(
-                    "target",
-                    options=[*TARGETS],
-                    default="balanced",
-                    tooltip="How much is merged. 'quality' and 'balanced': as much work as the preset of that name at "
-                    "ratio 0.5, merged where it costs your model least. 'fast': as much as 'balanced' at ratio 0.6.",
-                ),
-                io.Int.Input("steps", default=20, min=2, max=100, tooltip="Sampling steps, as you use them."),
-                io.Float.Input(
-                    "cfg",
-                    default=4.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    tooltip="Guidance, as you use it. It counts only where a negative is connected.",
-                ),
-                io.Combo.Input(
-                    "sampler_name",
-                    options=comfy.samplers.KSampler.SAMPLERS,
-                    display_name="sampler",
-                    tooltip="The sampler that you use.",
-                ),
-                io.Combo.Input(
-                    "scheduler", options=comfy.samplers.KSampler.SCHEDULERS, tooltip="The scheduler that you use."
-                ),
-                io.Conditioning.Input(
-                    "negative", optional=True, tooltip="Connect it if you sample with guidance (cfg above 1)."
-                ),
+        return widgets.schema(
+            "ToMACalibrate",
+            [
+                io.Model.Input("model"),
+                io.Conditioning.Input("positive"),
+                io.Latent.Input("latent"),
+                io.Combo.Input("target", options=[*TARGETS], default="balanced"),
+                io.Int.Input("steps", default=20, min=2, max=100),
+                io.Float.Input("cfg", default=4.0, min=0.0, max=100.0, step=0.1),
+                io.Combo.Input("sampler_name", options=comfy.samplers.KSampler.SAMPLERS),
+                io.Combo.Input("scheduler", options=comfy.samplers.KSampler.SCHEDULERS),
+                io.Conditioning.Input("negative", optional=True),
             ],
-            outputs=[
-                io.Model.Output(tooltip="The model, merged as it was found best. Connect it to the sampler."),
-                io.String.Output(
-                    "profile",
-                    display_name="profile",
-                    tooltip="For the profile input of a ToMA node: what was found, or the preset's ratios where those "
-                    "are best.",
-                ),
-                io.Image.Output(
-                    "plot", display_name="plot", tooltip="Work and error of the preset and of the choice, as bars."
-                ),
-            ],
+            io.Model.Output(),
+            io.String.Output("profile"),
+            io.Image.Output("plot"),
+            words=["calibrate", "profile"],
             is_output_node=True,
-            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -246,10 +202,9 @@ def _cfgs_of_samplers(hidden: Any) -> list[float]:
         for node_id, node in prompt.items():
             inputs = node.get("inputs", {})
             link = inputs.get("model")
-            cfg = inputs.get("cfg")
             if isinstance(link, list) and link and str(link[0]) == source and node_id not in reached:
                 reached.append(node_id)
-                found += [float(cfg)] if isinstance(cfg, (int, float)) else []
+                found += [float(inputs["cfg"])] if isinstance(inputs.get("cfg"), (int, float)) else []
     return found
 
 
@@ -266,7 +221,5 @@ def _notes(found: Calibrated, target: str) -> list[Message | str]:
 def _bars(found: Calibrated, target: str) -> list[Bar]:
     names, colours = (TARGETS[target][0], "profile"), (MERGED, RECOMMENDED)
     rows = () if found.problem else zip(names, found.work, found.errors, colours, strict=True)
-    return [
-        Bar(name, work, f"{100 * work:.0f} % of the work, error {by:.3f}", colour, error=by)
-        for name, work, by, colour in rows
-    ]
+    label = "{:.0f} % of the work, error {:.3f}".format
+    return [Bar(name, work, label(100 * work, by), colour, error=by) for name, work, by, colour in rows]

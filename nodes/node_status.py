@@ -21,8 +21,11 @@ Line = Message | str  # a message, or text that needs no translation, such as an
 
 
 class Status(MessageId):
-    """The messages that a node shows about runs. The comment at each id names the parameters of its text."""
+    """The messages that a node shows about its inputs and runs. Comments name the parameters of texts."""
 
+    OFF_RATIO = "off_ratio"
+    OFF_STEPS = "off_steps"
+    BY_PROFILE = "by_profile"
     ACTIVE = "active"
     MEASURING = "measuring"  # run, runs
     FAILED = "failed"  # error: a text in English
@@ -67,11 +70,11 @@ def status_of(hidden: Any) -> Iterator[NodeStatus]:
     status = NodeStatus(None if hidden is None else hidden.unique_id)
     try:
         yield status
+    except MessageError as error:
+        status.say(error.message, details=error.details, error=True)
+        raise
     except Exception as error:
-        if isinstance(error, MessageError):
-            status.say(error.message, details=error.details, error=True)
-        else:
-            status.say(Status.FAILED(error=str(error) or type(error).__name__), error=True)
+        status.say(Status.FAILED(error=str(error) or type(error).__name__), error=True)
         raise
 
 
@@ -82,15 +85,10 @@ def said(lines: Sequence[Line], details: Sequence[Line] = ()) -> dict[str, Any]:
 
 def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
     """Return lines and details as data for the page, and as English text for other clients."""
-
-    def text(part: Sequence[Line]) -> str:
-        return "\n".join(map(str, part))
-
-    def data(part: Sequence[Line]) -> list[Any]:
-        return [line if isinstance(line, str) else line.json() for line in part]
-
+    text, details_text = ("\n".join(map(str, part)) for part in (lines, details))
+    shown, more = ([line if isinstance(line, str) else line.json() for line in part] for part in (lines, details))
     _, _, graph = _running()
-    return {"graph": graph, "text": text(lines), "details": text(details), "lines": data(lines), "more": data(details)}
+    return {"graph": graph, "text": text, "details": details_text, "lines": shown, "more": more}
 
 
 def _running() -> tuple[Any, str | None, str | None]:

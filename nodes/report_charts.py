@@ -30,8 +30,6 @@ _ROW, _THICK, _THIN = 84, 28, 10  # for `bar_chart`: height of a row, and of its
 
 
 class Caption(MessageId):
-    """Captions that explain the pictures."""
-
     PICTURE = "picture"
     MAP = "caption_map"
     STEPS = "caption_steps"

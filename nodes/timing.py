@@ -126,10 +126,10 @@ def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple
 
     def timed(executor: Any, guider: Any, sigmas: Any, extra: Any, callback: Any, noise: Tensor, *rest: Any) -> Any:
         nonlocal seconds
-        _wait_for(noise)
+        noise.flatten()[:1].cpu()  # waits until the value is computed, on every kind of device
         begin = time.perf_counter()
         result = executor(guider, sigmas, extra, callback, noise, *rest)
-        _wait_for(result)
+        result.flatten()[:1].cpu()
         seconds = time.perf_counter() - begin
         return result
 
@@ -137,8 +137,3 @@ def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple
     model.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, "toma_benchmark", timed)
     latent = task.sample(model, tick)
     return seconds, latent
-
-
-def _wait_for(tensor: Tensor) -> None:
-    """Wait until a tensor is computed, by reading a value of it, which works on every kind of device."""
-    tensor.flatten()[:1].cpu()

@@ -11,25 +11,13 @@ from comfy_api.latest import io
 
 from ..toma_core import ToMAConfig, UserSettings
 from ..toma_core.profile import fitted, parsed
-from ..toma_core.reasons import Message, MessageId
+from ..toma_core.reasons import Message
 from ..toma_core.schedule import RatioSchedule
 from ..toma_core.setting_spec import ConfigError
 from . import validate_inputs, widgets
 from .adapters.patch_model import apply_toma, config_for
 from .adapters.registry import blocks_of, fingerprint
-from .node_status import said, status_of
-from .widgets import CATEGORY, SEARCH_ALIASES
-
-# Where the node goes in a workflow, in the words of the README.
-_PLACE = "ToMA goes after the LoRAs, before step caches, torch.compile and the sampler."
-
-
-class Note(MessageId):
-    """A node's remark on its inputs."""
-
-    OFF_RATIO = "off_ratio"
-    OFF_STEPS = "off_steps"
-    BY_PROFILE = "by_profile"
+from .node_status import Status, said, status_of
 
 
 def complaint(**values: Any) -> bool | str:
@@ -47,7 +35,7 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
         model = validate_inputs.model(model)
         settings, ratio_schedule, notes = _profiled(model, settings, profile)
         if settings.off:
-            notes = (Note.OFF_STEPS() if settings.resolved().ratio else Note.OFF_RATIO(),)
+            notes = (Status.OFF_STEPS() if settings.resolved().ratio else Status.OFF_RATIO(),)
         watcher = replace(status, notes=notes, preset=_left_to_preset(model, settings))
         patched = apply_toma(model, settings, watcher if status.node_id else None, ratio_schedule)
     return io.NodeOutput(patched, ui=said(notes) if notes else None)
@@ -66,7 +54,11 @@ def _profiled(model: Any, settings: UserSettings, text: Any) -> tuple[UserSettin
         profile = parsed(text)
         ratio_schedule = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
         by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
-        return UserSettings(settings.preset, {**vars(profile.config), **by_hand}), ratio_schedule, (Note.BY_PROFILE(),)
+        return (
+            UserSettings(settings.preset, {**vars(profile.config), **by_hand}),
+            ratio_schedule,
+            (Status.BY_PROFILE(),),
+        )
     except ConfigError as error:
         logging.warning("%s", error)
         return settings, (), (error.message,)
@@ -78,41 +70,16 @@ def _left_to_preset(model: Any, settings: UserSettings) -> dict[str, Any]:
     return {"preset": settings.preset, **{name: values[name] for name in values.keys() - settings.overrides.keys()}}
 
 
-def _schema(node_id: str, display_name: str, description: str, *settings: Any) -> io.Schema:
-    return io.Schema(
-        node_id=node_id,
-        display_name=display_name,
-        category=CATEGORY,
-        description=description,
-        search_aliases=SEARCH_ALIASES,
-        inputs=[
-            io.Model.Input(
-                "model",
-                tooltip="The model to speed up: SDXL, Flux, Z-Image, Qwen-Image, Qwen-Image 2.1, Wan and others. "
-                f"{_PLACE}",
-            ),
-            *settings,
-            widgets.profile(),
-        ],
-        outputs=[io.Model.Output(tooltip="The same model, running on fewer tokens. Connect it to the sampler.")],
-        hidden=[io.Hidden.unique_id],
-        not_idempotent=True,  # else nodes with equal inputs get one model, but each must show its own model's runs
-    )
+def _schema(node_id: str, *settings: Any) -> io.Schema:
+    inputs = [io.Model.Input("model"), *settings, widgets.profile()]
+    # Not idempotent, because each of several nodes with equal inputs must show its own model's runs.
+    return widgets.schema(node_id, inputs, io.Model.Output(), not_idempotent=True)
 
 
 class ToMA(io.ComfyNode):
-    """Make a model faster with a ratio and a preset."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return _schema(
-            "ToMA",
-            "ToMA (faster sampling)",
-            "Merges similar image tokens while sampling, so that SDXL, Flux, Z-Image, Qwen-Image, Qwen-Image 2.1, Wan "
-            f"and other image and video models run faster. {_PLACE}",
-            widgets.ratio(),
-            widgets.preset(),
-        )
+        return _schema("ToMA", widgets.ratio(), widgets.preset())
 
     @classmethod
     def validate_inputs(cls, ratio: float | None = None) -> bool | str:
@@ -125,19 +92,9 @@ class ToMA(io.ComfyNode):
 
 
 class ToMAAdvanced(io.ComfyNode):
-    """Make a model faster with every setting."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return _schema(
-            "ToMAAdvanced",
-            "ToMA Advanced",
-            "Token merging with every setting: how many tokens, where in the model, when while sampling, and how they "
-            "are picked and merged. What you do not set is the preset's value for the model.",
-            widgets.preset(),
-            widgets.ratio(),
-            *widgets.overrides(),
-        )
+        return _schema("ToMAAdvanced", widgets.preset(), widgets.ratio(), *widgets.overrides())
 
     @classmethod
     def validate_inputs(
@@ -152,15 +109,8 @@ class ToMAAdvanced(io.ComfyNode):
         """Return True, or a text on what is wrong with these inputs. ComfyUI cannot check them: it accepts every value
         from -1, which stands for the preset's value, to the maximum, and does not compare start and end. ComfyUI shows
         the text at every input; web/toma.js finds the faulty one."""
-        given = {
-            "start_percent": start_percent,
-            "end_percent": end_percent,
-            "full_step_interval": full_step_interval,
-            "selection_interval": selection_interval,
-            "window_size": window_size,
-            "sharpness": sharpness,
-        }
-        return complaint(**widgets.overridden({name: value for name, value in given.items() if value is not None}))
+        given = {name: value for name, value in locals().items() if value is not None}
+        return complaint(**widgets.overridden(given))
 
     @classmethod
     def execute(cls, model: Any, preset: str, ratio: float, profile: str = "", **values: Any) -> io.NodeOutput:

@@ -1,10 +1,12 @@
-"""Make widgets from the metadata of `ToMAConfig`, so that ranges, defaults and tooltips are written only there."""
+"""Make the schemas of nodes. Ranges, defaults and tooltips of settings are written only in `ToMAConfig`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io
@@ -14,14 +16,38 @@ from ..toma_core.presets import PRESETS, ModelKind
 from ..toma_core.user_settings import UserSettings
 from .adapters.report_text import label
 
-CATEGORY = "model/patch/ToMA"
-SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
+_TEXTS = Path(__file__).parents[1] / "locales" / "en" / "nodeDefs.json"
+_SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
 _FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # always shown; all other settings are advanced
 # Values that leave a field to the preset: `_PRESET` in lists and switches, `_UNSET` in numbers, because no number of a
 # config is negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
+
+
+def schema(node_id: str, inputs: list[Any], *outputs: Any, words: Sequence[str] = (), **more: Any) -> io.Schema:
+    """Return a node's schema with its English texts, which `locales` has for all languages. The texts of settings come
+    from `ToMAConfig`. words: search terms beside those of all nodes. more: other arguments of `io.Schema`."""
+    texts = json.loads(_TEXTS.read_text(encoding="utf-8"))[node_id]
+    for item in inputs:
+        item.tooltip = item.tooltip or texts["inputs"][item.id]["tooltip"]
+        if item.display_name is None and (name := texts["inputs"][item.id]["name"]) != item.id:
+            item.display_name = name
+    for item, text in zip(outputs, texts["outputs"].values(), strict=True):
+        item.tooltip = text["tooltip"]
+        item.display_name = text.get("name")
+    return io.Schema(
+        node_id=node_id,
+        display_name=texts["display_name"],
+        category="model/patch/ToMA",
+        description=texts["description"],
+        search_aliases=[*_SEARCH_ALIASES, *words],
+        inputs=inputs,
+        outputs=list(outputs),
+        hidden=[io.Hidden.unique_id],
+        **more,
+    )
 
 
 def ratio() -> Any:
@@ -33,27 +59,12 @@ def ratio() -> Any:
 
 def preset() -> Any:
     """Return the input that selects a preset by its name."""
-    return io.Combo.Input(
-        "preset",
-        options=list(PRESETS),
-        default=next(iter(PRESETS)),
-        tooltip="balanced: the usual choice. quality: merges less, closer to the original. In Flux and other "
-        "transformers some steps run in full, and merged blocks attend to all tokens, which takes memory. "
-        "paper: the paper's own settings, at every step. To be faster, raise the ratio.",
-    )
+    return io.Combo.Input("preset", options=list(PRESETS), default=next(iter(PRESETS)))
 
 
 def profile() -> Any:
     """Return the input for the text of a profile, which is saved in the workflow."""
-    return io.String.Input(
-        "profile",
-        default="",
-        optional=True,
-        advanced=True,
-        tooltip="What ToMA Calibrate found out about this model: connect its profile output, or paste the text so that "
-        "the workflow carries it. It says how much is merged where; ratio and preset then do nothing, but a ratio of "
-        "0 is still off. Empty, damaged or of another model: the preset runs.",
-    )
+    return io.String.Input("profile", default="", optional=True, advanced=True)
 
 
 def overrides() -> list[Any]:
@@ -77,9 +88,10 @@ def _fields() -> list[str]:
 def _override(name: str) -> Any:
     spec = setting_spec(name)
     default = spec.default
-    common: dict[str, Any] = {"display_name": label(name), "advanced": None if name in _FRONT else True}
     limits = [spec.minimum, spec.maximum, default.value if isinstance(default, Enum) else default]
-    common["extra_dict"] = {"presets": {preset: _values(preset, name) for preset in PRESETS}, "limits": limits}
+    data = {"presets": {preset: _values(preset, name) for preset in PRESETS}, "limits": limits}
+    common: dict[str, Any] = {"display_name": label(name), "extra_dict": data}
+    common["advanced"] = None if name in _FRONT else True
     if isinstance(default, (bool, Enum)):
         choices = _SWITCH if isinstance(default, bool) else [str(member.value) for member in type(default)]
         tooltip = f"{spec.tooltip} '{_PRESET}': the preset's value for this model."

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from ...toma_core import reasons
-from ...toma_core.reasons import Message, MessageId, Reason, Value
+from ...toma_core.reasons import Message, MessageId, Reason
 from ...toma_core.stats import RunStats
 
-_TABLE = Path(__file__).parents[2] / "web" / "i18n" / "en.json"
+# Labels of settings by their id, and texts by message id.
+ENGLISH = json.loads((Path(__file__).parents[2] / "web" / "i18n" / "en.json").read_text(encoding="utf-8"))
 # Reasons that follow from the user's own setting or profile.
 _CHOSEN = {Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK}
 
@@ -22,6 +23,8 @@ _CHOSEN = {Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Re
 class Line(MessageId):
     """The lines of a report. The comment at each id names the parameters of its text."""
 
+    NO_NODE = "no_toma_node"
+    NO_RUN = "no_run_of_model"
     NOTHING_MERGED = "nothing_merged"  # reason
     ON = "on"  # parameters: share, merged_blocks, blocks, merged_steps, steps
     ON_OTHERS = "on_others"  # line, reason
@@ -58,16 +61,9 @@ class Line(MessageId):
     UNTRIED_COMFYUI = "untried_comfyui"  # version, tried
 
 
-@cache
-def english() -> Mapping[str, Mapping[str, str]]:
-    """Return the English table: labels of settings by their id, and texts by message id."""
-    tables: dict[str, dict[str, str]] = json.loads(_TABLE.read_text(encoding="utf-8"))
-    return tables
-
-
 def label(setting: str) -> str:
     """Return the English label of a setting, or of another input of a node."""
-    return english()["labels"].get(setting, setting.replace("_", " "))
+    return str(ENGLISH["labels"].get(setting, setting.replace("_", " ")))
 
 
 class _Labels:
@@ -77,26 +73,19 @@ class _Labels:
         return label(setting)
 
 
-class _Number(float):
-    """Format a number without trailing zeros unless the text asks for decimals, as in `{ratio:.2f}`."""
+class _English(Formatter):
+    """Format the values that a message's text names."""
 
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec or ".10g")
+    def format_field(self, value: Any, spec: str) -> str:
+        """Return a value as text, a number without trailing zeros unless the text asks for decimals."""
+        if isinstance(value, tuple):
+            return ", ".join(self.format_field(each, spec) for each in value)
+        return format(value, spec or (".10g" if isinstance(value, float) else ""))
 
 
 def _english(message: Message) -> str:
-    shown = {name: _shown(name, value) for name, value in message.params}
-    return english()["messages"][message.id.value].format(label=_Labels(), **shown)
-
-
-def _shown(name: str, value: Value) -> Any:
-    if name == "setting":
-        return label(str(value))
-    if isinstance(value, float):
-        return _Number(value)
-    if isinstance(value, tuple):
-        return ", ".join(str(_shown("", each)) for each in value)
-    return str(value) if isinstance(value, Message) else value
+    values = {name: label(str(value)) if name == "setting" else value for name, value in message.params}
+    return _English().format(ENGLISH["messages"][message.id.value], label=_Labels(), **values)
 
 
 reasons.reader = _english
@@ -108,7 +97,7 @@ def headline(stats: RunStats) -> Message:
     total = len(stats.blocks)
     ratios = stats.ratios_in_blocks
     if not ratios:
-        return Line.NOTHING_MERGED(reason=next(iter((*stats.unmerged_calls, *unmerged)), _why_full(stats)))
+        return Line.NOTHING_MERGED(reason=[*stats.unmerged_calls, *unmerged, _why_full(stats)][0])
     steps = len(ratios)
     # A block that merges in only some of the merged steps counts as a fraction of a block.
     merged = max(1, round(sum(len(at & ratios.keys()) for at in stats.merged_at.values()) / steps))
@@ -156,7 +145,7 @@ def _sections(stats: RunStats) -> dict[Line, list[Message]]:
         )
         where = [Line.TOKENS(sizes=sizes), Line.MERGED_BLOCKS(blocks=_names(stats.merged_blocks))]
         ratios = tuple(dict.fromkeys(_at_most(stats, float(f"{ratio:.3g}")) for ratio in merged.values()))
-        when.append(Line.MERGED_STEPS(steps=_steps(merged), ratios=ratios))
+        when = [Line.MERGED_STEPS(steps=_steps(merged), ratios=ratios)]
     if full := _steps(stats.steps - set(stats.merged_steps if merged else ())):
         by = stats.full_by
         when.append(Line.FULL_STEPS_BY(steps=full, by=by) if by else Line.FULL_STEPS(steps=full))

@@ -19,7 +19,7 @@ ENGLISH = json.loads((ROOT / "web" / "i18n" / "en.json").read_text(encoding="utf
 @pytest.fixture
 def nameless(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = {name: f"<{name}>" for name in ENGLISH}
-    monkeypatch.setattr(report_text, "english", lambda: {"labels": {}, "messages": messages})
+    monkeypatch.setattr(report_text, "ENGLISH", {"labels": {}, "messages": messages})
 
 
 def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_text_comes_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
             "setting": "{setting}: {value} {label.ratio}",
         },
     }
-    monkeypatch.setattr(report_text, "english", lambda: table)
+    monkeypatch.setattr(report_text, "ENGLISH", table)
     assert str(Reason.KV_TOO_LARGE(needed=7.26, limit=2.0)) == "7.3 of 2"
     assert str(Reason.SETTING(setting="ratio", value=0.5)) == "share: 0.5 share"
     inner = Reason.KV_TOO_LARGE(needed=1, limit=2)
