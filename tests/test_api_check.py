@@ -21,7 +21,7 @@ from scripts.api_check.families import Family, uses_of
 from scripts.api_check.source import Source
 from scripts.api_check.uses import VARIABLES, StandIn, Uses, uses_in
 from scripts.comfy_pack import pack_module
-from scripts.comfyui import DEFAULT_RELEASE, RELEASES, ROOT, ComfyUI
+from scripts.comfyui import RELEASES, ROOT, ComfyUI
 from testbed import models
 
 WRITE = "make api-check ARGS='--write FOLDER', with a folder of each release that cannot be downloaded, writes it again"
@@ -53,7 +53,8 @@ def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
     replaced an unlisted method."""
     uses, _, known, facts, here = all_of_it
     version = ComfyUI(here, "", here).version
-    found = compare.differences(uses, facts, known, compare.nearest(known, version), here)
+    known_version = compare.nearest(known, version)
+    found = compare.differences(uses, facts, known, known_version, here)
     unlisted = [str(each) for each in found if each.kind is Kind.UNLISTED]
     assert not unlisted, f"known.json does not list what the pack uses: {WRITE}"
     assert [str(each) for each in found if each.fatal] == []
@@ -61,12 +62,11 @@ def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
         assert [str(each) for each in found] == [], f"known.json has something else of {version}: {WRITE}"
     loops = {use.subject: set(facts[use.item].split(", ")) - use.allowed for use in uses.values() if use.kind == "loop"}
     assert {subject: left for subject, left in loops.items() if left - {GONE}} == {}
+    new = {"name comfy.sample.nothing", "call comfy.sample.nothing"}
     more = dict(uses)
     uses_in("import comfy.sample\ncomfy.sample.nothing(1)\n", more, {})
-    new = dict.fromkeys(set(more) - set(uses), GONE)
-    found = compare.differences(more, {**facts, **new}, known, DEFAULT_RELEASE, here)
-    unlisted = [each.use.item for each in found if each.kind is Kind.UNLISTED]
-    assert {"name comfy.sample.nothing", "call comfy.sample.nothing"} <= {*unlisted}
+    found = compare.differences(more, {**facts, **dict.fromkeys(new, GONE)}, known, known_version, here)
+    assert {each.use.item for each in found if each.kind is Kind.UNLISTED} == new
 
 
 def test_data_has_every_release_and_nothing_else(all_of_it: Pack) -> None:
@@ -80,9 +80,6 @@ def test_data_has_every_release_and_nothing_else(all_of_it: Pack) -> None:
         use = uses[item]
         later = use.kind in ("path", "block", "loop", "derived") or use.subject.startswith("comfy.ldm.")
         assert use.optional or later or GONE not in texts.values(), item
-    for release in {DEFAULT_RELEASE, newest}:
-        models_of = {item for item, texts in known.items() if item.startswith("name comfy.ldm.")}
-        assert sum(known[item][release] == "class" for item in models_of) > 15
 
 
 # --- what is read from the pack -------------------------------------------------------------------------------------
@@ -115,8 +112,8 @@ wrappers = {WrappersMP.OUTER_SAMPLE: _sampled}
         *("call comfy.utils.ProgressBar.update", "call server.PromptServer.send_sync", "key img_slice", "key block"),
         *("name comfy.model_patcher.ModelPatcher.load_device", "name comfy.patcher_extension.WrappersMP.OUTER_SAMPLE"),
     } <= set(found)
-    assert found["call comfy.utils.ProgressBar"].places == 1
-    assert found["call comfy.utils.ProgressBar"].named == {"node_id"}
+    bar = found["call comfy.utils.ProgressBar"]
+    assert (bar.places, bar.named) == (1, {"node_id"})
     assert found["wrapper OUTER_SAMPLE"].read == {(3, "sigmas")}
     assert [found[f"name comfy.samplers.CFGGuider.{name}"].optional for name in ("cfg", "more")] == [False, True]
     assert all_of_it.uses["wrapper CALC_COND_BATCH"].read >= {(1, "conds"), (3, "timestep"), (4, "model_options")}
@@ -153,6 +150,7 @@ def test_blocks_are_those_that_hooks_stand_in_for(kind: str, all_of_it: Pack) ->
 # --- a ComfyUI that has changed -------------------------------------------------------------------------------------
 
 FILES = ("comfy/ldm/flux/model.py", "comfy/ldm/flux/layers.py", "comfy/samplers.py", "comfy/model_patcher.py")
+MODEL, LAYERS, SAMPLERS, PATCHER = FILES
 CLONE = "comfy.model_patcher.create_model_options_clone"
 ADD_WRAPPER = "comfy.model_patcher.ModelPatcher.add_wrapper_with_key"
 FLUX_BLOCK = "block flux Flux.double_blocks"
@@ -182,21 +180,20 @@ def with_argument(name: str, where: str) -> Callable[[Path], None]:
     """Return a function that adds an argument to `forward` of Flux's double blocks, before the argument `where`."""
 
     def change(folder: Path) -> None:
-        file = folder / "comfy/ldm/flux/layers.py"
+        file = folder / LAYERS
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        (block,) = [node for node in tree.body if getattr(node, "name", "") == "DoubleStreamBlock"]
-        (forward,) = [node for node in ast.iter_child_nodes(block) if getattr(node, "name", "") == "forward"]
-        every: Any = forward
-        at = [arg.arg for arg in every.args.args].index(where)
-        every.args.args.insert(at, ast.arg(name))
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        methods = [node for node in classes["DoubleStreamBlock"].body if isinstance(node, ast.FunctionDef)]
+        arguments = next(node.args for node in methods if node.name == "forward")
+        at = [arg.arg for arg in arguments.args].index(where)
+        arguments.args.insert(at, ast.arg(name))
         if where == "transformer_options":
-            every.args.defaults.insert(-1, ast.Constant(None))
+            arguments.defaults.insert(-1, ast.Constant(None))
         file.write_text(ast.unparse(tree), encoding="utf-8")
 
     return change
 
 
-MODEL, LAYERS, SAMPLERS, PATCHER = FILES[0], FILES[1], FILES[2], FILES[3]
 ORDER = "wrapper_type: str, key: str, wrapper", "key: str, wrapper_type: str, wrapper"
 OTHER_SCHEDULE = "execute(noise, latent_image, sampler, sigmas", "execute(noise, sampler, sigmas"
 ONE_MORE = "disable_pbar, seed, latent_shapes=", "disable_pbar, seed, more, latent_shapes="
@@ -244,8 +241,7 @@ def test_command_on_a_folder_with_some_files(
     partial = facts_of(some_files, uses, families)
     seen = [item for item in facts if uses[item].kind not in ("key", "trait", "derived")]
     assert [item for item in seen if partial[item] not in (facts[item], UNSEEN)] == []
-    assert partial[FLUX_BLOCK] == facts[FLUX_BLOCK]
-    assert partial["wrapper OUTER_SAMPLE"] == facts["wrapper OUTER_SAMPLE"]
+    assert [item for item in (FLUX_BLOCK, "wrapper OUTER_SAMPLE") if partial[item] != facts[item]] == []
     assert partial["block wan WanModel.blocks"] == UNSEEN
     assert main([str(here)]) == 0
     assert "Nothing stops merging." in capsys.readouterr().out
@@ -256,25 +252,3 @@ def test_command_on_a_folder_with_some_files(
     assert "Missing (1):\n  name comfy.model_patcher.create_model_options_clone\n" in printed
     assert "  wrapper OUTER_SAMPLE: (noise, latent_image, sampler, sigmas," in printed
     assert main([str(some_files / "nothing")]) == 2
-
-
-def test_names_are_followed_through_imports_and_bases(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/__init__.py").write_text("from . import b as public\n")
-    (tmp_path / "a/b.py").write_text("from .c import *\nclass Derived(Base):\n    def more(self, x, *, y=1): pass\n")
-    (tmp_path / "a/c.py").write_text(
-        "class Base:\n    kind = 1\n    def __init__(self):\n        self.part = Part(2)\nclass Part: pass\n"
-        "class Model:\n    def __init__(self):\n        self.parts = List([])\n        self.parts.append(Part())\n"
-    )
-    source = Source(tmp_path)
-    for name in ("a.public.Derived.more", "a.b.Derived.kind", "a.b.Derived.part", "a.public.Part"):
-        assert source.find(name) is not None, name
-    assert source.find("a.b.Derived.nothing") is None
-    derived = source.find("a.b.Derived")
-    assert derived is not None
-    part = source.member(derived, "part")
-    assert part is not None
-    assert [getattr(each.node, "name", "") for each in source.classes_in(part, derived)] == ["Part"]
-    appended = source.find("a.c.Model.parts")
-    assert appended is not None
-    assert [getattr(each.node, "name", "") for each in source.classes_in(appended)] == ["Part"]

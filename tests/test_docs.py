@@ -57,9 +57,6 @@ def broken(path: Path) -> Iterator[str]:
 def test_links_lead_somewhere() -> None:
     found = {path.relative_to(ROOT).as_posix(): list(broken(path)) for path in TEXTS}
     assert {path: bad for path, bad in found.items() if bad} == {}
-
-
-def test_broken_links_are_found() -> None:
     page = "# One\n[a](no.md) ![b](no.png) [c](#one) [d](#two) `[e](no)` <img src='x'> <img src=\"y.png\">\n"
     assert list(links(page)) == ["no.md", "no.png", "#one", "#two", "y.png"]
     assert anchors("## And ComfyUI's own token merging node?\n") == {"and-comfyuis-own-token-merging-node"}
@@ -82,10 +79,6 @@ def test_every_template_is_described_in_the_order_of_need() -> None:
     text = (DOCS / "templates.md").read_text(encoding="utf-8")
     rows = [(name.strip("*"), use) for name, use in table(DOCS / "templates.md", "| template |")]
     assert [name for name, _ in rows] == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
-    for name, use in rows:
-        assert len(set(re.findall(r"\w+", use.lower())) - set(re.findall(r"\w+", name.lower()))) > 2, (
-            "more than its name"
-        )
     for path in (ROOT / "subgraphs").glob("*.json"):
         assert f"*{path.stem}*" in text
 
@@ -126,7 +119,6 @@ def test_presets_on_pages_exist() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert set(re.findall(r"[Pp]reset(?:\*\*)? `(\w+)`", text)) <= set(presets), page.name
-        assert "`faithful`" not in text
     assert [row[0].strip("`") for row in table(DOCS / "settings.md", "| preset |")] == presets
     assert re.findall(r"\| \*\*preset\*\* `(\w+)` \|", (ROOT / "README.md").read_text(encoding="utf-8")) == presets
 
@@ -155,14 +147,9 @@ def _shown(value: object) -> str:
 
 
 def test_tables_of_the_readme_are_the_counted_ones() -> None:
-    text = readme.README.read_text(encoding="utf-8")
-    assert readme.written(text) == text, "python -m benchmarks.readme"
-    theirs = CHINESE.read_text(encoding="utf-8")
-    assert readme.written(theirs, CHINESE) == theirs, "python -m benchmarks.readme"
-    rows = {row[0]: row[1:] for row in table(ROOT / "README.md", "| model | steps | less work (counted) |")}
-    assert rows["Z-Image Turbo, 1024 x 1024"][:2] == ["8", "29 %"], "1.40x less work"
-    cards = {row[0]: row[1:] for row in table(ROOT / "README.md", "| model | less work | 8 GB |")}
-    assert cards["SDXL, SD1.5"][1:] == ["yes"] * 4
+    for page in (readme.README, CHINESE):
+        text = page.read_text(encoding="utf-8")
+        assert readme.written(text, page) == text, "python -m benchmarks.readme"
 
 
 def test_the_chinese_readme_is_the_english_one() -> None:
@@ -184,19 +171,6 @@ def test_the_chinese_readme_is_the_english_one() -> None:
     nodes = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
     joined = re.sub(r"\n", " ", theirs)
     assert [n["display_name"] for n in nodes.values() if n["display_name"] not in joined] == []
-
-
-def test_what_a_card_has_room_for_is_said_in_words() -> None:
-    cells = ("full 2.9 + 0.0", "4-bit 0.8 + 0.6", "4-bit 0.0 + 9.1, of 70 %", "none")
-    assert [readme._advice(cell) for cell in cells] == ["yes", "yes, RAM 0.6 GB", "partly, RAM 9.1 GB", "less gain"]
-
-
-def test_no_page_says_times_less_work() -> None:
-    """Pages say "29 % less work", because "1.4x less" suggests a larger saving."""
-    for page in PAGES:
-        tables = re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE)
-        of_work = [table for table in tables if "less work" in table.split("\n")[0]]
-        assert not [table for table in of_work if re.search(r"\d\.\d+x", table)], page.name
 
 
 def test_what_code_and_pages_name_exists() -> None:
@@ -223,8 +197,7 @@ def test_add_a_model_names_what_a_family_has() -> None:
     known = {*dir(signature.BlockSignature), *dir(family.Transformer), *dir(family), *dir(example), *dir(with_fits)}
     answers = [row[1] for row in table(DOCS / "add-a-model.md", "| question | answer in |")]
     named = {name for cell in answers for name in re.findall(r"`(\w+)`", cell)}
-    assert named
-    assert named <= known, named - known
+    assert set() < named <= known, named - known
     code = (DOCS / "add-a-model.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     source = Path(str(example.__file__)).read_text(encoding="utf-8")
     shown = [line.strip() for line in code.splitlines() if line.startswith("    ") and "def " not in line]

@@ -51,11 +51,14 @@ def test_notes_are_the_section_of_the_version(checkout: Path) -> None:
 
 
 def test_publishing_installs_the_pins_of_the_tests() -> None:
+    """The workflow runs `scripts.release` before it installs packages."""
     workflow = (ROOT / ".github" / "workflows" / "publish.yml").read_text(encoding="utf-8")
     asked = re.findall(r"--pin ([\w-]+)", workflow)
     assert "comfy-cli" in asked
+    command = [sys.executable, "-S", "-m", "scripts.release", "--pin"]
     for name in asked:
-        assert release.pin(name).startswith(f"{name}==")
+        answer = subprocess.run([*command, name], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert answer.stdout.startswith(f"{name}=="), answer.stderr
     with pytest.raises(SetupError, match="pins no abacus"):
         release.pin("abacus")
 
@@ -66,14 +69,11 @@ def test_files_of_github_have_what_it_asks_for() -> None:
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
         if path.parent.name == "workflows":
-            assert content["jobs"]
             assert content[True]  # YAML 1.1 reads the key "on" as True
             assert content["permissions"], path.name
             for module in re.findall(r"-m (scripts\.\w+)", text):
                 assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), (path.name, module)
         elif path.name != "config.yml":
-            assert content["name"]
-            assert content["description"]
             ids = [field["id"] for field in content["body"] if field["type"] != "markdown"]
             assert len(ids) == len(set(ids)) > 0
         if path.stem in ("bug", "slow"):
@@ -88,10 +88,3 @@ def test_comfy_test_knows_the_namespace_of_the_page_extension() -> None:
     (namespace,) = config["javascript"]["namespaces"]
     names = re.findall(r"name: ['\"]([\w.-]+)['\"]", (ROOT / "web" / "toma.js").read_text(encoding="utf-8"))
     assert any(name.startswith(f"{namespace}.") for name in names)
-
-
-def test_publishing_needs_python_alone() -> None:
-    """The workflow runs `scripts.release` before it installs packages."""
-    command = [sys.executable, "-S", "-m", "scripts.release", "--pin", "ruff"]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert answer.stdout.startswith("ruff=="), answer.stderr
