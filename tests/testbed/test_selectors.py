@@ -22,7 +22,6 @@ from testbed.selectors import (
     strided_grid,
     tome_matching,
 )
-from tests.loop import loop
 
 core, selection, layout = (pack_module(name) for name in ("toma_core", "toma_core.selection", "toma_core.windows"))
 WindowShape = pack_module("toma_core.config").WindowShape
@@ -63,18 +62,8 @@ def test_distinct_real_tokens_as_many_as_asked(
             assert slots[budgeted:] == [slots[0]] * (len(slots) - budgeted)
 
 
-@loop("kind", ALL)
-@loop("x", [torch.ones(1, 35, 4), torch.zeros(1, 35, 4)], ids=["constant", "zero"])
-def test_flat_images_too(kind: str, x: torch.Tensor) -> None:
-    windows = make_windows(5, 7, WindowShape.TILE, 4)
-    budget = make_budget(windows.counts, 0.4)
-    picks = rule(kind)(cosine_similarity(windows.split(x)), windows, budget)
-    chosen = [slots[:budgeted] for slots, budgeted in zip(picks[0].tolist(), budget.counts, strict=True)]
-    assert [len(set(slots)) for slots in chosen] == list(budget.counts)
-
-
-@loop("kind", RIVALS)
-@loop("ratio", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("kind", RIVALS)
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
 def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -> None:
     """Compare means over 16 windows, because greedy search may lose in a single window."""
     windows = make_windows(16, 16, WindowShape.TILE, 8)
@@ -82,20 +71,10 @@ def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -
     for x in (smooth(0, 4, 16, 16), torch.randn(4, 256, 12, generator=torch.Generator().manual_seed(1))):
         S = cosine_similarity(windows.split(x))
         value, rival = (
-            facility_location(S.flatten(0, 1), rule(which)(S, windows, budget).flatten(0, 1)).mean().item()
+            facility_location(S.flatten(0, 1), rule(which)(S, windows, budget).flatten(0, 1)).mean()
             for which in ("facility location", kind)
         )
         assert value > rival
-
-
-@loop("kind", ALL)
-def test_images_of_a_batch_do_not_meet(kind: str) -> None:
-    windows = make_windows(9, 13, WindowShape.TILE, 4)
-    budget = make_budget(windows.counts, 0.5)
-    S = cosine_similarity(windows.split(smooth(4, 3, 9, 13)))
-    together = rule(kind, 11)(S, windows, budget)
-    for b in range(3):
-        assert torch.equal(rule(kind, 11)(S[b : b + 1], windows, budget), together[b : b + 1])
 
 
 def test_farthest_point_by_hand() -> None:
@@ -117,16 +96,6 @@ def test_tome_by_hand() -> None:
     assert tome_matching(S, None, 2).tolist() == [[0, 4]]
 
 
-def test_tome_below_a_quarter_spreads_its_candidates() -> None:
-    windows = make_windows(8, 15, WindowShape.TILE, 8)
-    assert windows.counts == (64, 56)
-    S = cosine_similarity(windows.split(smooth(0, 1, 8, 15))).flatten(0, 1)
-    for picks in (tome_matching(S, windows.valid, 4), tome_matching(S[:1], None, 4)):
-        for slots, count in zip(picks.tolist(), windows.counts, strict=False):
-            assert len(set(slots)) == 4
-            assert max(slots) > 0.6 * count
-
-
 def test_grid_by_hand() -> None:
     """Destinations are the middle slots of runs of equal length: 1, 4 and 7 of 9 slots, 1 and 3 of 4 slots."""
     assert strided_grid((9, 4), (3, 2), 3)[0].tolist() == [1, 4, 7]
@@ -137,33 +106,22 @@ def test_grid_by_hand() -> None:
 def test_random_has_its_own_generator() -> None:
     """A seed gives the same destinations for any state of PyTorch's global generator, which the selector does not
     change."""
-    torch.manual_seed(1)
     before = torch.random.get_rng_state()
     first = random_order((16, 9), 8, 5)
     assert torch.equal(torch.random.get_rng_state(), before)
-    torch.manual_seed(2)
+    torch.rand(1)
     assert torch.equal(random_order((16, 9), 8, 5), first)
     assert not torch.equal(random_order((16, 9), 8, 6), first)
 
 
-def test_random_is_uniform() -> None:
-    hits = torch.zeros(10)
-    for seed in range(400):
-        hits[random_order((10,), 3, seed)[0]] += 1
-    assert hits.sum() == 1200
-    assert (hits / 400 - 0.3).abs().max() < 0.12
-
-
-@loop("kind", RIVALS)
+@pytest.mark.parametrize("kind", RIVALS)
 def test_inside_it_picks_for_every_run(kind: str) -> None:
-    x = smooth(0, 1, 16, 16)
+    x, step = smooth(0, 1, 16, 16), core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0)
     picks = []
     for one in (kind, "facility location"):
         with selecting(one):
             run = core.RunState(core.Schedule(core.ToMAConfig()))
-            picks.append(
-                run.plan(x, (16, 16), "a", core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0), (None,)).dest_slots
-            )
+            picks.append(run.plan(x, (16, 16), "a", step, (None,)).dest_slots)
     windows = make_windows(16, 16, WindowShape.TILE, 8)
     expected = rule(kind)(cosine_similarity(windows.split(x)), windows, make_budget(windows.counts, 0.5))
     assert torch.equal(picks[0], expected)

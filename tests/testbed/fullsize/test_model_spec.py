@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import cost, variants
-from scripts.comfy_pack import pack_module
 from testbed import fullsize
 from testbed.full_model import EDITORS, SPECS
 from testbed.fullsize import Shape
@@ -46,21 +44,16 @@ def loaded(pack: ModuleType) -> None:
     """Load the pack before a model is built."""
 
 
-def weights(name: str, blocks: tuple[int, ...] | None = None) -> float:
-    model = cost.on_meta(name, blocks).model.diffusion_model
-    return sum(parameter.numel() for parameter in model.parameters()) / 1e9
-
-
 @every_model
-def test_as_large_as_its_checkpoint(name: str) -> None:
-    assert weights(name) == pytest.approx(WEIGHTS[name], rel=0.01)
-
-
-@every_model
-def test_few_blocks_fit_anywhere(name: str) -> None:
+def test_as_large_as_its_checkpoint_and_few_blocks_fit_anywhere(name: str) -> None:
     """With only the blocks of `few`, a model in bf16 takes at most 5.7 GB, so that it fits a card of 10 GB with its
     activations."""
-    assert 2 * weights(name, SPECS[name].few or None) < 5.7
+    full, few = (
+        sum(parameter.numel() for parameter in cost.on_meta(name, blocks).model.diffusion_model.parameters()) / 1e9
+        for blocks in (None, SPECS[name].few or None)
+    )
+    assert full == pytest.approx(WEIGHTS[name], rel=0.01)
+    assert 2 * few < 5.7
 
 
 @every_model
@@ -87,16 +80,12 @@ def test_stacks_add_next_to_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", EDITORS)
 def test_references_are_merged_or_in_the_way(name: str) -> None:
-    shape, skipped = Shape(name, references=1), {"skip_first_blocks": 0}
-    base = cost.count(shape, kernels=True)
-    gains: list[Any] = [
-        base.flops
-        / cost.count(shape, variants.toma("", ratio=0.5, merge_references=too, **skipped), kernels=True).flops
-        for too in (False, True)
-    ]
+    shape = Shape(name, references=1)
+    base = cost.count(shape, kernels=True).flops
+    both = [variants.toma("", ratio=0.5, merge_references=too, skip_first_blocks=0) for too in (False, True)]
+    gains = [base / cost.count(shape, merged, kernels=True).flops for merged in both]
     assert gains[0] < 1.5
     assert gains[1] > 2.0
-    assert pack_module("toma_core").ToMAConfig().merge_references is False
 
 
 @pytest.mark.parametrize(
