@@ -193,13 +193,6 @@ def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, A
     return options if method is None else {**options, "reference_latents_method": method}
 
 
-def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any, **merged_args: Any) -> Tensor:
-    """Run a recorded block on tokens and positions that are merged by plain indexing."""
-    M, U = dense(plan)
-    seen, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
-    return restored(layout, run(block, layout, {**seen, **merged_args}), image, merged, U)
-
-
 def noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(9))
 

@@ -8,14 +8,14 @@ import torch
 
 from scripts.comfy_pack import pack_module
 from testbed import models
+from tests.nodes.adapters.cards import balanced
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 
 
 def test_presets_merge_a_video_of_a_picture(model_of: Any, stats_of: Any) -> None:
     """In image to video, the first frame is fixed and has its own sigma."""
     model = model_of("cosmos")
-    settings = pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4})
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
+    merged = balanced(model)
     mask = torch.ones(1, 1, 5, HEIGHT, WIDTH)
     mask[:, :, 0] = 0
     asked: dict[str, Any] = {"frames": 5, "steps": 4, "cfg": 1.0, "noise_mask": mask}

@@ -6,6 +6,7 @@ Add a new family to `testbed.models` and `LAYOUTS`. The last test here fails if 
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import (
     ALONE,
-    CLOSE,
     HEIGHT,
     LAYOUTS,
     PREDICTED,
@@ -42,28 +42,39 @@ every_family = loop("family", LAYOUTS)
 @block_kinds
 @loop("batch", [1, 2])
 def test_block_is_computed_on_merged_tokens(
-    family: str, layout: Layout, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
+    family: str, layout: Layout, batch: int, model_of: Any, merged_block: Any
 ) -> None:
-    batch = 1 if family in ALONE else batch
-    model = model_of(family)
-    block = getattr(model.model.diffusion_model, layout.blocks)[1]
-    calls = record(block)
-    models.sample(attach(model, granularity="block"), HEIGHT, WIDTH, batch=batch, steps=1, cfg=1.0)
-    (call,) = calls
-    plan = plan_calls[call.first_plan].plan
-    assert plan_calls[call.first_plan].grid == grid_of(layout)
-    M, U = dense(plan)
-    given = arguments(block, layout, call)
-    merged_args, image, merged = merged_call(layout, given, [plan], M)
-    found = layout.taken(call.out)
-    torch.testing.assert_close(found, restored(layout, run(block, layout, merged_args), image, merged, U), **CLOSE)
+    asked: dict[str, Any] = {"batch": 1 if family in ALONE else batch, "steps": 1, "cfg": 1.0}
+    block = merged_block(model_of(family), layout, lambda m: models.sample(m, HEIGHT, WIDTH, **asked))
+    assert block.planned[0].grid == grid_of(layout)
+    block.agrees()
     if layout.rope_arg:
-        kept = plan.num_destinations + layout.taken(given[layout.tokens]).shape[1] - plan.tokens
-        kept += layout.above + layout.below
-        first = layout.taken(given[layout.rope_arg]).narrow(layout.rope_token_dim, 0, kept)
-        wrong = {**merged_args, layout.rope_arg: layout.given(given[layout.rope_arg], first)}
-        other = restored(layout, run(block, layout, wrong), image, merged, U)
-        assert (other - found).abs().max() > 1e-2, "this test would not notice the rows of other positions"
+        kept = layout.above + block.tokens.shape[1] - block.plan.tokens + block.plan.num_destinations + layout.below
+        rows = block.given[layout.rope_arg]
+        first = layout.taken(rows).narrow(layout.rope_token_dim, 0, kept)
+        block.needs(**{layout.rope_arg: layout.given(rows, first)})
+
+
+# By family: frames, and height and width of a frame in latent pixels.
+VIDEOS = {"wan": (5, 20, 28), "cosmos": (5, 20, 28), "hunyuan": (5, 10, 14), "ltx": (5, 6, 8), "ltx_av": (5, 6, 8)}
+
+
+@pytest.mark.compat
+@loop(("family", "layout", "batch"), [(f, la, batch) for f in VIDEOS for la in LAYOUTS[f] for batch in (1, 2)])
+def test_block_of_a_video(family: str, layout: Layout, batch: int, model_of: Any, merged_block: Any) -> None:
+    """A destination represents only tokens of its own frame, and all frames have the same number of destinations."""
+    frames, height, width = VIDEOS[family]
+    asked = {"frames": frames, "batch": batch, "steps": 1, "cfg": 1.0}
+    block = merged_block(model_of(family), layout, lambda m: models.sample_streams(m, height, width, **asked))
+    grid = (frames, height // layout.patch, width // layout.patch)
+    assert block.planned[0].grid == grid
+    assert block.stats.grids == {grid: math.prod(grid) // 2}
+    block.agrees()
+    for name in layout.rows:
+        block.needs(**{name: layout.given(block.given[name], layout.taken(block.seen[name]).flip(1))})
+    for matrix in (block.M, block.U):
+        by_frame = matrix.view(batch, frames, -1, frames, matrix.shape[2] // frames)
+        assert torch.equal(by_frame.abs().sum((0, 2, 4)) > 0, torch.eye(frames, dtype=torch.bool))
 
 
 @pytest.mark.compat

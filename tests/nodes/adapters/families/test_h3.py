@@ -4,27 +4,16 @@ video."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import (
-    CLOSE,
-    LAYOUTS,
-    TEXT,
-    Layout,
-    arguments,
-    errors,
-    merged_call,
-    noise,
-    restored,
-    run,
-)
-from tests.nodes.adapters.kv_helpers import preset
+from tests.nodes.adapters.cards import balanced
+from tests.nodes.adapters.families.layouts import LAYOUTS, TEXT, errors, noise
 
 HEIGHT, WIDTH, FRAMES = 12, 16, 5
 FRAME = HEIGHT // 2 * (WIDTH // 2)
@@ -65,46 +54,40 @@ BEFORE: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @loop("what", BEFORE)
-def test_a_block(
-    what: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
-) -> None:
+def test_a_block(what: str, model_of: Any, merged_block: Any) -> None:
     """Only the video is merged. It is the last segment of modulation, which becomes shorter."""
     model, (options, others) = model_of("h3"), BEFORE[what]
-    block = model.model.diffusion_model.blocks[1]
-    calls, merged = record(block), attach(model, granularity="block")
-    sampled(merged, steps=1, positive=models.conditioning(model, seed=1, **options))
-    assert stats_of(merged).grids == {(FRAMES, HEIGHT // 2, WIDTH // 2): FRAMES * FRAME // 2}
+    before, positive = TEXT + others + AUDIO, models.conditioning(model, seed=1, **options)
+    block = merged_block(model, replace(LAYOUT, before=before), lambda m: sampled(m, steps=1, positive=positive))
+    assert block.stats.grids == {(FRAMES, HEIGHT // 2, WIDTH // 2): FRAMES * FRAME // 2}
+    *segments, (start, end, row) = block.given["mod_segments"]
+    assert (start, end) == (before, before + FRAMES * FRAME) == (before, len(block.given["x"]))
+    block.seen["mod_segments"] = [*segments, (start, start + block.plan.num_destinations, row)]
+    block.agrees()
+    assert all(each.bincount().tolist() == [FRAME // 2] * FRAMES for each in block.plan.destinations // FRAME)
+
+
+def check_preset(model: Any, stats_of: Any, most: float = 0.05, **asked: Any) -> list[Tensor]:
+    """Sample without and with the preset in eight steps, compare the streams, and return those without ToMA."""
+    asked, merged = {"steps": 8, **asked}, balanced(model)
+    own, found = sampled(model, **asked), sampled(merged, **asked)
+    video, audio = errors(found, own)
+    assert 0 < video < most
+    assert audio < video
+    assert len(stats_of(merged).merged_steps) == 5
     assert stats_of(merged).unmerged == {}
-    (call,) = calls
-    plan, before = plan_calls[call.first_plan].plan, TEXT + others + AUDIO
-    layout = Layout("blocks", "x", rope_arg="rope_freqs", rope_token_dim=1, before=before, flat=True)
-    given = arguments(block, layout, call)
-    assert given["x"].shape[0] == before + FRAMES * FRAME
-    M, U = dense(plan)
-    merged_args, video, means = merged_call(layout, given, [plan], M)
-    *segments, (start, end, row) = given["mod_segments"]
-    assert (start, end) == (before, before + FRAMES * FRAME)
-    merged_args["mod_segments"] = [*segments, (start, start + plan.num_destinations, row)]
-    found = layout.taken(call.out)
-    torch.testing.assert_close(found, restored(layout, run(block, layout, merged_args), video, means, U), **CLOSE)
-    assert all(each.bincount().tolist() == [FRAME // 2] * FRAMES for each in plan.destinations // FRAME)
+    assert stats_of(merged).without_kv_cache is None
+    assert all(map(torch.equal, sampled(merged, **asked), found))
+    assert all(map(torch.equal, sampled(model, **asked), own))
+    return own
 
 
 @loop("what", BEFORE)
 @loop(("sampler", "cfg"), [("euler", 1.0), ("res_multistep", 1.0), ("res_multistep", 3.0)])
 def test_runs_of_the_preset(what: str, sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
     model, (options, _) = model_of("h3"), BEFORE[what]
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     conds = {n: models.conditioning(model, seed=seed, **options) for n, seed in (("positive", 1), ("negative", 2))}
-    asked = {**conds, "steps": 8, "sampler": sampler, "cfg": cfg}
-    own, found = sampled(model, **asked), sampled(merged, **asked)
-    video, audio = errors(found, own)
-    assert 0 < audio < video < 0.05
-    assert len(stats_of(merged).merged_steps) == 5
-    assert stats_of(merged).unmerged == {}
-    assert stats_of(merged).without_kv_cache is None
-    assert all(map(torch.equal, sampled(merged, **asked), found))
-    assert all(map(torch.equal, sampled(model, **asked), own))
+    check_preset(model, stats_of, sampler=sampler, cfg=cfg, **conds)
 
 
 def in_int8(model: Any) -> Any:
@@ -141,12 +124,5 @@ def test_int8_weights_and_a_lora(stats_of: Any) -> None:
             lora[f"{stem}.lora_up.weight"] = 0.3 * noise(weight.shape[0], 2)
             lora[f"{stem}.lora_down.weight"] = noise(2, weight.shape[1]) / weight.shape[1] ** 0.5
     fast, _ = comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0.0)
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(fast, preset("balanced"))
-    asked = {"steps": 8, "sampler": "res_multistep"}
-    own, found = sampled(fast, **asked), sampled(merged, **asked)
-    assert not torch.equal(own[0], sampled(model, **asked)[0])
-    video, audio = errors(found, own)
-    assert 0 < audio < video < 0.1
-    assert len(stats_of(merged).merged_steps) == 5
-    assert stats_of(merged).unmerged == {}
-    assert all(map(torch.equal, sampled(fast, **asked), own))
+    own = check_preset(fast, stats_of, 0.1, sampler="res_multistep")
+    assert not torch.equal(own[0], sampled(model, steps=8, sampler="res_multistep")[0])

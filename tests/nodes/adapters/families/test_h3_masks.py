@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -13,19 +14,18 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import (
-    CLOSE,
-    TEXT,
-    Layout,
-    arguments,
-    errors,
-    merged_call,
-    noise,
-    restored,
-    run,
+from tests.nodes.adapters.cards import balanced
+from tests.nodes.adapters.families.layouts import TEXT, noise
+from tests.nodes.adapters.families.test_h3 import (
+    AUDIO,
+    FRAME,
+    FRAMES,
+    HEIGHT,
+    LAYOUT,
+    WIDTH,
+    check_preset,
+    sampled,
 )
-from tests.nodes.adapters.families.test_h3 import AUDIO, FRAME, FRAMES, HEIGHT, WIDTH, sampled
-from tests.nodes.adapters.kv_helpers import preset
 
 Reason = pack_module("toma_core.reasons").Reason
 START, TOKENS = TEXT + AUDIO, FRAMES * FRAME
@@ -80,25 +80,15 @@ def by_frame(segments: list[Any]) -> list[Any]:
 
 @loop("change", [by_token, by_token_of_both, by_frame])
 def test_a_block_modulates_each_destination_by_its_own_row(
-    change: Change, with_segments: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
+    change: Change, with_segments: Any, merged_block: Any
 ) -> None:
-    model = with_segments(change)
-    merged = attach(model, granularity="block")
-    block = model.model.diffusion_model.blocks[1]
-    calls = record(block)
-    sampled(merged, steps=1)
-    assert stats_of(merged).unmerged == {}
-    (call,) = calls
-    plan = plan_calls[call.first_plan].plan
-    layout = Layout("blocks", "x", rope_arg="rope_freqs", rope_token_dim=1, before=START, flat=True)
-    given = arguments(block, layout, call)
-    rows = torch.cat([torch.as_tensor(row).expand(stop - start) for start, stop, row in change(given["mod_segments"])])
-    M, U = dense(plan)
-    merged_args, video, means = merged_call(layout, given, [plan], M)
-    kept = torch.cat([rows[:START], rows[START:][plan.destinations[0]]])
-    merged_args["mod_segments"] = [(n, n + 1, int(row)) for n, row in enumerate(kept)]
-    found = layout.taken(call.out)
-    torch.testing.assert_close(found, restored(layout, run(block, layout, merged_args), video, means, U), **CLOSE)
+    layout = replace(LAYOUT, before=START)
+    block = merged_block(with_segments(change), layout, lambda m: sampled(m, steps=1))
+    segments = change(block.given["mod_segments"])
+    rows = torch.cat([torch.as_tensor(row).expand(stop - start) for start, stop, row in segments])
+    kept = torch.cat([rows[:START], rows[START:][block.plan.destinations[0]]])
+    block.seen["mod_segments"] = [(n, n + 1, int(row)) for n, row in enumerate(kept)]
+    block.agrees()
 
 
 def split(segments: list[Any]) -> list[Any]:
@@ -108,7 +98,7 @@ def split(segments: list[Any]) -> list[Any]:
 
 def test_segments_that_are_not_known_are_refused_in_words(with_segments: Any, stats_of: Any) -> None:
     model = with_segments(split)
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    merged = balanced(model)
     assert all(map(torch.equal, sampled(merged, steps=4), sampled(model, steps=4)))
     assert set(stats_of(merged).unmerged) == {Reason.ARGUMENT_IN_USE(arguments="modulation by token")}
 
@@ -162,7 +152,6 @@ def test_a_masked_run(what: str, cfg: float, model_of: Any, stats_of: Any, monke
     model, (video, audio) = model_of("h3"), masks(what)
     if what == "audio alone":
         audio[..., :3] = 0
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
     latent = models.empty(model, HEIGHT, WIDTH, 1, FRAMES)
     latent = NestedTensor([noise(*each.shape) for each in latent.unbind()])
     rows, block = list[Any](), type(model.model.diffusion_model.blocks[0])
@@ -170,15 +159,6 @@ def test_a_masked_run(what: str, cfg: float, model_of: Any, stats_of: Any, monke
     monkeypatch.setattr(
         block, "__call__", lambda self, *args, **kw: rows.append(args[2][-1][2]) or call(self, *args, **kw)
     )
-    asked = {"latent": latent, "noise_mask": NestedTensor([video, audio]), "steps": 8, "cfg": cfg}
-    own, found = sampled(model, **asked), sampled(merged, **asked)
+    check_preset(model, stats_of, latent=latent, noise_mask=NestedTensor([video, audio]), cfg=cfg)
     reads_masks = "denoise_mask" in signature(type(model.model.diffusion_model).forward).parameters
     assert isinstance(rows[0], Tensor) is (reads_masks and what not in ("all alike", "audio alone"))
-    error = errors(found, own)
-    assert 0 < error[0] < 0.05
-    assert error[1] < 0.05
-    assert len(stats_of(merged).merged_steps) == 5
-    assert stats_of(merged).unmerged == {}
-    assert stats_of(merged).without_kv_cache is None
-    assert all(map(torch.equal, sampled(merged, **asked), found))
-    assert all(map(torch.equal, sampled(model, **asked), own))

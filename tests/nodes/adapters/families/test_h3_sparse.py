@@ -12,8 +12,8 @@ from torch import Tensor
 
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
+from tests.nodes.adapters.cards import balanced
 from tests.nodes.adapters.families.test_h3 import sampled
-from tests.nodes.adapters.kv_helpers import preset
 
 Reason = pack_module("toma_core.reasons").Reason
 STEPS, BLOCKS = 8, 4
@@ -87,13 +87,12 @@ def test_blocks_merge_before_the_sparse_part_and_around_it(
 ) -> None:
     """A sparse block runs on all tokens. The report names sparse blocks."""
     model, calls, lengths = sparse(start_percent, dense)
-    own, merges = sampled(model, steps=STEPS), pack_module("nodes.adapters.patch_model").apply_toma
-    all_dense = merges(model_of("h3"), preset("balanced"))
+    own, all_dense = sampled(model, steps=STEPS), balanced(model_of("h3"))
     sampled(all_dense, steps=STEPS)
     expected = list(calls)
     calls.clear()
     lengths.clear()
-    merged = merges(model, preset("balanced"))
+    merged = balanced(model)
     found = sampled(merged, steps=STEPS)
     assert calls == expected
     assert len([n for n in lengths if n < max(lengths)]) == merged_calls

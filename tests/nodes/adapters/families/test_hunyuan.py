@@ -7,26 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import (
-    CLOSE,
     DOUBLE,
     HEIGHT,
     PREDICTED,
     SINGLE,
     TEXT,
     WIDTH,
-    Layout,
-    arguments,
     current,
-    merged_call,
     noise,
-    restored,
-    run,
 )
 
 Reason = pack_module("toma_core.reasons").Reason
@@ -52,44 +45,28 @@ def hunyuan() -> Any:
     return models.hunyuan(patch_size=[1, 2, 2])
 
 
-def by_hand(layout: Layout, block: Any, call: Any, plan: Any, dense: Any) -> Tensor:
-    """Run a recorded block as `layouts.by_hand` does, with the attention mask cut to the length of merged tokens."""
-    M, U = dense(plan)
-    merged_args, image, merged = merged_call(layout, arguments(block, layout, call), [plan], M)
-    if merged_args["attn_mask"] is not None:
-        merged_args["attn_mask"] = merged_args["attn_mask"][..., : layout.above + merged_args[layout.tokens].shape[1]]
-    return restored(layout, run(block, layout, merged_args), image, merged, U)
-
-
 @pytest.mark.compat
 @loop("kind", ["double", "single"])
-@loop(("frames", "batch", "masked", "reference"), [
-    (5, 1, False, False), (5, 2, False, False), (3, 1, True, False), (3, 1, False, True), (3, 1, True, True),
-])  # fmt: skip
-def test_a_block_of_a_video(
-    kind: str, frames: int, batch: int, masked: bool, reference: bool, hunyuan: Any, attach: Any, record: Any,
-    plan_calls: Any, dense: Any, stats_of: Any,
-) -> None:  # fmt: skip
-    block = getattr(hunyuan.model.diffusion_model, f"{kind}_blocks")[1]
-    options: dict[str, Any] = {}
+@loop(("masked", "reference"), [(True, False), (False, True), (True, True)])
+def test_a_block_of_a_video(kind: str, masked: bool, reference: bool, hunyuan: Any, merged_block: Any) -> None:
+    """A reference comes before the video. The mask of the text ends with the tokens."""
+    frames, before, options = 3, FRAME if reference else 0, dict[str, Any]()
     if masked:
         options["attention_mask"] = torch.tensor([[1] * 4 + [0] * (TEXT - 4)])
     if reference:
         options["ref_latent"] = noise(1, 16, 1, HEIGHT, WIDTH)
-    conds = {"positive": models.conditioning(hunyuan, seed=1, **options)}
-    calls, merged = record(block), attach(hunyuan, granularity="block")
-    models.sample(merged, HEIGHT, WIDTH, frames=frames, batch=batch, steps=1, cfg=1.0, **conds)
-    assert stats_of(merged).unmerged == {}
-    (call,) = calls
-    planned, before = plan_calls[call.first_plan], FRAME if reference else 0
-    assert planned.grid == (frames, HEIGHT // 2, WIDTH // 2)
-    assert planned.plan.num_destinations == frames * FRAME // 2
+    asked = {"frames": frames, "steps": 1, "cfg": 1.0, "positive": models.conditioning(hunyuan, seed=1, **options)}
     layout = replace(DOUBLE, before=before) if kind == "double" else replace(SINGLE, before=TEXT + before)
-    given = arguments(block, layout, call)
-    assert (given["attn_mask"] is not None) == masked
-    assert given[layout.tokens].shape[1] == layout.before + frames * FRAME
-    out = call.out if layout.out is None else call.out[layout.out]
-    torch.testing.assert_close(out, by_hand(layout, block, call, planned.plan, dense), **CLOSE)
+    block = merged_block(hunyuan, layout, lambda m: models.sample(m, HEIGHT, WIDTH, **asked))
+    assert block.planned[0].grid == (frames, HEIGHT // 2, WIDTH // 2)
+    assert block.plan.num_destinations == frames * FRAME // 2
+    assert block.tokens.shape[1] == layout.before + frames * FRAME
+    mask = block.given["attn_mask"]
+    assert (mask is not None) == masked
+    if masked:
+        length = layout.above + block.tokens.shape[1] - block.plan.tokens + block.plan.num_destinations
+        block.seen["attn_mask"] = mask[..., :length]
+    block.agrees()
 
 
 @loop("settings", [{}, PREDICTED, {"full_step_interval": 2}], ids=repr)
@@ -155,10 +132,6 @@ def test_hunyuan_image(attach: Any, stats_of: Any) -> None:
 
 
 def test_another_patch_of_frames_is_not_known(pack: Any) -> None:
-    from scripts.comfy_pack import pack_module
-
-    family = pack_module("nodes.adapters.families.hunyuan")
-    assert pack_module("nodes.adapters.registry").is_of(family, models.hunyuan().model.diffusion_model)
-    assert not pack_module("nodes.adapters.registry").is_of(
-        family, models.hunyuan(patch_size=[2, 2, 2]).model.diffusion_model
-    )
+    family, registry = pack_module("nodes.adapters.families.hunyuan"), pack_module("nodes.adapters.registry")
+    assert registry.is_of(family, models.hunyuan().model.diffusion_model)
+    assert not registry.is_of(family, models.hunyuan(patch_size=[2, 2, 2]).model.diffusion_model)

@@ -13,8 +13,8 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import CLOSE, LAYOUTS, arguments, errors, merged_call, restored, run
-from tests.nodes.adapters.kv_helpers import preset
+from tests.nodes.adapters.cards import balanced
+from tests.nodes.adapters.families.layouts import LAYOUTS, errors, noise
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -46,71 +46,28 @@ def masked(family: str, kind: str, audio: float = 1.0) -> Any:
     return comfy.nested_tensor.NestedTensor([video_mask(kind), sound])
 
 
-@loop("family", BOTH)
-@loop("batch", [1, 2])
-def test_a_block_of_a_video(
-    family: str, batch: int, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
-) -> None:
-    """All frames have the same number of destinations, and merged tokens have the RoPE rows of their destinations."""
-    model, (layout,) = model_of(family), LAYOUTS[family]
-    block = model.model.diffusion_model.transformer_blocks[1]
-    calls, merged = record(block), attach(model, granularity="block")
-    before = len(plan_calls)
-    sampled(merged, batch=batch, steps=1)
-    (call,) = calls
-    plan = plan_calls[before + 1].plan
-    assert stats_of(merged).grids == {(FRAMES, HEIGHT, WIDTH): FRAMES * FRAME // 2}
-    M, U = dense(plan)
-    given = arguments(block, layout, call)
-    merged_args, video, means = merged_call(layout, given, [plan], M)
-    torch.testing.assert_close(
-        layout.taken(call.out), restored(layout, run(block, layout, merged_args), video, means, U), **CLOSE
-    )
-    frame = plan.destinations // FRAME
-    assert all(each.bincount().tolist() == [FRAME // 2] * FRAMES for each in frame)
-    for name in layout.rows:
-        wrong = {**merged_args, name: layout.given(given[name], layout.taken(merged_args[name]).flip(1))}
-        assert not torch.allclose(
-            layout.taken(run(block, layout, wrong)), layout.taken(run(block, layout, merged_args))
-        )
-
-
 @loop("kind", ["frame", "half"])
 @loop("family", BOTH)
-def test_modulation_follows_the_destinations(
-    family: str, kind: str, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
-) -> None:
+def test_modulation_follows_the_destinations(family: str, kind: str, model_of: Any, merged_block: Any) -> None:
     """Modulation is per frame, as in LTX-2 with a fixed first frame, or per token."""
-    model, (layout,) = model_of(family), LAYOUTS[family]
-    block = model.model.diffusion_model.transformer_blocks[1]
-    calls, merged = record(block), attach(model, granularity="block")
-    sampled(merged, noise_mask=masked(family, kind), steps=1)
-    assert stats_of(merged).unmerged == {}
-    (call,) = calls
-    plan = plan_calls[call.first_plan].plan
-    M, U = dense(plan)
-    given = arguments(block, layout, call)
-    merged_args, video, means = merged_call(layout, given, [plan], M)
+    mask, (layout,) = masked(family, kind), LAYOUTS[family]
+    block = merged_block(model_of(family), layout, lambda m: sampled(m, noise_mask=mask, steps=1))
     names = ("timestep",)
     if family == "ltx_av":
         names = ("v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep")
-        assert (given["v_timestep"].patches_per_frame > 1) is (kind == "frame")
-    there = plan.destinations[0]
+        assert (block.given["v_timestep"].patches_per_frame > 1) is (kind == "frame")
     for name in names:
-        rows = given[name].expand() if family == "ltx_av" else given[name]
+        rows = block.given[name].expand() if family == "ltx_av" else block.given[name]
         assert rows.shape[1] == FRAMES * FRAME
-        merged_args[name] = rows[:, there]
-    found = layout.taken(call.out)
-    torch.testing.assert_close(found, restored(layout, run(block, layout, merged_args), video, means, U), **CLOSE)
-    others = {**merged_args, **{name: merged_args[name].flip(1) for name in names}}
-    wrong = restored(layout, run(block, layout, others), video, means, U)
-    assert (found - wrong).abs().max() > 1e-2
+        block.seen[name] = rows[:, block.plan.destinations[0]]
+    block.agrees()
+    block.needs(**{name: block.seen[name].flip(1) for name in names})
 
 
 @loop("family", BOTH)
 def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) -> None:
     model = model_of(family)
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    merged = balanced(model)
     for kind in ("frame", "half"):
         asked = {"noise_mask": masked(family, kind), "steps": 8}
         own, found = sampled(model, **asked), sampled(merged, **asked)
@@ -127,7 +84,7 @@ def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.Monk
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
     # Switch off the lower priority of the last step's destinations, because it would hide a fault.
     monkeypatch.setattr(pack_module("toma_core.run"), "RECENT", 1.0)
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    merged = balanced(model)
     own = sampled(model, steps=8)
     _, error = errors(sampled(merged, steps=8), own)
     monkeypatch.delattr(family.AVSignature, "attention_spans")
@@ -143,58 +100,48 @@ def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, 
     assert video.isfinite().all()
     assert not torch.equal(video, sampled(model, latent=alone)[0])
     assert stats_of(merged).unmerged == {}
-    tokens = torch.randn(1, 6, 128, generator=torch.Generator().manual_seed(4))
-    conds = {"positive": models.conditioning(model, seed=1, ref_audio={"tokens": tokens})}
+    conds = {"positive": models.conditioning(model, seed=1, ref_audio={"tokens": noise(1, 6, 128)})}
     for stream, other in zip(sampled(merged, **conds), sampled(merged), strict=True):
         assert stream.isfinite().all()
         assert not torch.equal(stream, other)
     assert stats_of(merged).unmerged == {}
 
 
-def guided(model: Any, strength: float) -> dict[str, Any]:
+def guided(model: Any, strength: float = 1.0, smaller: int = 1) -> dict[str, Any]:
     """Return sampling options with a guide of one frame, as ComfyUI's node adds it. strength: factor of the attention
-    to the guide."""
+    to the guide. smaller: how many times smaller the guide's sides are."""
     from comfy_extras.nodes_lt import LTXVAddGuide, _append_guide_attention_entry
 
     latent, mask = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
-    guide = torch.randn(1, 128, 1, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(6))
+    guide, more = noise(1, 128, 1, HEIGHT // smaller, WIDTH // smaller), dict[str, Any]()
+    if smaller > 1:
+        guide, more["guide_mask"] = LTXVAddGuide.dilate_latent(guide, smaller)
+        more["latent_downscale_factor"] = smaller
     conds = [models.conditioning(model, seed=seed) for seed in (1, 2)]
-    *conds, latent, mask = LTXVAddGuide.append_keyframe(*conds, 8, latent, mask, guide, 1.0, (8, 32, 32))
-    conds = _append_guide_attention_entry(*conds, FRAME, [1, HEIGHT, WIDTH], strength)
+    *conds, latent, mask = LTXVAddGuide.append_keyframe(*conds, 8, latent, mask, guide, 1.0, (8, 32, 32), **more)
+    if smaller == 1:
+        conds = _append_guide_attention_entry(*conds, FRAME, [1, HEIGHT, WIDTH], strength)
     return {"latent": latent, "noise_mask": mask, "positive": conds[0], "negative": conds[1]}
 
 
 @loop("family", BOTH)
 def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """A guide with a strength other than 1 scales attention to its tokens. A run with such a guide is not merged."""
+    """A guide with a strength other than 1 scales attention to its tokens. Guides of an IC-LoRA have fewer tokens per
+    frame than the video. A run with such a guide is not merged."""
     model = model_of(family)
-    merged, strong, weak = attach(model), guided(model, 1.0), guided(model, 0.5)
+    merged, strong = attach(model), guided(model)
     (found,), (own,) = sampled(merged, **strong), sampled(model, **strong)
     assert found.isfinite().all()
     assert not torch.equal(found, own)
     assert stats_of(merged).grids == {(FRAMES + 1, HEIGHT, WIDTH): (FRAMES + 1) * FRAME // 2}
     assert stats_of(merged).unmerged == {}
-    assert torch.equal(sampled(merged, **weak)[0], sampled(model, **weak)[0])
-    assert list(stats_of(merged).unmerged) == [Reason.ARGUMENT_IN_USE(arguments=("self_attention_mask",))]
-    assert not torch.equal(sampled(model, **weak)[0], own)
-
-
-@loop("family", BOTH)
-def test_guides_that_are_smaller_than_the_video(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """Guides of an IC-LoRA have fewer tokens per frame than the video. A run with such a guide is not merged."""
-    from comfy_extras.nodes_lt import LTXVAddGuide
-
-    model = model_of(family)
-    latent, mask = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
-    guide = torch.randn(1, 128, 1, HEIGHT // 2, WIDTH // 2, generator=torch.Generator().manual_seed(6))
-    guide, there = LTXVAddGuide.dilate_latent(guide, 2)
-    conds = [models.conditioning(model, seed=seed) for seed in (1, 2)]
-    behind = conds[0], conds[1], 0, latent, mask, guide, 1.0, (8, 32, 32)
-    *conds, latent, mask = LTXVAddGuide.append_keyframe(*behind, guide_mask=there, latent_downscale_factor=2)
-    asked = {"latent": latent, "noise_mask": mask, "positive": conds[0], "negative": conds[1]}
-    merged = attach(model)
-    assert torch.equal(sampled(merged, **asked)[0], sampled(model, **asked)[0])
-    assert list(stats_of(merged).unmerged) == [Reason.SMALLER_GUIDES()]
+    for guide, reason in (
+        (guided(model, 0.5), Reason.ARGUMENT_IN_USE(arguments=("self_attention_mask",))),
+        (guided(model, smaller=2), Reason.SMALLER_GUIDES()),
+    ):
+        assert torch.equal(sampled(merged, **guide)[0], sampled(model, **guide)[0])
+        assert list(stats_of(merged).unmerged) == [reason]
+        assert not torch.equal(sampled(model, **guide)[0], own)
 
 
 def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of: Any) -> None:
@@ -220,7 +167,7 @@ def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of
 
         own = model.clone()
         own.set_model_sampler_post_cfg_function(guide)
-        return pack_module("nodes.adapters.patch_model").apply_toma(own, preset("balanced"))
+        return balanced(own)
 
     one, other = guided_by(False), guided_by(True)
     assert all(map(torch.equal, sampled(one, steps=6), sampled(other, steps=6)))
@@ -233,13 +180,10 @@ def test_context_windows(settings: str, model_of: Any, attach: Any, stats_of: An
     from comfy_extras.nodes_context_windows import LTXVContextWindowsNode
 
     model = model_of("ltx_av")
-    names = [each.id for each in LTXVContextWindowsNode.define_schema().inputs]
+    given = {"model": model, "context_length": 33, "context_overlap": 8, "context_schedule": "standard_static"}
     defaults = {each.id: getattr(each, "default", None) for each in LTXVContextWindowsNode.define_schema().inputs}
-    inputs = {**defaults, "model": model, "context_length": 33, "context_overlap": 8}
-    inputs["context_schedule"] = "standard_static"
-    windowed = LTXVContextWindowsNode.execute(**{name: inputs[name] for name in names}).result[0]
-    apply = pack_module("nodes.adapters.patch_model").apply_toma
-    merged = attach(windowed) if settings == "tokens" else apply(windowed, preset(settings))
+    windowed = LTXVContextWindowsNode.execute(**{**defaults, **given}).result[0]
+    merged = attach(windowed) if settings == "tokens" else balanced(windowed)
     asked = {"frames": 9, "steps": 4, "cfg": 1.0}
     streams, own = (models.sample_streams(m, HEIGHT, WIDTH, **asked) for m in (merged, windowed))
     assert all(stream.isfinite().all() for stream in streams)
@@ -274,13 +218,12 @@ def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
         guider.set_conds(*(models.conditioning(model, seed=seed) for seed in (1, 2)))
         guider.set_cfg(*((1.0, 1.0) if kind else (1.0,)))
         latent, sampler = models.empty(model, 20, 28, frames=3), comfy.samplers.sampler_object("euler_ancestral")
-        noise = comfy.sample.prepare_noise(latent, 5)
+        given = comfy.sample.prepare_noise(latent, 5), latent, sampler, torch.tensor(sigmas)
         with torch.no_grad():
-            given = torch.tensor(sigmas)
-            out: list[Tensor] = guider.sample(noise, latent, sampler, given, disable_pbar=True, seed=5).unbind()
+            out: list[Tensor] = guider.sample(*given, disable_pbar=True, seed=5).unbind()
         return out
 
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
+    merged = balanced(model)
     own, found = sampled_stage(model), sampled_stage(merged)
     stats = stats_of(merged)
     assert len(stats.merged_steps) == number
@@ -288,5 +231,4 @@ def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
     assert stats.without_kv_cache is None
     assert errors(found, own)[0] < 0.2
     assert (errors(found, own)[0] > 0) == (number > 0)
-    for one, other in zip(found, sampled_stage(merged), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, sampled_stage(merged), found))

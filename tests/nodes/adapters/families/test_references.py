@@ -13,17 +13,12 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import (
-    CLOSE,
     HEIGHT,
     LAYOUTS,
     WIDTH,
-    arguments,
     current,
     grid_of,
-    merged_call,
     of_references,
-    restored,
-    run,
 )
 
 report_text = pack_module("nodes.adapters.report_text")
@@ -35,10 +30,7 @@ REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea
 @pytest.mark.compat
 @loop(("family", "method"), REFERENCES)
 @loop("too", [False, True], ids=["unmerged", "merged"])
-def test_references(
-    family: str, method: str | None, too: bool, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any,
-    stats_of: Any,
-) -> None:  # fmt: skip
+def test_references(family: str, method: str | None, too: bool, model_of: Any, merged_block: Any) -> None:
     """With `index_timestep_zero`, blocks receive the index of the first reference token. Merging lowers this index by
     the number of tokens that it removes before it."""
     model = model_of(family)
@@ -46,29 +38,24 @@ def test_references(
     if family == "krea2" and "ref_latents" not in taken:
         pytest.skip("this ComfyUI has no references for Krea 2")
     layout = LAYOUTS[family][0]
-    block = getattr(model.model.diffusion_model, layout.blocks)[1]
     conds = {"positive": models.conditioning(model, seed=1, **of_references(model, layout, method))}
-    calls = record(block)
-    merged = attach(model, granularity="block", merge_references=too)
-    out = models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
-    assert out.isfinite().all()
-    assert stats_of(merged).unmerged == {}
-    assert stats_of(merged).times_less_work is None, "tokens of references are not counted"
-    (call,) = calls
-    given = arguments(block, layout, call)
+    block = merged_block(
+        model,
+        layout,
+        lambda m: models.sample(m, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds),
+        merge_references=too,
+    )
+    assert block.stats.times_less_work is None, "tokens of references are not counted"
+    given = block.given
     num_tokens = given["transformer_options"].get("reference_image_num_tokens")
     assert num_tokens or not current()
-    too = too and bool(num_tokens)  # without the number of their tokens (ComfyUI 0.16.3), references stay unmerged
-    plans = [c.plan for c in plan_calls[call.first_plan :][: 3 if too else 1]]
     sizes = [(side // layout.patch) * (12 // layout.patch) for side in (8, 6)]
-    assert given[layout.tokens].shape[1] == layout.before + plans[0].tokens + sum(sizes)
-    assert [plan.tokens for plan in plans[1:]] == (sizes if too else [])
-    matrices = [dense(plan) for plan in plans]
-    M, U = (
-        torch.stack([torch.block_diag(*each) for each in zip(*kind, strict=True)])
-        for kind in zip(*matrices, strict=True)
-    )
-    seen, images, few = merged_call(layout, given, plans, M)
+    assert block.tokens.shape[1] == layout.before + block.plan.tokens + sum(sizes)
+    plans = [block.plan]
+    if too and num_tokens:  # without the number of their tokens (ComfyUI 0.16.3), references stay unmerged
+        block.merge(3)
+        plans = [each.plan for each in block.planned[:3]]
+        assert [plan.tokens for plan in plans[1:]] == sizes
 
     def moved(offset: int) -> int:
         end = layout.before
@@ -79,12 +66,11 @@ def test_references(
         return offset - gone
 
     if given.get("timestep_zero_index") is not None:
-        seen["timestep_zero_index"] = moved(given["timestep_zero_index"])
+        block.seen["timestep_zero_index"] = moved(given["timestep_zero_index"])
     for name in ("modulation_dims_img", "modulation_dims"):
         if given.get(name) is not None:
-            seen[name] = [(moved(first), moved(last), which) for first, last, which in given[name]]
-    found = call.out if layout.out is None else call.out[layout.out]
-    torch.testing.assert_close(found, restored(layout, run(block, layout, seen), images, few, U), **CLOSE)
+            block.seen[name] = [(moved(first), moved(last), which) for first, last, which in given[name]]
+    block.agrees()
 
 
 @loop("granularity", ["module", "block", "stack"])
@@ -113,10 +99,8 @@ def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: 
     """Each reference of a condition has one plan, which all calls and blocks of the run use."""
     model = model_of(family)
     options = of_references(model, LAYOUTS[family][0], "index" if family == "krea2" else None)
-    conds = {
-        "positive": models.conditioning(model, seed=1, **options),
-        "negative": models.conditioning(model, seed=2, **options),
-    }
+    names = {"positive": 1, "negative": 2}
+    conds = {name: models.conditioning(model, seed=seed, **options) for name, seed in names.items()}
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1}
     out = models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds)
     assert out.isfinite().all()
@@ -142,10 +126,8 @@ def test_reference_as_large_as_the_image(
     channels, five = model.model.latent_format.latent_channels, family == "qwen_image"
     size = (1, channels, *((1,) if five else ()), HEIGHT, WIDTH)
     options = {"reference_latents": [torch.randn(size, generator=torch.Generator().manual_seed(9))]}
-    conds = {
-        "positive": models.conditioning(model, seed=1, **options),
-        "negative": models.conditioning(model, seed=2, **options),
-    }
+    names = {"positive": 1, "negative": 2}
+    conds = {name: models.conditioning(model, seed=seed, **options) for name, seed in names.items()}
     # Destinations are on a fixed grid, because rounding in split calls could change a selection by nearly equal gains.
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1, "selector": "grid"}
     joined = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.cards import balanced
 from tests.nodes.adapters.families.layouts import errors, noise
-from tests.nodes.adapters.kv_helpers import preset
 
 FRAMES = 5
+SIZES = loop(("kind", "height", "width"), [("ltx_av", 6, 8), ("h3", 12, 16)])
 
 
-@loop(("kind", "height", "width"), [("ltx_av", 6, 8), ("h3", 12, 16)])
+@SIZES
 @loop("frames", [1, FRAMES])
 def test_errors_grow_with_the_ratio(
     kind: str, height: int, width: int, frames: int, model_of: Any, stats_of: Any
@@ -23,7 +23,7 @@ def test_errors_grow_with_the_ratio(
     model, asked = model_of(kind), {"frames": frames, "cfg": 1.0, "steps": 8}
     own, before = models.sample_streams(model, height, width, **asked), 0.0
     for ratio in (0.25, 0.5, 0.75):
-        merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced", ratio=ratio))
+        merged = balanced(model, ratio=ratio)
         video, audio = errors(models.sample_streams(merged, height, width, **asked), own)
         assert before < video < 0.1, (ratio, before, video)
         assert 0 < audio < video, (ratio, audio, video)
@@ -31,18 +31,18 @@ def test_errors_grow_with_the_ratio(
         before = video
 
 
-@loop(
-    ("kind", "base", "channels", "height", "width"), [("ltx_av", "LTXAV", 128, 6, 8), ("h3", "MiniMaxH3", 24, 12, 16)]
-)
+@SIZES
 def test_given_audio_stays_as_it_was_to_the_bit(
-    kind: str, base: str, channels: int, height: int, width: int, model_of: Any, stats_of: Any
+    kind: str, height: int, width: int, model_of: Any, stats_of: Any
 ) -> None:
     import comfy.nested_tensor
 
-    model, sound = model_of(kind), noise(1, *models.AUDIO[base](FRAMES))
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
-    latent = comfy.nested_tensor.NestedTensor([torch.zeros(1, channels, FRAMES, height, width), sound])
-    mask = comfy.nested_tensor.NestedTensor([torch.ones(1, 1, FRAMES, height, width), torch.zeros_like(sound)])
+    model = model_of(kind)
+    video, sound = map(torch.zeros_like, models.empty(model, height, width, 1, FRAMES).unbind())
+    sound += noise(*sound.shape)
+    merged = balanced(model)
+    latent = comfy.nested_tensor.NestedTensor([video, sound])
+    mask = comfy.nested_tensor.NestedTensor([torch.ones_like(video[:, :1]), torch.zeros_like(sound)])
     asked = {"frames": FRAMES, "cfg": 1.0, "latent": latent, "noise_mask": mask, "steps": 8}
     own, found = (models.sample_streams(each, height, width, **asked) for each in (model, merged))
     assert torch.equal(found[1], own[1])

@@ -1,4 +1,4 @@
-"""Test videos: each window lies within one frame, and all frames have the same number of destinations."""
+"""Test videos: modulation by frame, two models, context windows, regions and patches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import (
-    CLOSE,
-    HEIGHT,
-    LAYOUTS,
-    PREDICTED,
-    WIDTH,
-    by_hand,
-)
+from tests.nodes.adapters.cards import balanced
+from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, PREDICTED, WIDTH, noise
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -45,51 +39,23 @@ def held_first(model: Any, frames: int, **options: Any) -> Tensor:
     return models.sample(model, HEIGHT, WIDTH, frames=frames, noise_mask=mask, **options)
 
 
-@pytest.mark.compat
-@loop(("frames", "batch"), [(5, 1), (5, 2), (21, 1)])
-def test_a_block_of_a_video(
-    frames: int, batch: int, wan: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
-) -> None:
-    """A destination represents only tokens of its own frame."""
-    block = wan.model.diffusion_model.blocks[1]
-    calls, merged = record(block), attach(wan, granularity="block")
-    models.sample(merged, HEIGHT, WIDTH, frames=frames, batch=batch, steps=1, cfg=1.0)
-    (call,) = calls
-    planned = plan_calls[call.first_plan]
-    assert planned.grid == (frames, HEIGHT // 2, WIDTH // 2)
-    assert stats_of(merged).grids == {planned.grid: destinations_of(frames)}
-    torch.testing.assert_close(call.out, by_hand(LAYOUT, block, call, planned.plan, dense), **CLOSE)
-    M, U = (matrix.view(batch, frames, -1, frames, matrix.shape[2] // frames) for matrix in dense(planned.plan))
-    for matrix in (M, U):
-        used = matrix.abs().sum((0, 2, 4))
-        assert torch.equal(used > 0, torch.eye(frames, dtype=torch.bool))
-
-
-def test_modulation_by_frame(attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any) -> None:
+def test_modulation_by_frame(merged_block: Any) -> None:
     """Merged tokens have the sigma of their frame."""
-    model, frames = models.wan(**WAN22), 4
-    block = model.model.diffusion_model.blocks[1]
-    calls, merged = record(block), attach(model, granularity="block")
-    held_first(merged, frames, steps=1, cfg=1.0)
-    assert stats_of(merged).unmerged == {}
-    (call,) = calls
-    plan, e = plan_calls[call.first_plan].plan, call.kwargs["e"]
+    frames = 4
+    block = merged_block(models.wan(**WAN22), LAYOUT, lambda m: held_first(m, frames, steps=1, cfg=1.0))
+    e, frame = block.given["e"], block.plan.destinations[0] // FRAME
     assert e.shape[:3] == (1, frames, 6)
-    assert not torch.equal(e[:, 0], e[:, 1])
-    frame = plan.destinations[0] // FRAME
     assert frame.bincount().tolist() == [FRAME // 2] * frames
-    found = by_hand(LAYOUT, block, call, plan, dense, e=e[:, frame])
-    torch.testing.assert_close(call.out, found, **CLOSE)
-    wrong = by_hand(LAYOUT, block, call, plan, dense, e=e[:, frame.flip(0)])
-    assert (call.out - wrong).abs().max() > 1e-2
+    block.seen["e"] = e[:, frame]
+    block.agrees()
+    block.needs(e=e[:, frame.flip(0)])
 
 
 def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, stats_of: Any) -> None:
     """Frames behind the video have no sigmas. ComfyUI stretches the video's sigmas over all frames, so tokens have the
     sigmas of wrong frames."""
     model = models.wan(**WAN22)
-    behind = torch.randn(1, 48, 1, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(3))
-    conds = {"positive": models.conditioning(model, seed=1, time_dim_concat=behind)}
+    conds = {"positive": models.conditioning(model, seed=1, time_dim_concat=noise(1, 48, 1, HEIGHT, WIDTH))}
     merged = attach(model)
     out = held_first(merged, 3, steps=1, cfg=1.0, **conds)
     assert list(stats_of(merged).unmerged) == [Reason.OWN_MODULATION()]
@@ -142,11 +108,7 @@ def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
 def test_presets_where_two_models_take_two_steps_each(
     name: str, frames: int, steps: tuple[list[int], list[int]], wan: Any, stats_of: Any
 ) -> None:
-    attach, settings = (
-        pack_module("nodes.adapters.patch_model").apply_toma,
-        pack_module("toma_core").UserSettings(name, {"min_tokens": 4}),
-    )
-    merged = attach(wan, settings), attach(models.wan(seed=1), settings)
+    merged = balanced(wan, name), balanced(models.wan(seed=1), name)
     assert in_two(*merged, frames=frames).isfinite().all()
     assert tuple(sorted(stats_of(m).merged_steps) for m in merged) == steps
     assert [stats_of(m).without_kv_cache for m in merged] == [None, None]
@@ -167,18 +129,16 @@ def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no
     assert not torch.equal(only, in_two(wan, low))
 
 
+def windowed(model: Any) -> Any:
+    """Return the model with context windows of 5 latent frames that overlap by 3. ComfyUI may add a frame before each
+    window but the first."""
+    node = importlib.import_module("comfy_extras.nodes_context_windows").WanContextWindowsManualNode
+    return node.execute(model, 17, 12, "standard_static", 1, False, "pyramid", False).result[0]
+
+
 def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each context window has its own cache, so a frame in two windows is cached twice."""
-    nodes, run = (
-        importlib.import_module("comfy_extras.nodes_context_windows"),
-        pack_module("nodes.adapters.patch_model"),
-    )
-    window_options = ("standard_static", 1, False, "pyramid", False)
-    windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *window_options).result[0]
-    merged, asked = (
-        run.apply_toma(windowed, pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4})),
-        list[int](),
-    )
+    run, merged, asked = pack_module("nodes.adapters.patch_model"), balanced(windowed(wan)), list[int]()
     reserved = run.reserved
     monkeypatch.setattr(run, "reserved", lambda model, more: asked.append(more) or reserved(model, more))
     models.sample(merged, HEIGHT, WIDTH, frames=13, steps=4, cfg=5.0)
@@ -189,14 +149,10 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
 @loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
     """A plan belongs to the frames of one context window. Both conditions share it."""
-    nodes = importlib.import_module("comfy_extras.nodes_context_windows")
-    # Windows have 5 of the 7 latent frames and overlap by 3. ComfyUI may add a frame before each window but the first.
-    window_options = ("standard_static", 1, False, "pyramid", False)
-    windowed = nodes.WanContextWindowsManualNode.execute(wan, 17, 12, *window_options).result[0]
-    merged = attach(windowed, **settings)
-    out = models.sample(merged, HEIGHT, WIDTH, frames=7, steps=2, cfg=5.0)
+    merged, asked = attach(windowed(wan), **settings), {"frames": 7, "steps": 2, "cfg": 5.0}
+    out = models.sample(merged, HEIGHT, WIDTH, **asked)
     assert out.isfinite().all()
-    assert not torch.equal(out, models.sample(windowed, HEIGHT, WIDTH, frames=7, steps=2, cfg=5.0))
+    assert not torch.equal(out, models.sample(windowed(wan), HEIGHT, WIDTH, **asked))
     assert stats_of(merged).unmerged == {}
     grids = {call.grid[0] for call in plan_calls}
     assert grids in ({5}, {5, 6})
@@ -204,7 +160,7 @@ def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_
     assert (0, 1, 2, 3, 4) in shown
     assert len(shown) > 1
     assert all(len({frames for _, frames in call.copies}) == 1 for call in plan_calls)
-    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=7, steps=2, cfg=5.0), out)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), out)
 
 
 def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:

@@ -12,7 +12,8 @@ import torch
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import CLOSE, HEIGHT, LAYOUTS, WIDTH, Layout, by_hand, current, noise
+from tests.nodes.adapters.cards import balanced
+from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH, current, noise
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -21,33 +22,23 @@ FRAME = HEIGHT // 2 * (WIDTH // 2)
 
 
 @loop("what", ["reference", "context", "further frames"])
-def test_other_frames_are_not_merged(
-    what: str, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
-) -> None:
+def test_other_frames_are_not_merged(what: str, attach: Any, merged_block: Any, stats_of: Any) -> None:
     if what == "context" and not current():
         pytest.skip("this ComfyUI may have no context latents")
-    frames, before = 3, 0
-    if what == "reference":
-        model, before = models.wan(in_dim_ref_conv=16), FRAME
-        options: dict[str, Any] = {"reference_latents": [noise(1, 16, 1, HEIGHT, WIDTH)]}
-    elif what == "context":
-        model = models.wan()
-        options = {"context_latents": [noise(1, 16, 1, 8, 12), noise(1, 16, 2, HEIGHT, WIDTH)]}
-    else:
-        model, options = models.wan(), {"time_dim_concat": noise(1, 16, 2, HEIGHT, WIDTH)}
-    block = model.model.diffusion_model.blocks[1]
-    calls, merged = record(block), attach(model, granularity="block")
-    conds = {"positive": models.conditioning(model, seed=1, **options)}
-    assert models.sample(merged, HEIGHT, WIDTH, frames=frames, steps=1, cfg=1.0, **conds).isfinite().all()
-    assert stats_of(merged).unmerged == {}
-    (call,) = calls
-    plan = plan_calls[call.first_plan].plan
-    others = {"reference": FRAME, "context": 4 * 6 + 2 * FRAME, "further frames": 2 * FRAME}[what]
-    assert call.args[0].shape[1] == frames * FRAME + others
-    layout = Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1, before=before)
-    torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
+    before = FRAME if what == "reference" else 0
+    model = models.wan(**({"in_dim_ref_conv": 16} if before else {}))
+    options, others = {
+        "reference": ({"reference_latents": [noise(1, 16, 1, HEIGHT, WIDTH)]}, FRAME),
+        "context": ({"context_latents": [noise(1, 16, 1, 8, 12), noise(1, 16, 2, HEIGHT, WIDTH)]}, 4 * 6 + 2 * FRAME),
+        "further frames": ({"time_dim_concat": noise(1, 16, 2, HEIGHT, WIDTH)}, 2 * FRAME),
+    }[what]
+    asked = {"frames": 3, "positive": models.conditioning(model, seed=1, **options)}
+    layout = replace(LAYOUT, before=before)
+    block = merged_block(model, layout, lambda m: models.sample(m, HEIGHT, WIDTH, steps=1, cfg=1.0, **asked))
+    assert block.tokens.shape[1] == 3 * FRAME + others
+    block.agrees()
     chain = attach(model)
-    assert models.sample(chain, HEIGHT, WIDTH, frames=frames, steps=2, cfg=5.0, **conds).isfinite().all()
+    assert models.sample(chain, HEIGHT, WIDTH, steps=2, cfg=5.0, **asked).isfinite().all()
     assert stats_of(chain).unmerged == {}
 
 
@@ -77,17 +68,13 @@ def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
     first = noise(1, 16, 5, HEIGHT, WIDTH)
     mask = torch.ones(1, 1, 5, HEIGHT, WIDTH)
     mask[:, :, 0] = 0
-
-    conds = {
-        "positive": models.conditioning(
-            model, seed=1, concat_latent_image=first, concat_mask=mask, clip_vision_output=Seen()
-        )
-    }
-    merged = attach(model)
-    out = models.sample(merged, HEIGHT, WIDTH, frames=5, steps=2, cfg=1.0, **conds)
+    options = {"concat_latent_image": first, "concat_mask": mask, "clip_vision_output": Seen()}
+    conds = {"positive": models.conditioning(model, seed=1, **options)}
+    merged, asked = attach(model), {"frames": 5, "steps": 2, "cfg": 1.0, **conds}
+    out = models.sample(merged, HEIGHT, WIDTH, **asked)
     assert out.isfinite().all()
     assert stats_of(merged).unmerged == {}
-    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=5, steps=2, cfg=1.0, **conds))
+    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, **asked))
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -134,9 +121,7 @@ def test_kinds_that_read_all_tokens_between_blocks(
 
 @loop("kind", ["scail", "scail2"])
 @loop("references", [0, 2])
-def test_references_are_frames_and_poses_follow(
-    kind: str, references: int, attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any
-) -> None:
+def test_references_are_frames_and_poses_follow(kind: str, references: int, merged_block: Any, stats_of: Any) -> None:
     """Poses of SCAIL may have half the height and width of the video. Neither references nor poses are merged."""
     import comfy.model_base
 
@@ -151,19 +136,14 @@ def test_references_are_frames_and_poses_follow(
         options["driving_mask_28ch"] = noise(1, 3, 28, 10, 14)
         options["ref_mask_28ch"] = noise(1, 3 + references, 28, HEIGHT, WIDTH)
         options["ref_mask_flag"] = False
-    block, before = model.model.diffusion_model.blocks[1], references * FRAME
-    calls, merged = record(block), attach(model, granularity="block")
-    conds = {"positive": models.conditioning(model, seed=1, **options)}
-    assert models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds).isfinite().all()
-    assert stats_of(merged).unmerged == {}
-    (call,) = calls
-    plan = plan_calls[call.first_plan].plan
-    assert (plan.tokens, call.args[0].shape[1]) == (3 * FRAME, before + 3 * FRAME + 3 * 5 * 7)
+    asked = {"frames": 3, "positive": models.conditioning(model, seed=1, **options)}
+    before = references * FRAME
     layout = replace(LAYOUT, before=before)
-    torch.testing.assert_close(call.out, by_hand(layout, block, call, plan, dense), **CLOSE)
-    shared = pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4})
-    preset = pack_module("nodes.adapters.patch_model").apply_toma(model, shared)
-    assert models.sample(preset, HEIGHT, WIDTH, frames=3, steps=4, cfg=3.0, **conds).isfinite().all()
+    block = merged_block(model, layout, lambda m: models.sample(m, HEIGHT, WIDTH, steps=1, cfg=1.0, **asked))
+    assert (block.plan.tokens, block.tokens.shape[1]) == (3 * FRAME, before + 3 * FRAME + 3 * 5 * 7)
+    block.agrees()
+    preset = balanced(model)
+    assert models.sample(preset, HEIGHT, WIDTH, steps=4, cfg=3.0, **asked).isfinite().all()
     assert (stats_of(preset).unmerged, stats_of(preset).without_kv_cache) == ({}, None)
 
 
