@@ -9,7 +9,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,17 +79,12 @@ class Timing:
     handed: list[float] = field(default_factory=list)  # seconds until the host has launched all operations
 
     def quantile(self, share: float) -> float:
-        """Return the quantile of the turns' seconds at `share`, from 0 to 1."""
         return quantile(self.seconds, share)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the quantile of the values at `share`, from 0 to 1. Between two values, interpolate linearly."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return float(torch.tensor(values, dtype=torch.float64).quantile(share))
 
 
 def synchronize(device: torch.device) -> None:
@@ -197,24 +192,39 @@ def compared(row: Row, timing: Timing, base: Timing, problems: Sequence[str] = (
 _SHOWN = ("section", "model", "size", "batch", "variant", "tokens")
 
 
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def times(factor: float | None) -> str:
+    """Return a factor as text, empty for None."""
+    return "" if factor is None else f"{factor:.2f}x"
+
+
 def table(rows: Sequence[Row]) -> str:
     """Format the rows as a Markdown table."""
     head = [*_SHOWN, "p50 s", "p20-p80", "host ms", "GPU ms", "speed-up", "FLOP ceiling", "error", "MB", "note"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines = []
     for row in rows:
-        speedup = REFUSED if row.gate else "" if row.speedup is None else f"{row.speedup:.2f}x"
+        speedup = REFUSED if row.gate else times(row.speedup)
         if row.speedup_low is not None and row.speedup_high is not None and row.variant != "unpatched":
             speedup += f" ({row.speedup_low:.2f}-{row.speedup_high:.2f})"
         cells = [str(getattr(row, name)) for name in _SHOWN]
         alone = ("" if seconds is None else f"{seconds * 1e3:.4g}" for seconds in (row.host, row.gpu))
-        cells += [f"{row.p50:.4g}", f"{row.p20:.4g}-{row.p80:.4g}", *alone, speedup]
-        cells.append("" if row.ceiling is None else f"{row.ceiling:.2f}x")
+        cells += [f"{row.p50:.4g}", f"{row.p20:.4g}-{row.p80:.4g}", *alone, speedup, times(row.ceiling)]
         cells.append("" if row.error is None else f"{row.error:.4f}")
         cells.append("" if row.peak_mb is None else f"{row.peak_mb:.0f}")
         shares = ", ".join(f"{part} {share:.1%}" for part, share in row.shares.items())
-        cells.append("; ".join(t for t in (row.gate, shares, row.note) if t))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        cells.append(joined(row.gate, shares, row.note))
+        lines.append(cells)
+    return markdown(head, lines) + "\n"
+
+
+def joined(*notes: str) -> str:
+    """Return the notes that are not empty as one text."""
+    return "; ".join(filter(None, notes))
 
 
 def red(rows: Sequence[Row]) -> list[str]:
@@ -244,11 +254,10 @@ def write(
 
 
 def command_line(about: str | None, name: str, repeats: int) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark: --repeats, --dtype, --out. about: docstring of the
+    """Return a parser with the options --repeats and --out. about: docstring of the
     benchmark's module."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--out", type=Path, help=f"write FOLDER/{name}.json and .md")
     return parser
 

@@ -33,15 +33,8 @@ def stack(width: int, depth: int, dtype: torch.dtype, device: torch.device) -> l
     generator = torch.Generator().manual_seed(0)
     blocks = []
     for _ in range(depth):
-        block = BasicTransformerBlock(
-            width,
-            width // 64,
-            64,
-            context_dim=2048,
-            dtype=dtype,
-            device=device,
-            operations=comfy.ops.disable_weight_init,
-        )
+        made = {"dtype": dtype, "device": device, "operations": comfy.ops.disable_weight_init}
+        block = BasicTransformerBlock(width, width // 64, 64, context_dim=2048, **made)
         for parameter in block.parameters():
             fan_in = parameter[0].numel() if parameter.ndim > 1 else 1
             noise = torch.randn(parameter.shape, generator=generator) / fan_in**0.5
@@ -69,15 +62,9 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def measure(
-    width: int,
-    depth: int,
-    sides: Sequence[int],
-    ratio: float,
-    repeats: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    width: int, depth: int, sides: Sequence[int], ratio: float, repeats: int, dtype: torch.dtype, device: torch.device,
     batch: int = 2,
-) -> list[Row]:
+) -> list[Row]:  # fmt: skip
     """Return one row for each side of the token grid: the speed-up of a merged chain of blocks over the unmerged
     chain."""
     core = pack_module("toma_core")
@@ -108,20 +95,13 @@ def measure(
                 reduced = core.reduce(x, plan)
                 return core.restore(chain(reduced), reduced, x, plan)
 
-            cases: dict[str, Callable[[], Any]] = {
-                "unmerged": functools.partial(chain, x),
-                "merged": merged,
-                "plan": plan,
-            }
-            times: dict[str, list[float]] = {name: [] for name in cases}
-            for turn in range(repeats + 1):
-                for name, call in cases.items():
-                    seconds = _seconds(call, device)
-                    if turn:
-                        times[name].append(seconds)
-            planning = bench.quantile(times["plan"], 0.5)
-            unmerged = Timing(times["unmerged"], chain(x).float().cpu())
-            this = Timing([t + plans_per_step * planning for t in times["merged"]], merged().float().cpu())
+            # The first turn warms up.
+            calls: tuple[Callable[[], Any], ...] = (functools.partial(chain, x), merged, plan)
+            turns = [[_seconds(call, device) for call in calls] for _ in range(repeats + 1)][1:]
+            times, merged_times, plan_times = map(list, zip(*turns, strict=True))
+            planning = plans_per_step * bench.quantile(plan_times, 0.5)
+            unmerged = Timing(times, chain(x).float().cpu())
+            this = Timing([seconds + planning for seconds in merged_times], merged().float().cpu())
             tokens = f"{side * side} -> {made.num_destinations}"
             row = Row("break-even", f"{depth} blocks", f"{side}x{side}x{width}", batch, "ToMA stack", tokens)
             row.note = _auto(x, ratio)

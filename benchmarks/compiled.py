@@ -29,21 +29,17 @@ def main() -> None:
     args = parser.parse_args()
     stand_ins.prepare(own_attention=False)
     device = bench.device_here()
-    conditions = bench.conditions(
-        dtype="float32", repeats=args.repeats, backend=args.backend, blocks="full depth, narrow"
-    )
+    more = {"repeats": args.repeats, "backend": args.backend, "blocks": "full depth, narrow"}
+    conditions = bench.conditions(dtype="float32", **more)
     bench.say(", ".join(f"{key}: {value}" for key, value in conditions.items()))
     compiler = variants.compiled(args.backend)
     merged = forward.toma_variants([0.5], ["stack"], dict(variants.TINY))[0]
     chosen = [merged, compiler, variants.stacked(merged, compiler), variants.stacked(compiler, merged)]
     rows: list[Row] = []
     for name in args.model:
-        patcher = (
-            models.unet(depths=DEPTHS, middle=MIDDLE) if name == "sdxl" else models.flux(double=DOUBLE, single=SINGLE)
-        )
-        rows += forward.measure(
-            patcher, Shape(name, SIDE, SIDE, 1, tiny=True), chosen, args.repeats, device, "compiled"
-        )
+        sdxl, shape = name == "sdxl", Shape(name, SIDE, SIDE, 1, tiny=True)
+        patcher = models.unet(depths=DEPTHS, middle=MIDDLE) if sdxl else models.flux(double=DOUBLE, single=SINGLE)
+        rows += forward.measure(patcher, shape, chosen, args.repeats, device, "compiled")
     bench.finish(rows, conditions, args.out and args.out / "compiled")
 
 

@@ -11,7 +11,7 @@ reported if the output is broken, nothing was merged, or the unpatched model cha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,16 +100,26 @@ class Runner:
         if self.sampling is not None:
             self.sampling.run.coverage.clear()
 
-    def tokens(self) -> str:
-        """Return the number of tokens of every grid before and after merging."""
-        if self.stats is None:
-            return "all"
-        grids = sorted(self.stats.grids.items(), reverse=True)
-        return ", ".join(f"{math.prod(grid)} -> {saved}" for grid, saved in grids)
 
-    def kernels(self) -> str:
-        """Return the names of the kernels that computed the plans."""
-        return "" if self.stats is None else "kernels: " + ", ".join(sorted(map(str, self.stats.kernels)))
+def tokens(stats: Any) -> str:
+    """Return the number of tokens of every grid before and after merging."""
+    grids = sorted(stats.grids.items(), reverse=True)
+    return ", ".join(f"{math.prod(grid)} -> {destinations}" for grid, destinations in grids)
+
+
+def available(
+    chosen: Sequence[Variant], start: Callable[[Variant], Any], section: str, shape: Shape
+) -> tuple[dict[Variant, Any], list[Row]]:
+    """Return what `start` returns for the unpatched model and for each variant, and a row for each variant for which it
+    raises."""
+    started, rows = {}, []
+    for variant in (UNPATCHED, *chosen):
+        try:
+            started[variant] = start(variant)
+        except Exception as error:
+            why = f"cannot be had here: {type(error).__name__}: {error}"
+            rows.append(Row(section, shape.model, shape.size, shape.batch, variant.name, gate=why))
+    return started, rows
 
 
 def problems(runner: Runner, output: Tensor, base: Tensor, farthest: float = FARTHEST) -> list[str]:
@@ -152,40 +162,34 @@ def measure(
     measure the seconds until the host has launched all operations, and the seconds of the GPU.
     """
     inputs = shape.inputs(device)
-    runners, skipped_by_settings = {}, []
-    for variant in (UNPATCHED, *chosen):
-        try:
-            runners[variant.name] = Runner(variant, patcher)
-        except Exception as error:
-            skipped_by_settings.append(
-                _empty(section, shape, variant, f"cannot be had here: {type(error).__name__}: {error}")
-            )
-    cases = {name: (lambda runner=runner: runner(inputs)) for name, runner in runners.items()}
+    runners, unavailable = available(chosen, lambda variant: Runner(variant, patcher), section, shape)
+    cases = {variant.name: (lambda runner=runner: runner(inputs)) for variant, runner in runners.items()}
     timings = bench.interleave(cases, repeats, device, limit=limit)
     base = timings[UNPATCHED.name]
     assert base.output is not None
-    again = runners[UNPATCHED.name](inputs).float().cpu()
+    again = runners[UNPATCHED](inputs).float().cpu()
     changed = [] if torch.allclose(again, base.output, rtol=1e-3, atol=1e-3) else ["the unpatched model changed"]
     rows = []
-    for name, runner in runners.items():
-        timing = timings[name]
+    for variant, runner in runners.items():
+        timing = timings[variant.name]
         assert timing.output is not None
         found = [*changed, *problems(runner, timing.output, base.output, farthest)]
-        row = Row(section, shape.model, shape.size, shape.batch, name, runner.tokens(), note=runner.variant.note)
+        row = Row(section, shape.model, shape.size, shape.batch, variant.name, "all", note=variant.note)
         if runner.stats is not None:
-            row.note = "; ".join(t for t in (row.note, runner.kernels()) if t)
-            if check_kernels and "triton" in map(str, runner.stats.kernels):
+            used = sorted(map(str, runner.stats.kernels))
+            row.tokens = tokens(runner.stats)
+            row.note = bench.joined(row.note, f"kernels: {', '.join(used)}")
+            if check_kernels and "triton" in used:
                 found += _kernels_agree(runner, patcher, inputs, timing.output, base.output)
         if profiles:
             row.host = bench.quantile(timing.handed, 0.5)
             row.gpu = profile(lambda runner=runner: runner(inputs)).seconds  # type: ignore[misc]
-        row.ceiling = None if shape.tiny else ceiling(shape, runner.variant, blocks, int(runner.looks))
+        row.ceiling = None if shape.tiny else ceiling(shape, variant, blocks, int(runner.looks))
         rows.append(bench.compared(row, timing, base, found))
-        if row.error == 0 and name != UNPATCHED.name:
-            row.note = "; ".join(t for t in ("a no-op here: the output is unchanged", row.note) if t)
-    for runner in runners.values():
+        if row.error == 0 and variant is not UNPATCHED:
+            row.note = bench.joined("a no-op here: the output is unchanged", row.note)
         runner.close()
-    return rows + skipped_by_settings
+    return rows + unavailable
 
 
 def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = None, step: int = 0) -> float | None:
@@ -202,10 +206,5 @@ def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output:
     differ by half the error of merging or more."""
     plain = Runner(runner.variant, patcher, plain=True)(inputs).float().cpu()
     apart, merged = bench.relative_error(output, plain), bench.relative_error(plain, base)
-    return (
-        [] if apart < 0.5 * merged else [f"kernels and plain PyTorch are {apart:.4f} apart, merging costs {merged:.4f}"]
-    )
-
-
-def _empty(section: str, shape: Shape, variant: Variant, why: str) -> Row:
-    return Row(section, shape.model, shape.size, shape.batch, variant.name, gate=why)
+    wrong = f"kernels and plain PyTorch are {apart:.4f} apart, merging costs {merged:.4f}"
+    return [] if apart < 0.5 * merged else [wrong]

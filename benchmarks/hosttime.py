@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,10 +64,8 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     windows = layout.make_windows(*_GRID, config.WindowShape.TILE, _WINDOW)
     toma = config.ToMAConfig(window_size=_WINDOW)
     schedule = pack_module("toma_core.schedule").Schedule(toma)
-    dispatch = pack_module("toma_core.kernels.dispatch").Dispatch(
-        pack_module("toma_core.kernels.dispatch").Choice(kernels)
-    )
-    run = state.RunState(schedule, dispatch=dispatch)
+    trial = pack_module("toma_core.kernels.dispatch")
+    run = state.RunState(schedule, dispatch=trial.Dispatch(trial.Choice(kernels)))
     decision = schedule.decide(1.0)
     x = torch.randn(1, windows.tokens, _CHANNELS, generator=torch.Generator().manual_seed(0))
 
@@ -117,12 +114,11 @@ def main() -> None:
     torch.set_num_threads(1)
     stand_ins.prepare(own_attention=False)
     conditions = bench.conditions(dtype="float32", repeats=args.repeats, triton=__import__("triton").__version__)
-    rows = measure(args.repeats)
-    print(json.dumps({"conditions": conditions, "rows": rows}, indent=1))
+    result = json.dumps({"conditions": conditions, "rows": measure(args.repeats)}, indent=1)
+    print(result)
     if args.out:
-        path = Path(args.out) / f"{RESULTS}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"{RESULTS}.json").write_text(result + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from unittest import mock
 import torch
 
 from benchmarks import bench
-from benchmarks.counted import markdown
 from benchmarks.performance import filled
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
@@ -41,21 +40,13 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        title: the model and the run, for the reader.
-        shape: the model and the size of its latents.
-        weights: dtype of the weights; fp8 also stands for int8. All models compute in bf16.
-        cfg: guidance scale. 1 evaluates one condition in a step, a higher scale two.
-        merged: number of merged steps, if the sampler's noise makes more steps full than the schedule; None otherwise.
-    """
-
-    title: str
-    shape: Shape
-    weights: torch.dtype
-    cfg: float = 1.0
-    merged: int | None = None
+    title: str  # the model and the run, for the reader
+    shape: Shape  # the model and the size of its latents
+    weights: torch.dtype  # dtype of the weights; fp8 also stands for int8. All models compute in bf16.
+    cfg: float = 1.0  # guidance scale; 1 evaluates one condition in a step, a higher scale two
+    merged: int | None = None  # merged steps, if the sampler's noise makes more steps full than the schedule
 
 
 CASES = (
@@ -82,29 +73,16 @@ CASES = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of a run on one card; sizes are in bytes.
+    """The result of a run on one card; sizes are in bytes."""
 
-    Attributes:
-        kind: form of the KV cache: "full", "4-bit" or "none".
-        on_card: keys and values on the card.
-        in_main: keys and values in main memory.
-        skipped: share of blocks, counted from the first, that are not merged because memory is short.
-        left_off: weights that ComfyUI offloads without ToMA.
-        pushed_out: additional weights that ComfyUI offloads because of the cache.
-        merged_steps: how many of the run's steps are merged.
-        less_work: FLOPs of the unmerged run divided by those of this run.
-        faster: computed time of the unmerged run divided by that of this run.
-    """
-
-    kind: str
-    on_card: int
-    in_main: int
-    skipped: float
-    left_off: float
-    pushed_out: float
-    merged_steps: int
-    less_work: float
-    faster: float
+    kind: str  # form of the KV cache: "full", "4-bit" or "none"
+    on_card: int  # keys and values on the card
+    in_main: int  # keys and values in main memory
+    skipped: float  # share of blocks, counted from the first, that are not merged because memory is short
+    pushed_out: float  # additional weights that ComfyUI offloads because of the cache
+    merged_steps: int  # how many of the run's steps are merged
+    less_work: float  # FLOPs of the unmerged run divided by those of this run
+    faster: float  # computed time of the unmerged run divided by that of this run
 
     @property
     def advice(self) -> str:
@@ -162,7 +140,7 @@ def choose(model: Any, case: Case, gib: int) -> Choice:
     kind = "none" if not plan.bytes else "4-bit" if plan.quantized else "full"
     on_card = plan.keys - plan.in_main
     counted = _counted(model, case, config, bool(plan.bytes), plan.in_main, without, with_cache)
-    return Choice(kind, on_card, plan.in_main, plan.skipped, without, with_cache - without, *counted)
+    return Choice(kind, on_card, plan.in_main, plan.skipped, with_cache - without, *counted)
 
 
 def _counted(
@@ -219,25 +197,19 @@ def chosen(cases: tuple[Case, ...] = CASES) -> tuple[tuple[Case, tuple[Choice, .
     return tuple(found)
 
 
-def table() -> str:
-    """Return the table that shows where the cache lies, in Markdown."""
-    return _shown(cell)
-
-
-def advice() -> str:
-    """Return the table that shows whether the cache pays, in Markdown."""
-    return _shown(advised)
-
-
 def advised(choice: Choice) -> str:
     """Return the advice, the merged steps, the share of the work that is saved, and the speed-up."""
     return f"{choice.advice}: {choice.merged_steps}, {100 - 100 / choice.less_work:.0f} %, {choice.faster:.2f}x"
 
 
-def _shown(shown: Callable[[Choice], str]) -> str:
-    return markdown(
-        ["", *(f"{gib} GB" for gib in CARDS_GIB)], ([case.title, *map(shown, each)] for case, each in chosen())
-    )
+def tabulated(shown: Callable[[Choice], str]) -> str:
+    """Return a table in Markdown, with a cell for each case and card."""
+    rows = ([case.title, *map(shown, choices)] for case, choices in chosen())
+    return bench.markdown(["", *(f"{gib} GB" for gib in CARDS_GIB)], rows)
+
+
+table = functools.partial(tabulated, cell)  # where the cache lies
+advice = functools.partial(tabulated, advised)  # whether the cache pays
 
 
 def main() -> None:

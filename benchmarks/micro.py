@@ -278,17 +278,14 @@ def _off(result: Any, reference: Tensor | Callable[[Tensor], str] | None, dtype:
 
 def table(rows: Sequence[Row]) -> str:
     """Format the rows as a Markdown table, in microseconds."""
-    lines = [
-        "| operation | tokens | batch | by | p50 us | p20-p80 | times the limit | over PyTorch |",
-        "|---" * 8 + "|",
-    ]
+    head = ["operation", "tokens", "batch", "by", "p50 us", "p20-p80", "times the limit", "over PyTorch"]
+    lines = []
     for row in rows:
-        over = bench.REFUSED if row.gate else "" if row.speedup is None else f"{row.speedup:.2f}x"
+        over = bench.REFUSED if row.gate else bench.times(row.speedup)
         spread = f"{row.p20 * 1e6:.4g}-{row.p80 * 1e6:.4g}"
         cells = [row.section.removeprefix("micro: "), row.model, str(row.batch), row.variant, f"{row.p50 * 1e6:.4g}"]
-        cells += [spread, f"{row.ceiling or 0:.3g}", f"{over} {row.gate}".strip()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([*cells, spread, f"{row.ceiling or 0:.3g}", f"{over} {row.gate}".strip()])
+    return bench.markdown(head, lines) + "\n"
 
 
 def kernels_here(device: torch.device) -> Any | None:

@@ -8,31 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks import bench, cost
-from benchmarks.counted import (
-    RUNS,
-    by_preset,
-    by_toma,
-    ceilings,
-    count,
-    editing,
-    families,
-    figures,
-    markdown,
-    merged_steps,
-    parts,
-    settings_of,
-    sizes_of,
-    templates,
-    videos,
-)
+from benchmarks import bench, cost, counted
+from benchmarks.counted import TABLES, Rows, by_preset, by_toma, count, merged_steps, tabulated
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 from testbed import stand_ins
@@ -41,77 +23,58 @@ from testbed.fullsize import Shape
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, COUNTS = ROOT / "docs" / "performance.md", RESULTS / "counts.md"
-# Parts of a step -> their names in `benchmarks.hosttime`.
-_CALLS = {"merge": "merge", "unmerge": "restore"}
 
 
-def overhead() -> str:
+@tabulated(
+    *("model", "merged around each", "by", "launches added", "host time added"),
+    *("bytes of merging", "fewer bytes in all"),
+)
+def overhead() -> Rows:
     """Tabulate the cost that merging adds to an evaluation that reuses its plans."""
     host = json.loads((RESULTS / "hosttime" / "hosttime.json").read_text(encoding="utf-8"))["rows"]
-
-    def rows() -> Iterator[list[str]]:
-        for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
-            base = count(Shape(model))
-            for granularity in ("block", "stack") if model == "flux" else ("module", "block", "stack"):
-                # With Triton each merge and each unmerge is one launch, so launches count the calls.
-                fused = count(Shape(model), by_toma(granularity=granularity), kernels=True).parts
-                for kernels, by in ((True, "Triton"), (False, "PyTorch")):
-                    merged = count(Shape(model), by_toma(granularity=granularity), kernels=kernels)
-                    added = [merged.parts[part] for part in ("merge", "unmerge")]
-                    adds = [host[by][name] * fused[part].launches for part, name in _CALLS.items()]
-                    yield [
-                        name,
-                        granularity,
-                        by,
-                        f"{merged.launches - base.launches:+d} ({merged.launches / base.launches - 1:+.1%})",
-                        f"+{sum(adds):.0f} ({sum(adds) / base.launches:+.0%})",
-                        f"{sum(part.bytes for part in added) / merged.bytes:.1%}",
-                        f"{base.bytes / merged.bytes:.2f}x",
-                    ]
-
-    head = [
-        "model",
-        "merged around each",
-        "by",
-        "launches added",
-        "host time added",
-        "bytes of merging",
-        "fewer bytes in all",
-    ]
-    return markdown(head, rows())
+    for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
+        base = count(Shape(model))
+        for granularity in ("block", "stack") if model == "flux" else ("module", "block", "stack"):
+            # With Triton each merge and each unmerge is one launch, so launches count the calls.
+            fused = count(Shape(model), by_toma(granularity=granularity), kernels=True).parts
+            for kernels, by in ((True, "Triton"), (False, "PyTorch")):
+                merged = count(Shape(model), by_toma(granularity=granularity), kernels=kernels)
+                added = [merged.parts[part] for part in ("merge", "unmerge")]
+                calls = (("merge", "merge"), ("unmerge", "restore"))  # parts, and their names in `benchmarks.hosttime`
+                adds = [host[by][call] * fused[part].launches for part, call in calls]
+                launches = f"{merged.launches - base.launches:+d} ({merged.launches / base.launches - 1:+.1%})"
+                host_time = f"+{sum(adds):.0f} ({sum(adds) / base.launches:+.0%})"
+                merging = f"{sum(part.bytes for part in added) / merged.bytes:.1%}"
+                yield [name, granularity, by, launches, host_time, merging, f"{base.bytes / merged.bytes:.2f}x"]
 
 
-def attention() -> str:
+@tabulated("model", "side, px", "of FLOPs", "of FLOPs at 0.5", "free attention", "on top of ToMA", "with ToMA in all")
+def attention() -> Rows:
     """Tabulate how much a faster attention can save in the unmerged and in the merged model."""
-
-    def rows() -> Iterator[list[str]]:
-        for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
-            for side in (1024, 2048):
-                shape = Shape(model, side, side)
-                costs = [count(shape), count(shape, by_toma())]
-                shares = [each.products["attention"] / each.flops for each in costs]
-                free = (f"{1 / (1 - share):.2f}x" for share in shares)
-                both = f"{costs[0].flops / costs[1].flops / (1 - shares[1]):.2f}x"
-                yield [name, f"{side}", *(f"{share:.0%}" for share in shares), *free, both]
-
-    head = ["model", "side, px", "of FLOPs", "of FLOPs at 0.5", "free attention", "on top of ToMA", "with ToMA in all"]
-    return markdown(head, rows())
+    for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
+        for side in (1024, 2048):
+            shape = Shape(model, side, side)
+            costs = [count(shape), count(shape, by_toma())]
+            shares = [each.products["attention"] / each.flops for each in costs]
+            free = (f"{1 / (1 - share):.2f}x" for share in shares)
+            both = f"{costs[0].flops / costs[1].flops / (1 - shares[1]):.2f}x"
+            yield [name, f"{side}", *(f"{share:.0%}" for share in shares), *free, both]
 
 
-def growth() -> str:
+@tabulated(
+    *("model", "size", "batch", "TFLOP", "GB", "launches", "of FLOPs in QK^T and AV"),
+    *("TFLOP at 0.5", "GB at 0.5", "launches at 0.5"),
+)
+def growth() -> Rows:
     """Tabulate the cost of an evaluation of SDXL and of Flux, unmerged and merged, by picture size and batch."""
-
-    def rows() -> Iterator[list[str]]:
-        for model in ("sdxl", "flux"):
-            shapes = [Shape(model, side, side) for side in (512, 1024, 2048, 4096)]
-            shapes += [Shape(model, batch=batch) for batch in (2, 4, 8)]
-            for shape in shapes:
-                base, merged = count(shape), count(shape, by_toma())
-                attention = base.products["attention"] / base.flops
-                yield [model, shape.size, str(shape.batch), *figures(base), f"{attention:.0%}", *figures(merged)]
-
-    head = ["model", "size", "batch", "TFLOP", "GB", "launches", "of FLOPs in QK^T and AV", "TFLOP at 0.5"]
-    return markdown([*head, "GB at 0.5", "launches at 0.5"], rows())
+    for model in ("sdxl", "flux"):
+        shapes = [Shape(model, side, side) for side in counted.SIDES]
+        shapes += [Shape(model, batch=batch) for batch in (2, 4, 8)]
+        for shape in shapes:
+            base, merged = count(shape), count(shape, by_toma())
+            attention = base.products["attention"] / base.flops
+            numbers = *counted.figures(base), f"{attention:.0%}", *counted.figures(merged)
+            yield [model, shape.size, str(shape.batch), *numbers]
 
 
 _SETTINGS = (
@@ -123,144 +86,102 @@ _SETTINGS = (
 )
 
 
-def runs() -> str:
+@tabulated("model", "side, px", "setting", "a merged step", *(f"{n} steps" for n in counted.RUNS))
+def runs() -> Rows:
     """Tabulate the FLOPs that merging saves in runs of different numbers of steps: with all `_SETTINGS` on SDXL and
     Flux, with `balanced` on the other models."""
-
-    def rows() -> Iterator[list[str]]:
-        for model in TITLES:
-            for size, shape in sizes_of(model):
-                unmerged = count(shape).flops
-                for name, preset, ratio in _SETTINGS:
-                    if name != "balanced" and model not in ("sdxl", "flux"):
-                        continue
-                    step = merged_steps(model, preset, cost.STEPS)[0]
-                    share = count(shape, by_preset(preset, ratio), step=step).flops / unmerged
-                    merged = ((len(merged_steps(model, preset, steps)), steps) for steps in RUNS)
-                    saved = (f"{100 * (1 - share) * number / steps:.0f} % ({number})" for number, steps in merged)
-                    yield [TITLES[model], size, name, f"{100 * (1 - share):.0f} %", *saved]
-
-    return markdown(["model", "side, px", "setting", "a merged step", *(f"{n} steps" for n in RUNS)], rows())
+    for model in TITLES:
+        for size, shape in counted.sizes_of(model):
+            unmerged = count(shape).flops
+            for name, preset, ratio in _SETTINGS:
+                if name != "balanced" and model not in ("sdxl", "flux"):
+                    continue
+                step = merged_steps(model, preset, cost.STEPS)[0]
+                share = count(shape, by_preset(preset, ratio), step=step).flops / unmerged
+                merged = ((len(merged_steps(model, preset, steps)), steps) for steps in counted.RUNS)
+                saved = (f"{100 * (1 - share) * number / steps:.0f} % ({number})" for number, steps in merged)
+                yield [TITLES[model], size, name, f"{100 * (1 - share):.0f} %", *saved]
 
 
-def planning() -> str:
+@tabulated("model", "by", "launches of all plans", "of an evaluation", "selection interval", "a step")
+def planning() -> Rows:
     """Tabulate the cost of the balanced preset's plans, and the number of steps that share a plan."""
-
-    def rows() -> Iterator[list[str]]:
-        for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
-            every = settings_of(model, "balanced").selection_interval
-            # Count a merged step, because a full step makes no plans if plans are made from its prediction.
-            step = merged_steps(model, "balanced", cost.STEPS)[0]
-            count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes the windows that the counts reuse
-            for kernels, by in ((True, "Triton"), (False, "PyTorch")):
-                made = count(Shape(model), by_preset("balanced"), kernels=kernels, plan=True, step=step)
-                plan = made.parts["plan"]
-                yield [
-                    name,
-                    by,
-                    str(plan.launches),
-                    f"{plan.launches / made.launches:.1%}",
-                    str(every),
-                    f"{plan.launches / every:.0f}",
-                ]
-
-    head = ["model", "by", "launches of all plans", "of an evaluation", "selection interval", "a step"]
-    return markdown(head, rows())
+    for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
+        every = counted.settings_of(model, "balanced").selection_interval
+        # Count a merged step, because a full step makes no plans if plans are made from its prediction.
+        step = merged_steps(model, "balanced", cost.STEPS)[0]
+        count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes the windows that the counts reuse
+        for kernels, by in ((True, "Triton"), (False, "PyTorch")):
+            made = count(Shape(model), by_preset("balanced"), kernels=kernels, plan=True, step=step)
+            plan = made.parts["plan"]
+            share = f"{plan.launches / made.launches:.1%}"
+            yield [name, by, f"{plan.launches}", share, f"{every}", f"{plan.launches / every:.0f}"]
 
 
-# Cards with compute capability, multiprocessors and boost clock in Hz, as reported by their drivers.
-CARDS = (
-    ("NVIDIA B200", (10, 0), 148, 1.965e9),
-    ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9),
-    ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41e9),
-    ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52e9),
-    ("NVIDIA GeForce RTX 3060", (8, 6), 28, 1.777e9),
-)
-
-_JUDGED = ("unet", "flux", "chroma", "lumina", "krea", "qwen", "sd3")
+# Short name of a card -> its driver's name for it, compute capability, multiprocessors, and boost clock in Hz.
+CARDS = {
+    "B200": ("NVIDIA B200", (10, 0), 148, 1.965e9),
+    "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9),
+    "A100": ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41e9),
+    "RTX 4090": ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52e9),
+    "RTX 3060": ("NVIDIA GeForce RTX 3060", (8, 6), 28, 1.777e9),
+}
 
 
-def auto() -> str:
+@tabulated("blocks of", "grid", *CARDS)
+def auto() -> Rows:
     """Tabulate Auto's decisions for blocks on common cards, in half precision."""
     cost_model = pack_module("toma_core.cost_model")
-    cards = [cost_model.Card(*card) for card in CARDS]
-    of = {name: pack_module(f"nodes.adapters.families.{name}") for name in _JUDGED}
+    names = ("unet", "flux", "chroma", "lumina", "krea", "qwen", "sd3")
+    of = {name: pack_module(f"nodes.adapters.families.{name}") for name in names}
     unet, flux, sd3 = of["unet"].COST, of["flux"], of["sd3"].COST
-    stack, alone = cost_model.Granularity.STACK, cost_model.Granularity.BLOCK
-
-    def rows() -> Iterator[list[str]]:
-        for name, side, width, block, *around in (
-            ("SD1.5 512, finest", 64, 320, unet, alone),
-            ("SDXL 512, finest", 32, 640, unet),
-            ("SDXL 512, coarser", 16, 1280, unet),
-            ("SDXL 1024, finest", 64, 640, unet),
-            ("SDXL 1024, coarser", 32, 1280, unet),
-            ("Flux 512, double", 32, 3072, flux.DOUBLE),
-            ("Flux 512, single", 32, 3072, flux.SINGLE),
-            ("Flux 1024, double", 64, 3072, flux.DOUBLE),
-            ("Flux.2 dev 512, single", 32, 6144, flux.FLUX2_SINGLE),
-            ("Klein 9B 512, double", 32, 4096, flux.FLUX2_DOUBLE),
-            ("Chroma 512, single", 32, 3072, of["chroma"].SINGLE),
-            ("Z-Image 512", 32, 3840, of["lumina"].Z_IMAGE),
-            ("Lumina 2 512", 32, 2304, of["lumina"].LUMINA),
-            ("Krea 2 512", 32, 6144, of["krea"].COST),
-            ("Qwen-Image 512", 32, 3072, of["qwen"].COST),
-            ("SD3.5 large 512", 32, 2432, sd3),
-            ("SD3.5 large 1024", 64, 2432, sd3),
-        ):
-            kind = around[0] if around else stack
-            yield [name, f"{side}x{side}x{width}", *(said(card, side**2, width, block, kind) for card in cards)]
-
-    def said(card: Any, tokens: int, width: int, block: Any, around: Any) -> str:
-        share = cost_model.computing(tokens, 1, width, torch.float16, card, block) / block.launching(around)
-        unmerged = cost_model.too_little(tokens, 1, width, torch.float16, card, block, around)
-        return f"{share:.{0 if share >= 10 else 2}f}, {'not merged' if unmerged else 'merged'}"
-
-    short = [
-        name.removeprefix("NVIDIA ").removeprefix("GeForce ").split(" 80GB")[0].split("-")[0] for name, *_ in CARDS
-    ]
-    return markdown(["blocks of", "grid", *short], rows())
+    for name, side, width, block, *around in (
+        ("SD1.5 512, finest", 64, 320, unet, cost_model.Granularity.BLOCK),
+        ("SDXL 512, finest", 32, 640, unet),
+        ("SDXL 512, coarser", 16, 1280, unet),
+        ("SDXL 1024, finest", 64, 640, unet),
+        ("SDXL 1024, coarser", 32, 1280, unet),
+        ("Flux 512, double", 32, 3072, flux.DOUBLE),
+        ("Flux 512, single", 32, 3072, flux.SINGLE),
+        ("Flux 1024, double", 64, 3072, flux.DOUBLE),
+        ("Flux.2 dev 512, single", 32, 6144, flux.FLUX2_SINGLE),
+        ("Klein 9B 512, double", 32, 4096, flux.FLUX2_DOUBLE),
+        ("Chroma 512, single", 32, 3072, of["chroma"].SINGLE),
+        ("Z-Image 512", 32, 3840, of["lumina"].Z_IMAGE),
+        ("Lumina 2 512", 32, 2304, of["lumina"].LUMINA),
+        ("Krea 2 512", 32, 6144, of["krea"].COST),
+        ("Qwen-Image 512", 32, 3072, of["qwen"].COST),
+        ("SD3.5 large 512", 32, 2432, sd3),
+        ("SD3.5 large 1024", 64, 2432, sd3),
+    ):
+        kind = around[0] if around else cost_model.Granularity.STACK
+        said = []
+        for card in (cost_model.Card(*card) for card in CARDS.values()):
+            share = cost_model.computing(side**2, 1, width, torch.float16, card, block) / block.launching(kind)
+            unmerged = cost_model.too_little(side**2, 1, width, torch.float16, card, block, kind)
+            said.append(f"{share:.{0 if share >= 10 else 2}f}, {'not merged' if unmerged else 'merged'}")
+        yield [name, f"{side}x{side}x{width}", *said]
 
 
 def measured() -> str:
     """Tabulate the measured speed-ups of all committed results, with the highest speed-ups possible by FLOPs."""
-    results = []
-    for path in sorted(RESULTS.glob("*/results.json")):
-        results.append(json.loads(path.read_text(encoding="utf-8")))
-
-    def rows() -> Iterator[list[str]]:
-        for result in results:
-            conditions = result["conditions"]
-            for row in result["rows"]:
-                if row["variant"] == "unpatched" or row["section"].startswith(("micro", "kernels")):
-                    continue
-                speed = bench.REFUSED if row["speedup"] is None else f"{row['speedup']:.2f}x"
-                ceiling = "" if row["ceiling"] is None else f"{row['ceiling']:.2f}x"
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*/results.json"))]
+    rows = []
+    for result in results:
+        for row in result["rows"]:
+            if row["variant"] != "unpatched" and not row["section"].startswith(("micro", "kernels")):
                 size = f"{row['size']}, batch {row['batch']}"
-                yield [conditions["device"], row["section"], row["model"], size, row["variant"], speed, ceiling]
-
+                figures = bench.times(row["speedup"]) or bench.REFUSED, bench.times(row["ceiling"])
+                device = result["conditions"]["device"]
+                rows.append([device, row["section"], row["model"], size, row["variant"], *figures])
     head = ["device", "what", "model", "size", "variant", "measured", "ceiling by FLOPs"]
-    lines = [markdown(head, rows())] if results else ["No run of `make bench` is committed."]
+    lines = [bench.markdown(head, rows)] if results else ["No run of `make bench` is committed."]
     if not any("cuda" in result["conditions"] for result in results):
         lines.append("On a GPU: not measured yet.")
     return "\n\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "parts": parts,
-    "ceilings": ceilings,
-    "families": families,
-    "editing": editing,
-    "videos": videos,
-    "templates": templates,
-    "overhead": overhead,
-    "attention": attention,
-    "growth": growth,
-    "runs": runs,
-    "planning": planning,
-    "auto": auto,
-    "measured": measured,
-}
+TABLES["measured"] = measured
 # The tables of docs/performance.md; the others are in benchmarks/results/counts.md.
 ON_PAGE = ("auto", "measured")
 
@@ -273,24 +194,25 @@ def page_of(name: str) -> Path:
 def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
     """Return the page with these tables between their markers. Raises KeyError if a table has no markers."""
     for name, make in tables.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        found = pattern.search(text)
-        if found is None:
+        before, marker, after = text.partition(f"<!-- {name} -->\n")
+        if not marker:
             raise KeyError(f"no page has the markers of the table {name}")
-        text = f"{text[: found.end(1)]}\n{make()}\n{text[found.start(2) :]}"
+        end = after.index("<!-- end -->")
+        text = f"{before}{marker}\n{make()}\n\n{after[end:]}"
     return text
 
 
-def main(only: Sequence[str] | None = None) -> None:
-    """Make all tables, or those named in `only`, and write them into their pages."""
+def main() -> None:
+    """Parse the command line, make the tables, and write them into their pages."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.performance", description=__doc__)
+    parser.add_argument("only", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}; all if none is named")
+    chosen = parser.parse_args().only or TABLES
     stand_ins.prepare(own_attention=False)
-    for name in TABLES if only is None else only:
+    for name in chosen:
         page = page_of(name)
         page.write_text(filled(page.read_text(encoding="utf-8"), {name: TABLES[name]}), encoding="utf-8")
         bench.say(f"{name}: written to {page}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.performance", description=__doc__)
-    parser.add_argument("only", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}; all if none is named")
-    main(only=parser.parse_args().only or None)
+    main()

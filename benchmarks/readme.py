@@ -46,41 +46,18 @@ class Gain:
 
 GAINS = (
     Gain("Z-Image Turbo, 1024 x 1024", "8", ("Z-Image", "1024"), "Z-Image, 1024 x 1024", memory="Z-Image, bf16, 1024"),
-    Gain(
-        "Qwen-Image 2.1 Turbo, 1024 x 1024",
-        "8",
-        ("Qwen-Image 2.1", "1024"),
-        "Qwen-Image 2.1, 1024 x 1024",
-        memory="Qwen-Image 2.1, int8, 1024",
-    ),
-    Gain(
-        "Wan 14B, 832 x 480 x 81, two models of 2 steps",
-        "4",
-        ("Wan 14B", "832 x 480 x 81"),
-        "Wan 14B, 832 x 480 x 81",
-        True,
-        "Wan 14B, fp8, 832",
-    ),
-    Gain(
-        "LTX-2.3, 640 x 352 x 121, then 1280 x 704 x 121",
-        "8 + 3",
-        "LTX-2.3, both",
-        "LTX-2.3, 1280 x 704 x 121",
-        True,
-        "LTX-2.3, fp8, 1280",
-    ),
-    Gain(
-        "MiniMax H3 with its turbo LoRA, 1344 x 768 x 73",
-        "8",
-        "H3, 8 steps at 1344 x 768 x 73",
-        "MiniMax H3, 1344 x 768 x 73",
-        True,
-        "MiniMax H3, int8, 1344",
-    ),
+    Gain("Qwen-Image 2.1 Turbo, 1024 x 1024", "8", ("Qwen-Image 2.1", "1024"), "Qwen-Image 2.1, 1024 x 1024",
+         memory="Qwen-Image 2.1, int8, 1024"),
+    Gain("Wan 14B, 832 x 480 x 81, two models of 2 steps", "4", ("Wan 14B", "832 x 480 x 81"),
+         "Wan 14B, 832 x 480 x 81", True, "Wan 14B, fp8, 832"),
+    Gain("LTX-2.3, 640 x 352 x 121, then 1280 x 704 x 121", "8 + 3", "LTX-2.3, both",
+         "LTX-2.3, 1280 x 704 x 121", True, "LTX-2.3, fp8, 1280"),
+    Gain("MiniMax H3 with its turbo LoRA, 1344 x 768 x 73", "8", "H3, 8 steps at 1344 x 768 x 73",
+         "MiniMax H3, 1344 x 768 x 73", True, "MiniMax H3, int8, 1344"),
     Gain("Flux.1 dev, 1024 x 1024", "20", ("Flux.1", "1024"), "Flux.1, 1024 x 1024", memory="Flux.1, fp8, 1024"),
     Gain("SDXL Lightning, Turbo, LCM, 1024 x 1024", "4", ("SDXL", "1024")),
     Gain("SDXL, 1024 x 1024", "20", ("SDXL", "1024")),
-)
+)  # fmt: skip
 
 
 def rows_of(page: Path, head: str) -> list[list[str]]:

@@ -7,7 +7,6 @@ broken or nothing was merged.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from benchmarks import bench, variants
 from benchmarks.bench import Row
-from benchmarks.parts import Profile, profile
+from benchmarks.forward import available, tokens
+from benchmarks.parts import profile
 from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
 from testbed.fullsize import Shape
@@ -50,10 +50,6 @@ def usual_variants(ratio: float, **more: Any) -> list[Variant]:
     return [every, balanced, *caches, *(variants.stacked(every, cache) for cache in caches)]
 
 
-# Maximum number of steps of a profiled run.
-PROFILED = 5
-
-
 def measure(
     patcher: Any,
     shape: Shape,
@@ -62,38 +58,29 @@ def measure(
     chosen: Sequence[Variant],
     repeats: int,
     device: torch.device,
-    shares: bool = False,
+    shares: bool = True,
     limit: float = float("inf"),
 ) -> list[Row]:
-    """Time all variants and the unpatched model in turns. shares: also profile the first variant in a run of at most
-    PROFILED steps. limit: seconds, warm-up included, see `bench.interleave`."""
+    """Time all variants and the unpatched model in turns. shares: whether to profile the first variant, which merges
+    every step. limit: seconds, warm-up included, see `bench.interleave`."""
     section = f"sample, {steps} steps, cfg {cfg:g}"
-    models, rows = {}, []
-    for variant in (UNPATCHED, *chosen):
-        try:
-            models[variant.name] = variant, variant.patch(patcher)
-        except Exception as error:
-            why = f"cannot be had here: {type(error).__name__}: {error}"
-            rows.append(Row(section, shape.model, shape.size, shape.batch, variant.name, gate=why))
-    cases = {name: (lambda model=model: sample(model, shape, steps, cfg)) for name, (_, model) in models.items()}
+    models, rows = available(chosen, lambda variant: variant.patch(patcher), section, shape)
+    cases = {each.name: (lambda model=model: sample(model, shape, steps, cfg)) for each, model in models.items()}
     timings = bench.interleave(cases, repeats, device, limit=limit)
     base = timings[UNPATCHED.name]
-    for name, (variant, model) in models.items():
-        row = Row(section, shape.model, shape.size, shape.batch, name, "all", note=variant.note)
+    # Profile the steps of one selection interval: in fewer steps, plans have a larger share of the time.
+    profiled = min(steps, pack_module("toma_core").ToMAConfig().selection_interval)
+    for variant, model in models.items():
+        row = Row(section, shape.model, shape.size, shape.batch, variant.name, "all", note=variant.note)
         found, stats = [], stats_of(model)
         if stats is not None:
-            row.tokens = ", ".join(f"{math.prod(g)} -> {k}" for g, k in sorted(stats.grids.items(), reverse=True))
+            row.tokens = tokens(stats)
             merged = f"{len(stats.merged_steps)}/{max(stats.total_steps, steps)} steps merged"
-            row.note = "; ".join(t for t in (row.note, merged, ", ".join(sorted(map(str, stats.kernels)))) if t)
+            row.note = bench.joined(row.note, merged, ", ".join(sorted(map(str, stats.kernels))))
             if not stats.merged_blocks:
                 found.append(pack_module("nodes.adapters.report_text").summary(stats))
             if shares and variant is chosen[0]:
-                seen = profiled(model, shape, min(steps, PROFILED), cfg)
+                seen = profile(lambda model=model: sample(model, shape, profiled, cfg))  # type: ignore[misc]
                 row.shares, row.profile = seen.shares, seen.top
-        rows.append(bench.compared(row, timings[name], base, found))
+        rows.append(bench.compared(row, timings[variant.name], base, found))
     return rows
-
-
-def profiled(model: Any, shape: Shape, steps: int, cfg: float) -> Profile:
-    """Profile one run."""
-    return profile(lambda: sample(model, shape, steps, cfg))

@@ -62,31 +62,26 @@ class Suite:
         return variants.toma(name, ratio=RATIO, **settings, **self.more)
 
     def runs(
-        self,
-        name: str,
-        side: int,
-        steps: int,
-        cfg: float,
-        chosen: Sequence[Variant],
-        share: float = 1,
-        shares: bool = True,
+        self, name: str, side: int, steps: int, cfg: float, chosen: Sequence[Variant], share: float = 1, **more: Any
     ) -> None:
         """Measure complete sampling runs, within this share of the section's remaining time."""
         steps = min(steps, 3) if self.dry else steps  # one merged step, because presets make the first and last full
-        what, limit = (self.patcher(name), self.shape(name, side), steps, cfg), self.left() * share * _TIMED
-        self.results.add(*sample.measure(*what, chosen, self.repeats(9), self.device, shares, limit))
+        what = self.patcher(name), self.shape(name, side), steps, cfg, chosen, self.repeats(9), self.device
+        self.results.add(*sample.measure(*what, limit=self.left() * share * _TIMED, **more))
 
-    def evaluations(self, shape: Shape, chosen: Sequence[Variant], repeats: int, **more: Any) -> None:
-        """Measure single evaluations of a complete model, by default within the section's remaining time."""
+    def evaluations(
+        self,
+        shape: Shape,
+        chosen: Sequence[Variant],
+        repeats: int = 5,
+        blocks: tuple[int, ...] | None = None,
+        **more: Any,
+    ) -> None:
+        """Measure single evaluations of a model, by default of all its blocks and within the section's remaining
+        time."""
         more = {"limit": self.left() * _TIMED, **more}
-        rows = forward.measure(self.patcher(shape.model), shape, chosen, self.repeats(repeats), self.device, **more)
-        self.results.add(*rows)
-
-    def few(self, shape: Shape, blocks: tuple[int, ...], chosen: Sequence[Variant], **more: Any) -> None:
-        """Measure single evaluations of a few blocks of a model."""
-        patcher = self.patcher(shape.model, blocks)
-        rows = forward.measure(patcher, shape, chosen, self.repeats(5), self.device, blocks=blocks, **more)
-        self.results.add(*rows)
+        patcher, repeats = self.patcher(shape.model, blocks), self.repeats(repeats)
+        self.results.add(*forward.measure(patcher, shape, chosen, repeats, self.device, blocks=blocks, **more))
 
     def repeats(self, most: int) -> int:
         """Return the highest number of turns: `most`, or 1 in a dry run."""
@@ -182,9 +177,9 @@ def kv_place(suite: Suite) -> None:
     LTX-2 at 1280 x 704 x 121; and the speed of copies."""
     suite.results.note(place.copy_speeds(suite.device, suite.dry))
     chosen = place.chosen(RATIO, **suite.more)
-    suite.evaluations(suite.shape("flux", 1024), chosen, 5, section="place", limit=suite.left() * 0.5)
+    suite.evaluations(suite.shape("flux", 1024), chosen, section="place", limit=suite.left() * 0.5)
     video = suite.shape("ltx_av", 704, width=1280, frames=16)
-    suite.few(video, (4,), chosen, section="place", limit=suite.left() * _TIMED, farthest=_FAR)
+    suite.evaluations(video, chosen, blocks=(4,), section="place", farthest=_FAR)
 
 
 def break_even(suite: Suite) -> None:
@@ -201,14 +196,14 @@ def cpu_sdxl(suite: Suite) -> None:
     rivals = variants.unet_rivals(RATIO)
     stack = forward.toma_variants([RATIO], ["stack"], suite.more)[0]
     chosen = [stack, suite.balanced(), *rivals, *(variants.stacked(rival, stack) for rival in rivals[2:])]
-    suite.evaluations(suite.shape("sdxl", 1024), chosen, 5, limit=suite.left() * 0.4)
+    suite.evaluations(suite.shape("sdxl", 1024), chosen, limit=suite.left() * 0.4)
 
 
 def cpu_flux(suite: Suite) -> None:
     """Measure three full-width blocks of Flux on a CPU, all merged."""
     every_block = {"skip_first_blocks": 0, **suite.more}
     chosen = forward.toma_variants([RATIO], forward.GRANULARITIES, every_block)
-    suite.few(suite.shape("flux", 1024), (1, 2), chosen, limit=suite.left() * 0.2)
+    suite.evaluations(suite.shape("flux", 1024), chosen, blocks=(1, 2), limit=suite.left() * 0.2)
 
 
 # Models with their native side in pixels, the most used first.
@@ -238,7 +233,8 @@ def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool
         if keys:
             cached = variants.preset("balanced", ratio=RATIO, min_tokens=4)
             chosen += [cached, replace(cached, name=f"{cached.name}, keys in four bits", packs=True)]
-        suite.few(suite.shape(name, side, **shape), few, chosen, limit=160 if keys else 40, farthest=_FAR)
+        limit = 160 if keys else 40
+        suite.evaluations(suite.shape(name, side, **shape), chosen, blocks=few, limit=limit, farthest=_FAR)
 
     return section
 

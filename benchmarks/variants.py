@@ -60,9 +60,8 @@ def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
     """Return ToMA with a preset, some of whose settings are replaced by `settings`. selector: see `toma`."""
 
     def patch(model: Any) -> Any:
-        return pack_module("nodes.adapters.patch_model").apply_toma(
-            model, pack_module("toma_core").UserSettings(name, settings)
-        )
+        chosen = pack_module("toma_core").UserSettings(name, settings)
+        return pack_module("nodes.adapters.patch_model").apply_toma(model, chosen)
 
     return Variant(f"ToMA preset {name}", selected_by(patch, selector) if selector else patch)
 
@@ -254,9 +253,8 @@ def block_cache(threshold: float) -> Variant:
 
 def compiled(backend: str = "inductor") -> Variant:
     """Apply ComfyUI's own TorchCompileModel node."""
-    return Variant(
-        "torch.compile", core_node("nodes_torch_compile", "TorchCompileModel", backend), "first run compiles"
-    )
+    patch = core_node("nodes_torch_compile", "TorchCompileModel", backend)
+    return Variant("torch.compile", patch, "first run compiles")
 
 
 def unet_rivals(ratio: float) -> list[Variant]:

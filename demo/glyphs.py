@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 GLYPH_HEIGHT = 7
-GLYPH_WIDTH = 5
 
 _ROWS: dict[str, tuple[str, ...]] = {
     "A": (".###.", "#...#", "#...#", "#####", "#...#", "#...#", "#...#"),

@@ -72,9 +72,8 @@ class Judge:
         self.model = load(conditions.model, self.path, conditions.dtype)
         self.checker = load_checker(weights / "checker.safetensors")
         self.options = {**defaults(conditions.model, conditions.steps), "cfg": conditions.cfg, "size": conditions.size}
-        self.seeds = [
-            [group * conditions.images + i for i in range(conditions.images)] for group in range(conditions.seeds)
-        ]
+        count = conditions.images
+        self.seeds = [[*range(group * count, (group + 1) * count)] for group in range(conditions.seeds)]
         self.scenes = [[scene_from_seed(FIRST_TEST_SEED + seed) for seed in seeds] for seeds in self.seeds]
         self.plain = self._drawn(self.model, conditions.steps)
 

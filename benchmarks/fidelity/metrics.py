@@ -21,15 +21,10 @@ def relative_error(latent: Tensor, reference: Tensor) -> Tensor:
 def ssim(image: Tensor, reference: Tensor) -> Tensor:
     """Compute the structural similarity (scikit-image, Gaussian weights as in the original paper). (n, 3, H, W) ->
     (n,)."""
-    settings: dict[str, Any] = {
-        "channel_axis": 0,
-        "data_range": 2.0,
-        "gaussian_weights": True,
-        "sigma": 1.5,
-        "use_sample_covariance": False,
-    }
+    window: dict[str, Any] = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
     pairs = zip(image.clamp(-1, 1).numpy(), reference.clamp(-1, 1).numpy(), strict=True)
-    return torch.tensor([float(structural_similarity(a, b, **settings)) for a, b in pairs])
+    found = (structural_similarity(a, b, channel_axis=0, data_range=2.0, **window) for a, b in pairs)
+    return torch.tensor([float(each) for each in found])
 
 
 def high_frequency_energy(image: Tensor) -> Tensor:

@@ -99,28 +99,23 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
     """
     lines = text.split("\n")
     for start, head in enumerate(lines):
-        name, answers, gains = results_of(head), ANSWERS.match(head), GAINS.match(head)
-        samplers = SAMPLERS.match(head)
-        if not (name or answers or gains or samplers):
-            continue
         end = start + len(list(takewhile(lambda line: line.startswith("|"), lines[start:])))
-        shown = [_cells(line)[0] for line in lines[start + 2 : end]]
-        if answers:
+        body = lines[start + 2 : end]
+        shown = [_cells(line)[0] for line in body]
+        if found := ANSWERS.match(head):
             columns = _cells(head)[2:]
-            lines[start + 2 : end] = [
-                _answer(*MODELS[answers[1]], line, columns, folder) for line in lines[start + 2 : end]
-            ]
-        elif samplers:
+            body = [_answer(*MODELS[found[1]], line, columns, folder) for line in body]
+        elif SAMPLERS.match(head):
             sampled: dict[str, dict[str, Any]] = json.loads((folder / SAMPLER_ROWS).read_text())
-            columns = [SAMPLED[column] for column in _cells(head)[1:]]
-            lines[start + 2 : end] = [_sampler(each, [sampled[column] for column in columns]) for each in shown]
-        elif gains:
-            found: dict[str, dict[str, Any]] = json.loads((folder / CALIBRATIONS).read_text())
-            lines[start + 2 : end] = [_gain(steps, found[f"deep {steps} {gains[1]}"]) for steps in shown]
-        else:
-            rows, columns = _rows(folder, str(name)), _cells(head)[1:]
-            shown.sort(key=lambda setting: rows[setting]["error"])
-            lines[start + 2 : end] = [_line(setting, rows[setting], columns) for setting in shown]
+            runs = [sampled[SAMPLED[column]] for column in _cells(head)[1:]]
+            body = [_sampler(each, runs) for each in shown]
+        elif found := GAINS.match(head):
+            gained: dict[str, dict[str, Any]] = json.loads((folder / CALIBRATIONS).read_text())
+            body = [_gain(steps, gained[f"deep {steps} {found[1]}"]) for steps in shown]
+        elif name := results_of(head):
+            rows, columns = _rows(folder, name), _cells(head)[1:]
+            body = [_line(each, rows[each], columns) for each in sorted(shown, key=lambda each: rows[each]["error"])]
+        lines[start + 2 : end] = body
     return "\n".join(lines)
 
 

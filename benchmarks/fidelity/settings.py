@@ -20,6 +20,7 @@ class Setting:
     patch: Patch
     steps: float = 1.0  # number of sampling steps, relative to the unmerged run
     window: int = 8  # side of the setting's windows in tokens, for `metrics.seam_energy`
+    runs: int = 1  # only for clips, see `demo.video.draw_clips`
 
 
 # `min_tokens` for tiny models, whose grids are smaller than those of real models.

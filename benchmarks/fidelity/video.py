@@ -17,7 +17,6 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +26,13 @@ from torch import Tensor
 from benchmarks import variants
 from benchmarks.variants import Patch
 
-from .settings import packed
+from .settings import Setting, packed
 from .start import SCENES, command, start
 
 # Side of windows in tokens, in a frame of 16 x 16 tokens.
 WINDOW = 8
 # Settings that make plans at every step, from the previous step's prediction.
 PREDICTED: dict[str, Any] = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A setting to measure. steps: number of sampling steps, relative to the unmerged run. runs: see
-    `demo.video.draw_clips`."""
-
-    patch: Patch
-    steps: float = 1.0
-    runs: int = 1
 
 
 def settings() -> dict[str, Setting]:
@@ -157,9 +146,8 @@ def main(given: list[str] | None = None) -> None:
 
     seeds = [SCENES[args.scenes] + index for index in range(args.clips)]
     clips = [clip_from_seed(FIRST_TEST_SEED + seed) for seed in seeds]
-    conditions = {
-        name: str(getattr(args, name)) for name in ("weights", "steps", "cfg", "model_steps", "scenes", "clips")
-    }
+    names = ("weights", "steps", "cfg", "model_steps", "scenes", "clips")
+    conditions = {name: str(getattr(args, name)) for name in names}
     file = args.out / f"{args.weights.stem}-{args.steps}steps-{args.scenes}.json"
     before = json.loads(file.read_text()) if file.exists() else {}
     rows = measured(

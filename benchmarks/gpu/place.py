@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,43 +17,20 @@ HOST = "in main memory"
 _COPIED = 256 << 20  # bytes of the copies that are timed
 
 
-class _NoStream:
-    """Replaces a stream on a device without streams, where all work is done immediately."""
-
-    def record_event(self) -> None:
-        return None
-
-    def wait_event(self, event: Any) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class PlainCopier:
-    """Copies tensors on a device without streams, for dry runs."""
-
-    def current(self, device: torch.device) -> _NoStream:
-        return _NoStream()
-
-    def streams(self, device: torch.device) -> tuple[_NoStream, _NoStream]:
-        return _NoStream(), _NoStream()
-
-    def copy(self, stream: Any, target: Tensor, source: Tensor, pinned: bool) -> None:
-        target.copy_(source)
-
-    def pin(self, memory: Tensor) -> bool:
-        return False
-
-    def unpin(self, memory: Tensor) -> None:
-        return None
+def _copier(device: torch.device) -> Any:
+    """Return the pack's copier; in a dry run on a device without streams, one that copies at once."""
+    if found := pack_module("nodes.adapters.kv_memory").copier_of(device):
+        return found
+    copier = mock.MagicMock()
+    copier.copy = lambda stream, target, source, pinned: target.copy_(source)
+    copier.pin.return_value = False
+    copier.streams.return_value = mock.Mock(), mock.Mock()
+    return copier
 
 
 def host_memory(device: torch.device) -> Any:
     """Return a `HostMemory` with no room on the card."""
-    memory = pack_module("nodes.adapters.kv_memory")
-    return memory.HostMemory(memory.copier_of(device) or PlainCopier(), 1, 0.0, 1e12)
+    return pack_module("nodes.adapters.kv_memory").HostMemory(_copier(device), 1, 0.0, 1e12)
 
 
 def chosen(ratio: float, **settings: Any) -> list[Variant]:
@@ -70,7 +48,7 @@ def copy_speeds(device: torch.device, dry: bool) -> str:
     size = _COPIED >> 12 if dry else _COPIED
     card = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
-    copier: Any = pack_module("nodes.adapters.kv_memory").copier_of(device) or PlainCopier()
+    copier = _copier(device)
     streams = copier.streams(device)
     down, up = (0, host[0], card[0]), (1, card[1], host[1])
     ways = {"down": [down], "up": [up], "both at once": [down, up]}
