@@ -41,7 +41,6 @@ class NodeStatus:
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def began(self) -> None:
-        """Show that a run begins."""
         self.say(Status.ACTIVE())
 
     def ended(self, stats: RunStats) -> None:

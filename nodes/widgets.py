@@ -37,17 +37,10 @@ def schema(node_id: str, inputs: list[Any], *outputs: Any, words: Sequence[str] 
     for item, text in zip(outputs, texts["outputs"].values(), strict=True):
         item.tooltip = text["tooltip"]
         item.display_name = text.get("name")
-    return io.Schema(
-        node_id=node_id,
-        display_name=texts["display_name"],
-        category="model/patch/ToMA",
-        description=texts["description"],
-        search_aliases=[*_SEARCH_ALIASES, *words],
-        inputs=inputs,
-        outputs=list(outputs),
-        hidden=[io.Hidden.unique_id],
-        **more,
-    )
+    names = {name: texts[name] for name in ("display_name", "description")}
+    aliases = [*_SEARCH_ALIASES, *words]
+    common = {"category": "model/patch/ToMA", "search_aliases": aliases, "hidden": [io.Hidden.unique_id]}
+    return io.Schema(node_id=node_id, inputs=inputs, outputs=list(outputs), **names, **common, **more)
 
 
 def ratio() -> Any:
