@@ -73,23 +73,10 @@ def generate(
     results = []
     for start in range(0, len(scenes), batch):
         part, part_seeds = scenes[start : start + batch], seeds[start : start + batch]
-        results.append(
-            comfy.sample.sample(
-                model,
-                seeded_noise(part_seeds, size, size),
-                steps,
-                cfg,
-                sampler,
-                scheduler,
-                conditioning(list(part), guidance),
-                conditioning([None], guidance),
-                empty_latent(size, size, len(part)),
-                disable_pbar=True,
-                seed=part_seeds[0],
-            )
-            .float()
-            .cpu()
-        )
+        noise, latent = seeded_noise(part_seeds, size, size), empty_latent(size, size, len(part))
+        prompts = conditioning(list(part), guidance), conditioning([None], guidance)
+        given = model, noise, steps, cfg, sampler, scheduler, *prompts, latent
+        results.append(comfy.sample.sample(*given, disable_pbar=True, seed=part_seeds[0]).float().cpu())
     return torch.cat(results)
 
 

@@ -35,6 +35,7 @@ from .sampling import DEFAULTS
 
 # Convolutions, which make up half of the UNet, need a lower learning rate than the matrices.
 SHARE_OF_RATE = {"dit": 1.0, "unet": 0.25, "wan": 1.0}
+NEW = {"dit": models.new_dit, "unet": models.new_unet, "wan": models.new_wan}  # functions that make a fresh network
 
 
 def _optimisers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
@@ -67,10 +68,9 @@ class Trainer:
         self.plan = plan
         self.device = device
         self.config = config
-        make = {"dit": models.new_dit, "unet": models.new_unet, "wan": models.new_wan}[plan.kind]
         if config is None and plan.kind == "dit":
             config = self.config = models.dit_config(plan.width, plan.blocks, plan.token)
-        self.network = make(plan.seed, config=config).to(device).train().requires_grad_(True)
+        self.network = NEW[plan.kind](plan.seed, config=config).to(device).train().requires_grad_(True)
         self.forward = torch.compile(self.network, dynamic=False) if compiled else self.network
         self.objective = self._objective(teacher, compiled)
         self.average = {name: value.detach().clone() for name, value in self.network.named_parameters()}
@@ -79,20 +79,17 @@ class Trainer:
         self.seen: dict[str, int] = {}
 
     def _objective(self, teacher: Path | None, compiled: bool) -> FlowObjective | FewStepsObjective | VelocityObjective:
+        network = None
+        if teacher is not None:
+            config = None if self.plan.kind == "unet" else self.config  # the teacher of the deep UNet is shallow
+            network = NEW[self.plan.kind](config=config).to(self.device).eval().requires_grad_(False)
+            network.load_state_dict({name: value.float() for name, value in load_weights(teacher).items()})
+            network = torch.compile(network, dynamic=False) if compiled else network
         if self.plan.kind == "unet":
-            if teacher is None:
-                return VelocityObjective()
-            shallow = models.new_unet().to(self.device).eval().requires_grad_(False)
-            shallow.load_state_dict({name: value.float() for name, value in load_weights(teacher).items()})
-            return VelocityObjective(torch.compile(shallow, dynamic=False) if compiled else shallow)
+            return VelocityObjective(network)
         call = WanCall() if self.plan.kind == "wan" else FluxCall()
-        if teacher is None:
-            return FlowObjective(call)
-        new = models.new_wan if self.plan.kind == "wan" else models.new_dit
-        network = new(config=self.config).to(self.device).eval().requires_grad_(False)
-        network.load_state_dict({name: value.float() for name, value in load_weights(teacher).items()})
         cfg = DEFAULTS[self.plan.kind]["cfg"]
-        return FewStepsObjective(torch.compile(network, dynamic=False) if compiled else network, cfg, call)
+        return FlowObjective(call) if network is None else FewStepsObjective(network, cfg, call)
 
     def train_step(self, batch: Batch) -> float:
         """Do one optimiser step on the batch of `self.step` and return its loss."""

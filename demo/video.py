@@ -56,27 +56,17 @@ def draw_clips(
     model_steps: see `clip_conditioning`. runs: number of consecutive sampler runs that share the schedule, as Wan 2.2
     has one model for high noise and one for low noise.
     """
-    results = []
+    results, how = [], DEFAULTS["wan"]
     for start in range(0, len(clips), batch):
         part, part_seeds = clips[start : start + batch], seeds[start : start + batch]
         noise = clip_noise(part_seeds)
         drawn = torch.zeros_like(noise)
+        prompts = [clip_conditioning(each, model_steps) for each in (list(part), [None] * len(part))]
         for run in range(runs):
-            drawn = comfy.sample.sample(
-                model,
-                torch.zeros_like(drawn) if run else noise,
-                steps,
-                cfg,
-                DEFAULTS["wan"]["sampler"],
-                DEFAULTS["wan"]["scheduler"],
-                clip_conditioning(list(part), model_steps),
-                clip_conditioning([None] * len(part), model_steps),
-                drawn,
-                start_step=steps * run // runs,
-                last_step=steps * (run + 1) // runs,
-                disable_pbar=True,
-                seed=part_seeds[0],
-            )
+            first = torch.zeros_like(drawn) if run else noise
+            part_of_run = {"start_step": steps * run // runs, "last_step": steps * (run + 1) // runs}
+            given = model, first, steps, cfg, how["sampler"], how["scheduler"], *prompts, drawn
+            drawn = comfy.sample.sample(*given, **part_of_run, disable_pbar=True, seed=part_seeds[0])
         results.append(drawn)
     return torch.cat(results).float().cpu()
 

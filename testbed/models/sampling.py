@@ -71,18 +71,6 @@ def sample_streams(
     noise = comfy.sample.prepare_noise(latent, seed)
     positive = conditioning(model, seed=1) if positive is None else positive
     negative = conditioning(model, seed=2) if negative is None else negative
-    out = comfy.sample.sample(
-        model,
-        noise,
-        steps,
-        cfg,
-        sampler,
-        scheduler,
-        positive,
-        negative,
-        latent,
-        seed=seed,
-        disable_pbar=True,
-        **options,
-    )
+    given = steps, cfg, sampler, scheduler, positive, negative, latent
+    out = comfy.sample.sample(model, noise, *given, seed=seed, disable_pbar=True, **options)
     return out.unbind() if out.is_nested else [out]
