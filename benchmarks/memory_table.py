@@ -187,10 +187,10 @@ def cell(choice: Choice) -> str:
 
 
 @functools.cache
-def chosen(cases: tuple[Case, ...] = CASES) -> tuple[tuple[Case, tuple[Choice, ...]], ...]:
+def chosen() -> tuple[tuple[Case, tuple[Choice, ...]], ...]:
     """Return the results of runs on each of `CARDS_GIB`. Consecutive cases of one model share the built model."""
     found, key, model = list[tuple[Case, tuple[Choice, ...]]](), None, None
-    for case in cases:
+    for case in CASES:
         if key != (key := (case.shape.model, case.weights)):
             model = built(case)
         found.append((case, tuple(choose(model, case, gib) for gib in CARDS_GIB)))
