@@ -79,7 +79,7 @@ class Trainer:
         self.seen: dict[str, int] = {}
 
     def _objective(self, teacher: Path | None, compiled: bool) -> FlowObjective | FewStepsObjective | VelocityObjective:
-        network = None
+        network: Any = None
         if teacher is not None:
             config = None if self.plan.kind == "unet" else self.config  # the teacher of the deep UNet is shallow
             network = NEW[self.plan.kind](config=config).to(self.device).eval().requires_grad_(False)

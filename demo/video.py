@@ -61,11 +61,12 @@ def draw_clips(
         part, part_seeds = clips[start : start + batch], seeds[start : start + batch]
         noise = clip_noise(part_seeds)
         drawn = torch.zeros_like(noise)
-        prompts = [clip_conditioning(each, model_steps) for each in (list(part), [None] * len(part))]
+        positive = clip_conditioning(list(part), model_steps)
+        negative = clip_conditioning([None] * len(part), model_steps)
         for run in range(runs):
             first = torch.zeros_like(drawn) if run else noise
             part_of_run = {"start_step": steps * run // runs, "last_step": steps * (run + 1) // runs}
-            given = model, first, steps, cfg, how["sampler"], how["scheduler"], *prompts, drawn
+            given = model, first, steps, cfg, how["sampler"], how["scheduler"], positive, negative, drawn
             drawn = comfy.sample.sample(*given, **part_of_run, disable_pbar=True, seed=part_seeds[0])
         results.append(drawn)
     return torch.cat(results).float().cpu()
