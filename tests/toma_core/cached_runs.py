@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.toma_core.plans import plan_for
+from tests.toma_core.plans import plan_for, randn
 from toma_core import Evaluation, RunState, Schedule, StepMode, ToMAConfig, decide, reduce, restore
 from toma_core.decision import Facts
 from toma_core.merge import MergePlan
@@ -61,4 +61,4 @@ def passed(
 
 
 def features(seed: int, batch: int = 1) -> Tensor:
-    return torch.randn(batch, 64, 6, generator=torch.Generator().manual_seed(seed))
+    return randn(seed, batch, 64, 6)

@@ -5,23 +5,29 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch import Tensor
 
 from tests.loop import loop
 from tests.toma_core.cached_runs import at, features, passed, run_of
 from toma_core import RunState, Schedule, ToMAConfig
+from toma_core.cache import Cache, Keys
+
+
+def read(cache: Cache, keys: Keys, like: Tensor) -> Tensor:
+    found = cache.read(keys, like)
+    assert found is not None
+    return found
 
 
 def test_parts_in_the_cached_order_are_not_copied() -> None:
     run, update = run_of(), features(0, 2)
     run.cache.put((("", "cond"), ("", "uncond")), update)
     assert run.cache.read((("", "cond"), ("", "uncond")), update) is update
-    other = run.cache.read((("", "uncond"), ("", "cond")), update)
-    assert other is not None
-    assert torch.equal(other, update.flip(0))
+    assert torch.equal(read(run.cache, (("", "uncond"), ("", "cond")), update), update.flip(0))
     run.cache.put((("", "cond"),), features(1))
-    both = run.cache.read((("", "cond"), ("", "uncond")), update)
-    assert both is not None
-    assert torch.equal(both, torch.cat([features(1), update[1:]])), "the newer one"
+    assert torch.equal(read(run.cache, (("", "cond"), ("", "uncond")), update), torch.cat([features(1), update[1:]])), (
+        "the newer one"
+    )
 
 
 def test_devices_that_keep_at_once_lose_nothing() -> None:
@@ -35,9 +41,9 @@ def test_devices_that_keep_at_once_lose_nothing() -> None:
         detail = evaluation.cached("block", features(seed))
         assert detail is not None
         detail.store(features(seed))
-    kept = run.cache.read((("block", "cond"), ("block", "uncond")), features(0, 2))
-    assert kept is not None
-    assert torch.equal(kept, torch.cat([features(0), features(1)]))
+    assert torch.equal(
+        read(run.cache, (("block", "cond"), ("block", "uncond")), features(0, 2)), torch.cat([features(0), features(1)])
+    )
 
 
 def test_memory_is_counted_and_freed() -> None:
@@ -77,13 +83,13 @@ def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
         for n, key in enumerate("ab"):
             moved = first[n : n + 1] * (step + 2)
             run.cache.put((("", key),), moved, packs)
-            found = run.cache.read((("", key),), moved)
-            assert found is not None
-            torch.testing.assert_close(found, moved, rtol=0, atol=0.3 * (step + 2) if packs else 0.0)
+            torch.testing.assert_close(
+                read(run.cache, (("", key),), moved), moved, rtol=0, atol=0.3 * (step + 2) if packs else 0.0
+            )
     assert run.cache.peak_bytes == held
-    both = run.cache.read((("", "b"), ("", "a")), first)
-    assert both is not None
-    torch.testing.assert_close(both, 3 * first.flip(0), rtol=0, atol=0.9 if packs else 0.0)
+    torch.testing.assert_close(
+        read(run.cache, (("", "b"), ("", "a")), first), 3 * first.flip(0), rtol=0, atol=0.9 if packs else 0.0
+    )
 
 
 @loop("quantized", [False, True])
@@ -95,8 +101,6 @@ def test_a_condition_that_takes_the_place_of_another_holds_its_own_memory_alone(
     cache.put((("a", "negative"), ("a", "second")), two, quantized)
     assert (cache.held, cache.peak_bytes) == (3 * each, 3 * each)
     for name, wanted in (("negative", two[:1]), ("first", one[1:]), ("second", two[1:])):
-        found = cache.read((("a", name),), wanted)
-        assert found is not None
-        assert torch.allclose(found, wanted, atol=0.4 if quantized else 0)
+        assert torch.allclose(read(cache, (("a", name),), wanted), wanted, atol=0.4 if quantized else 0)
     cache.drop([("a", "second")])
     assert cache.held == 2 * each

@@ -31,8 +31,12 @@ SIZE = tensor(0).nbytes
 PACKED = quant4.quantize(tensor(0)).nbytes
 
 
-def host_of(copies: Any, card: float = 0.0, main: float = 1e9, expected: int = 0) -> HostMemory:
-    return HostMemory(copies, expected or SIZE * len(NAMES), card, main)
+def caching(
+    copies: Copies | None = None, card: float = 0.0, main: float = 1e9, expected: int = SIZE * len(NAMES)
+) -> tuple[Copies, Cache, HostMemory]:
+    copies = copies or Copies()
+    host = HostMemory(copies, expected, card, main)
+    return copies, Cache(host=host), host
 
 
 def keys_of(name: str, conditions: tuple[str, ...] = CONDITIONS) -> Any:
@@ -42,6 +46,26 @@ def keys_of(name: str, conditions: tuple[str, ...] = CONDITIONS) -> Any:
 def filled(cache: Cache) -> None:
     for n, name in enumerate(NAMES):
         cache.put(keys_of(name), tensor(n), kv=True)
+
+
+def parked_in(cache: Cache) -> list[bool]:
+    """Return for each tensor whether it is in main memory."""
+    return [isinstance(cache._entries[name, "a"].tensor, Parked) for name in NAMES]
+
+
+def check_filled(cache: Cache) -> None:
+    """Check that each tensor is read as `filled` wrote it."""
+    for n, name in enumerate(NAMES):
+        found = cache.read(keys_of(name), tensor(0))
+        assert found is not None
+        assert torch.equal(found, tensor(n))
+
+
+def check_empty(copies: Copies, cache: Cache, host: HostMemory) -> None:
+    """Check that a cleared cache holds no memory and no copy."""
+    copies.check()
+    assert (copies.pinned, copies.unfinished(), copies.staged) == (set(), 0, 0)
+    assert (host.in_main, host._buffers, host._lanes, cache.held) == (0, [], {}, 0)
 
 
 def run(cache: Cache, quantized: bool, steps: int = 3, split: bool = False) -> list[Tensor]:
@@ -70,19 +94,16 @@ def run(cache: Cache, quantized: bool, steps: int = 3, split: bool = False) -> l
 @loop("split", [False, True])
 @loop("card", [0.0, 0.45])
 def test_it_is_the_same_wherever_it_lies(order: Any, quantized: bool, split: bool, card: float) -> None:
-    copies, size = Copies(order), (PACKED if quantized else SIZE) * len(NAMES)
-    cache = Cache(host=host_of(copies, card * size, expected=size))
+    size = (PACKED if quantized else SIZE) * len(NAMES)
+    copies, cache, host = caching(Copies(order), card=card * size, expected=size)
     found, wanted = run(cache, quantized, split=split), run(Cache(), quantized, split=split)
     copies.check()
     assert all(map(torch.equal, found, wanted))
     assert len(found) == 3 * len(NAMES) * (2 if split else 1)
-    parked = [isinstance(entry.tensor, Parked) for entry in cache._entries.values()]
+    parked = parked_in(cache)
     assert all(parked) if not card else 0 < sum(parked) < len(parked)
     cache.clear()
-    copies.check()
-    assert (copies.pinned, copies.unfinished(), copies.staged) == (set(), 0, 0)
-    assert cache.host is not None
-    assert cache.host.in_main == 0
+    check_empty(copies, cache, host)
 
 
 WAITS = [("up", "compute"), ("up", "down"), ("compute", "up"), ("compute", "down"), ("down", "compute")]
@@ -93,7 +114,7 @@ def test_every_wait_is_needed(deaf: tuple[str, str] | None, monkeypatch: pytest.
     """Without one of the waits between streams (`deaf`), the simulated streams must report a race."""
     monkeypatch.setattr(Cache, "free_staging", lambda *_: None)
     copies = Copies(deaf=deaf)
-    cache = Cache(host=host_of(copies))
+    _, cache, _ = caching(copies)
     with nullcontext() if deaf is None else pytest.raises(RaceError):
         run(cache, quantized=False)
         cache.put(keys_of(NAMES[0]), tensor(9), kv=True)
@@ -103,8 +124,7 @@ def test_every_wait_is_needed(deaf: tuple[str, str] | None, monkeypatch: pytest.
 
 
 def test_the_next_block_is_read_while_this_one_computes() -> None:
-    copies, cache, waited = Copies(), Cache(), 0
-    cache.host = host_of(copies)
+    copies, cache, _ = caching()
     filled(cache)
     cache.free_staging(torch.device("cpu"))
     before = copies.count
@@ -113,63 +133,53 @@ def test_the_next_block_is_read_while_this_one_computes() -> None:
         ready = copies.count - before
         assert ready == min(n + MAX_STAGED, len(NAMES)), "two tensors were read ahead"
         cache.read(keys_of(name), tensor(0))
-        waited += 1
-    assert copies.count - before == waited == len(NAMES), "nothing is read twice"
+    assert copies.count - before == len(NAMES), "nothing is read twice"
 
 
 def test_the_card_is_filled_and_takes_turns_with_main_memory() -> None:
-    cache = Cache(host=host_of(Copies(), card=5 * SIZE))
+    _, cache, host = caching(card=5 * SIZE)
     filled(cache)
-    parked = [isinstance(cache._entries[name, "a"].tensor, Parked) for name in NAMES]
+    parked = parked_in(cache)
     assert sum(parked) == len(NAMES) - 5
     assert not any(a and b for a, b in pairwise(parked)), "no two in main memory in a row"
-    assert cache.host is not None
-    assert cache.host.peak == (5 * SIZE, 5 * SIZE)
-
-
-def test_updates_stay_on_the_card() -> None:
-    cache = Cache(host=host_of(Copies()))
+    assert host.peak == (5 * SIZE, 5 * SIZE)
     cache.put(keys_of("chain"), tensor(0))
-    assert isinstance(cache._entries["chain", "a"].tensor, Tensor)
+    assert isinstance(cache._entries["chain", "a"].tensor, Tensor), "updates stay on the card"
 
 
 def test_without_room_in_main_memory_it_stays_on_the_card() -> None:
-    cache = Cache(host=host_of(Copies(), main=2.5 * SIZE))
+    _, cache, _ = caching(main=2.5 * SIZE)
     filled(cache)
-    parked = [isinstance(cache._entries[name, "a"].tensor, Parked) for name in NAMES]
-    assert sum(parked) == 2
-    assert all(torch.equal(cache.read(keys_of(name), tensor(0)), tensor(n)) for n, name in enumerate(NAMES))
+    assert sum(parked_in(cache)) == 2
+    check_filled(cache)
 
 
 def test_buffers_are_made_once_and_used_again() -> None:
-    copies, cache = Copies("early"), Cache()
-    cache.host = host_of(copies)
+    copies, cache, host = caching(Copies("early"))
     run(cache, quantized=True)
-    made, held = set(copies.pinned), cache.host.in_main
+    made, held = set(copies.pinned), host.in_main
     run(cache, quantized=True)
     assert copies.pinned == made
     cache.drop([key for key in cache.keys if key[0] in NAMES[:4]])
     for n, name in enumerate(NAMES[:4]):
         cache.put(keys_of(f"{name} of another", ("c", "d")), tensor(n), True, kv=True)
-    assert (copies.pinned, cache.host.in_main) == (made, held)
+    assert (copies.pinned, host.in_main) == (made, held)
     copies.check()
 
 
 def test_unused_buffers_make_room_for_others() -> None:
-    copies, cache = Copies(1), Cache()
-    cache.host = host_of(copies, main=2 * SIZE)
+    copies, cache, host = caching(Copies(1), main=2 * SIZE)
     for name in NAMES[:2]:
         cache.put(keys_of(name), tensor(1), kv=True)
     cache.drop(keys_of(NAMES[0]))
     cache.put(keys_of("other"), torch.ones(2, 4, 32), kv=True)
     copies.check()
     assert isinstance(cache._entries["other", "a"].tensor, Parked)
-    assert cache.host.in_main == SIZE * 3 // 2
+    assert host.in_main == SIZE * 3 // 2
 
 
 def test_where_a_read_ahead_runs_out_of_memory_it_is_read_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, cache, empty = Copies(), Cache(), torch.empty_like
-    cache.host = host_of(copies)
+    copies, cache, _ = caching()
     filled(cache)
 
     def short(*_: Any, **__: Any) -> Tensor:
@@ -180,16 +190,13 @@ def test_where_a_read_ahead_runs_out_of_memory_it_is_read_when_it_is_needed(monk
         cache.read_ahead(CONDITIONS)
         with pytest.raises(torch.OutOfMemoryError):
             cache.read(keys_of(NAMES[0]), tensor(0))
-    assert torch.empty_like is empty
-    found = [cache.read(keys_of(name), tensor(0)) for name in NAMES]
-    assert all(torch.equal(each, tensor(n)) for n, each in enumerate(found) if each is not None)
+    check_filled(cache)
     copies.check()
 
 
 @loop("order", orders(5))
 def test_another_order_than_that_of_the_refresh(order: Any) -> None:
-    copies, cache = Copies(order), Cache()
-    cache.host = host_of(copies)
+    copies, cache, _ = caching(Copies(order))
     filled(cache)
     for n in (7, 0, 3, 3, 9, 1, 2):
         assert torch.equal(cache.read(keys_of(NAMES[n]), tensor(0)), tensor(n))
@@ -204,9 +211,9 @@ def test_another_order_than_that_of_the_refresh(order: Any) -> None:
 
 
 def test_a_part_has_the_shape_of_the_tensor_it_stands_for() -> None:
-    copies = Copies()
     for given in (tensor(0, 5), quant4.quantize(tensor(0, 5))):
-        parked = host_of(copies).place(given)
+        _, _, host = caching()
+        parked = host.place(given)
         assert isinstance(parked, Parked)
         for count in (1, 2, 3, 5):
             ours, theirs = parked.chunk(count), given.chunk(count)
@@ -226,14 +233,12 @@ def test_of_300_runs_that_break_off_anywhere_nothing_is_left(monkeypatch: pytest
     held = list[weakref.ref[HostMemory]]()
     for n in range(300):
         copies.count, stop = 0, n % 110
-        cache = Cache(host=host_of(copies, card=n % 3 * SIZE))
-        assert cache.host is not None
-        held.append(weakref.ref(cache.host))
+        _, cache, host = caching(copies, card=n % 3 * SIZE)
+        held.append(weakref.ref(host))
         with suppress(InterruptedError):
             run(cache, quantized=n % 2 == 0, steps=2)
         cache.clear()
-        copies.check()
-        assert (copies.pinned, copies.unfinished(), copies.staged, cache.held) == (set(), 0, 0, 0)
-        del cache
+        check_empty(copies, cache, host)
+        del cache, host
     gc.collect()
     assert not any(each() for each in held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +10,18 @@ import torch
 
 from tests.loop import loop
 from tests.recorded_copies import Copies, Recorded, orders
-from tests.toma_core.test_host_memory import NAMES, SIZE, filled, host_of, keys_of, run, tensor
+from tests.toma_core.test_host_memory import (
+    CONDITIONS,
+    NAMES,
+    SIZE,
+    caching,
+    check_empty,
+    check_filled,
+    filled,
+    keys_of,
+    run,
+    tensor,
+)
 from toma_core import parked
 from toma_core.cache import Cache
 from toma_core.parked import Parked
@@ -19,8 +30,7 @@ from toma_core.parked import Parked
 @loop("failing", ["unpin", "synchronize"])
 def test_every_buffer_is_released_where_one_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first call of `failing` raises an error. The cache must still release every buffer."""
-    copies, cache = Copies(), Cache()
-    host = cache.host = host_of(copies)
+    copies, cache, host = caching()
     filled(cache)
     owner: Any = Copies if failing == "unpin" else Recorded
     usual, failed = getattr(owner, failing), list[object]()
@@ -34,14 +44,11 @@ def test_every_buffer_is_released_where_one_fails(failing: str, monkeypatch: pyt
     monkeypatch.setattr(owner, failing, once)
     with pytest.raises(RuntimeError, match=failing):
         cache.clear()
-    copies.check()
-    assert (copies.pinned, copies.unfinished(), copies.staged) == (set(), 0, 0)
-    assert (host.in_main, host._buffers, host._lanes, cache.held) == (0, [], {}, 0)
+    check_empty(copies, cache, host)
 
 
 def test_an_unpin_that_fails_leaves_no_buffer_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, cache = Copies(), Cache()
-    host = cache.host = host_of(copies, main=2 * SIZE)
+    _, cache, host = caching(main=2 * SIZE)
     for name in NAMES[:2]:
         cache.put(keys_of(name), tensor(0), kv=True)
     cache.drop([*keys_of(NAMES[0]), *keys_of(NAMES[1])])
@@ -57,8 +64,8 @@ def test_an_unpin_that_fails_leaves_no_buffer_that_is_used_again(monkeypatch: py
 
 
 def test_the_host_waits_for_nothing_where_main_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, waits, usual = Cache(), list[object](), Recorded.synchronize
-    cache.host = host_of(Copies(), main=2.5 * SIZE)
+    _, cache, _ = caching(main=2.5 * SIZE)
+    waits, usual = list[object](), Recorded.synchronize
     monkeypatch.setattr(Recorded, "synchronize", lambda self: (waits.append(self), usual(self))[1])
     filled(cache)
     filled(cache)
@@ -68,26 +75,21 @@ def test_the_host_waits_for_nothing_where_main_memory_is_full(monkeypatch: pytes
 def test_the_last_of_main_memory_is_not_taken() -> None:
     """ComfyUI pins weights while the first step runs, so less main memory may be left than the plan assumed. Tensors
     that no longer fit stay on the card."""
-    copies = Copies()
-    cache = Cache(host=host_of(copies))
-    assert cache.host is not None
-    cache.host.may_take = lambda size: copies.made + size / SIZE < 2.5
+    copies, cache, host = caching()
+    host.may_take = lambda size: copies.made + size / SIZE < 2.5
     filled(cache)
     assert copies.made == 2
-    found = [cache.read(keys_of(name), tensor(0)) for name in NAMES]
-    assert all(each is not None and torch.equal(each, tensor(n)) for n, each in enumerate(found))
+    check_filled(cache)
 
 
 @loop("order", orders(3))
 def test_memory_that_cannot_be_pinned_serves_too_and_is_tried_once(order: Any) -> None:
     """Pinning is tried once, because at every failure ComfyUI logs a warning and waits for the card."""
-    copies = Copies(order, pins=False)
-    cache = Cache(host=host_of(copies))
+    copies, cache, host = caching(Copies(order, pins=False))
     filled(cache)
     assert copies.made == 1
     assert all(map(torch.equal, run(cache, True), run(Cache(), True)))
-    assert cache.host is not None
-    assert not cache.host.pinned
+    assert not host.pinned
 
 
 def test_no_two_buffers_share_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +104,14 @@ def test_no_two_buffers_share_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
         return usual(self, memory) and not shared
 
     monkeypatch.setattr(Copies, "pin", pin)
-    cache = Cache(host=host_of(Copies()))
+    _, cache, host = caching()
     assert all(map(torch.equal, run(cache, True), run(Cache(), True)))
-    assert cache.host is not None
-    assert cache.host.pinned
+    assert host.pinned
 
 
 def test_main_memory_is_meant_where_another_pack_sets_a_device() -> None:
-    cache, given = Cache(host=host_of(Copies())), tensor(0)
+    _, cache, _ = caching()
+    given = tensor(0)
     with torch.device("meta"):
         cache.put(keys_of(NAMES[0]), given, kv=True)
     found = cache.read(keys_of(NAMES[0]), given)
@@ -126,7 +128,7 @@ def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.Mon
             made.append(self)
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(parked, "_cuda_streams", cache(parked._cuda_streams.__wrapped__))
+    monkeypatch.setattr(parked, "_cuda_streams", functools.cache(parked._cuda_streams.__wrapped__))
     copier = parked.CudaCopier(bool, bool)
     found = {copier.streams(torch.device("cuda", card)) for _ in range(20) for card in (0, 1)}
     assert len(made) == 4
@@ -137,18 +139,16 @@ def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.Mon
 @loop("quantized", [False, True])
 def test_another_condition_beside_one_of_two_lies_in_main_memory_too(order: Any, quantized: bool) -> None:
     """If the prompt c replaces b during a run, the tensors of a and of c are all in main memory."""
-    copies, seen = Copies(order), list[list[torch.Tensor]]()
-    for host in (host_of(copies), None):
-        cache = Cache(host=host)
-        for n, name in enumerate(NAMES):
-            cache.put(keys_of(name), tensor(n), quantized, kv=True)
-        for n, name in enumerate(NAMES):
-            cache.put(keys_of(name, ("a", "c")), tensor(n + 50), quantized, kv=True)
-        if host is not None:
-            assert all(isinstance(entry.tensor, Parked) for entry in cache._entries.values())
+    copies, on_host, _ = caching(Copies(order))
+    seen = list[list[torch.Tensor]]()
+    for cache in (on_host, Cache()):
+        for conditions, seed in ((CONDITIONS, 0), (("a", "c"), 50)):
+            for n, name in enumerate(NAMES):
+                cache.put(keys_of(name, conditions), tensor(n + seed), quantized, kv=True)
+        assert all(isinstance(entry.tensor, Parked) is (cache is on_host) for entry in cache._entries.values())
         found = [cache.read(keys_of(name, ("a", "c")), tensor(0)) for name in NAMES]
         seen.append([each for each in found if each is not None])
         cache.clear()
-        copies.check()
+    copies.check()
     assert len(seen[0]) == len(NAMES)
     assert all(map(torch.equal, *seen))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.loop import loop
+from tests.toma_core.plans import image_of
 from toma_core.latent_regression import REST_WEIGHT, LatentChange, Regression, Rotation
 from toma_core.merge import MergePlan, gather_destinations, unmerge, weigh
 from toma_core.prediction import picture_tokens
@@ -25,10 +26,6 @@ def made(
     budget = make_budget(windows.counts, ratio, windows.frames)
     x = windows.split(torch.randn(images, windows.tokens, 8))
     return weigh(x, select(in_parts(cosine_similarity, x), windows, budget), windows, budget, 100.0, dtype)
-
-
-def image(plan: MergePlan, n: int) -> MergePlan:
-    return plan.changed(lambda _, t: t[n : n + 1])
 
 
 def change_of(plan: MergePlan) -> LatentChange:
@@ -64,7 +61,7 @@ def test_it_is_ridge_regression_and_shares_the_rest(grid: tuple[int, ...]) -> No
         # Ridge regression is least squares with one additional row for each feature, whose target is 0.
         ridge = (0.1 * F / D * f[:, :-1].square().sum(0).mean()).sqrt() * torch.eye(F, F + 1)
         A = torch.linalg.lstsq(torch.cat([f, ridge]), torch.cat([c, torch.zeros(F, WIDTH)]), driver="gelsd").solution
-        one = image(plan, n)
+        one = image_of(plan, n)
         rest = REST_WEIGHT * unmerge((c - f @ A)[None], one)[0]
         rest[there] = c - f @ A
         torch.testing.assert_close(got[n], cached[n] + features[n] @ A + rest, rtol=1e-3, atol=1e-3)
@@ -117,7 +114,7 @@ def test_images_of_a_batch_are_regressed_apart() -> None:
     cached, fresh = torch.randn(2, plan.tokens, WIDTH), torch.randn(2, plan.num_destinations, WIDTH)
     both = regression_of(change, plan).propagate(cached, fresh)
     for n in range(2):
-        one = image(plan, n)
+        one = image_of(plan, n)
         alone = regression_of(LatentChange(change.latent[n : n + 1], change.before[n : n + 1]), one)
         torch.testing.assert_close(alone.propagate(cached[n : n + 1], fresh[n : n + 1])[0], both[n])
 
@@ -125,11 +122,8 @@ def test_images_of_a_batch_are_regressed_apart() -> None:
 def test_without_enough_destinations_or_tokens_of_the_latent_there_is_none() -> None:
     few = made((8, 8), ratio=0.5)  # 32 destinations for 24 features
     assert change_of(few).regression(few) is None
-    frames = made((3, 8, 12))
-    assert (
-        LatentChange(torch.randn(2, CHANNELS, 5, 16, 24), torch.randn(2, CHANNELS, 5, 16, 24)).regression(frames)
-        is None
-    )
+    latent = torch.randn(2, CHANNELS, 5, 16, 24)
+    assert LatentChange(latent, latent + 1).regression(made((3, 8, 12))) is None
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])

@@ -1,4 +1,4 @@
-"""Test merge and unmerge against dense matrices that are computed in plain loops, and properties of the weights."""
+"""Test merge and unmerge against dense matrices that are computed in plain loops, weights, and maps of plans."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.loop import loop
-from tests.toma_core.plans import image_of, randn
+from tests.toma_core.plans import image_of, randn, run_of, step_of
 from toma_core.budget import allocate, spread
 from toma_core.config import WindowShape
-from toma_core.merge import MergePlan, merge, stacked, unmerge, unmerge_residual, weigh
+from toma_core.merge import MergePlan, draw_map, merge, stacked, unmerge, unmerge_residual, weigh
 from toma_core.selection import cosine_similarity, select
 from toma_core.windows import make_budget, make_windows
 
@@ -203,3 +203,35 @@ def test_gradients_flow() -> None:
     assert x.grad is not None
     assert x.grad.isfinite().all()
     assert (x.grad.abs().sum(-1) > 0).all()
+
+
+def test_the_map_shows_each_token_with_its_most_similar_destination() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 63, 6).bfloat16()
+    plan = run_of().plan(x, (7, 9), "a", step_of(), (None,))
+    drawn = draw_map(plan)
+    assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, plan.windows.cuts)
+    assert torch.equal(drawn.destinations, plan.destinations[0])
+    unit = torch.nn.functional.normalize(x[0].float(), dim=-1)
+    destinations = drawn.destinations.tolist()
+    for members, count in zip(plan.windows.source.tolist(), plan.windows.counts, strict=True):
+        here = [d for d in destinations if d in members[:count]]
+        for token in members[:count]:
+            owner = drawn.owner[token].item()
+            assert owner in here
+            # The owner is the most similar destination. If two destinations are nearly equally similar, the token is a
+            # mix of both, and the map may show either.
+            assert unit[owner] @ unit[token] > max(unit[d] @ unit[token] for d in here) - 0.01
+    assert drawn.owner[drawn.destinations].tolist() == destinations
+
+
+def test_of_a_video_the_first_frame_is_drawn() -> None:
+    x = randn(0, 1, 3 * 63, 6)
+    drawn, first = (
+        draw_map(run_of().plan(tokens, grid, "a", step_of(), (None,)))
+        for tokens, grid in ((x, (3, 7, 9)), (x[:, :63], (7, 9)))
+    )
+    assert (drawn.frames, first.frames) == (3, 1)
+    assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, first.cuts)
+    assert torch.equal(drawn.owner, first.owner)
+    assert torch.equal(drawn.destinations, first.destinations)

@@ -124,22 +124,14 @@ def test_usable_without_comfyui() -> None:
     script = f"""
 import sys
 names = ("comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "nodes", "execution", "server")
-sys.modules.update(dict.fromkeys(names))
-try:
-    import comfy
-except ImportError:
-    pass
-else:
-    raise SystemExit("ComfyUI is not blocked")
+sys.modules.update(dict.fromkeys(names))  # any import of these fails
 from toma_core import {", ".join(toma_core.__all__)}
 import torch
 run = RunState(Schedule(UserSettings("balanced", dict(min_tokens=4)).resolved()))
 x = torch.ones(1, 35, 4)
 plan = Evaluation(run, run.schedule.decide(1.0)).plan(x, (5, 7), "a")
 reduced = reduce(x, plan)
-y = restore(2 * reduced, reduced, x, plan)
-outside = sorted(name for name in sys.modules if name.partition(".")[0] in names and sys.modules[name] is not None)
-print(reduced.shape[1], torch.allclose(y, torch.full_like(x, 2.0)), outside)
+print(reduced.shape[1], torch.allclose(restore(2 * reduced, reduced, x, plan), torch.full_like(x, 2.0)))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("17 True []", 0), done.stderr
+    assert (done.stdout.strip(), done.returncode) == ("17 True", 0), done.stderr

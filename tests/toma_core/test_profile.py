@@ -71,55 +71,40 @@ def test_fits_its_own_model_and_no_other() -> None:
         fitted(profile(), FLUX.replace("CONST up to 1", "EPS up to 15"), NAMES)
 
 
-@loop(
-    ("text", "why"),
-    [
-        ("hello", "damaged"),
-        ("", "damaged"),
-        ("[]", "damaged"),
-        ("null", "damaged"),
-        ("{}", "'toma_profile' is missing"),
-        (changed(model=None), "'model' is missing"),
-        (changed(model={"family": "flux"}), "model is no text"),
-        (changed(model=5), "model is no text"),
-        (changed(ratios={"single.0": [0.5]}), "1 ratios for 2 noise levels"),
-        (changed(ratios={"single.0": [0.5, 3.0]}), r"out_of_range: setting=ratio, value=3\.0, .*high=0\.95"),
-        (changed(ratios={"single.0": [0.5, None]}), "damaged"),
-        (changed(ratios={"single.0": "half"}), "4 ratios for 2 noise levels"),
-        (changed(ratios={"single.0": [True, 0.5]}), "setting=ratio, value=True"),
-        (changed(ratios={"single.0": [0.5, "0.5"]}), "setting=ratio, value='0.5'"),
-        (changed(ratios={"single.0": [0.5, 10**400]}), "damaged"),
-        (changed(ratios={f"single.{n}": [0.05 * n, 0.05 * n] for n in range(1, 10)}), "more than 8 different ratios"),
-        (changed(ratios={"x" * 900: [0.5]}), "1 ratios for 2 noise levels"),
-        (changed(ratios=[]), "damaged"),
-        (changed(above_sigma=[0.0, 0.6]), "high to low"),
-        (changed(above_sigma=[float("nan"), 0.0]), "not up to 8 noise levels"),
-        (changed(above_sigma=[float("inf"), 0.0]), "not up to 8 noise levels"),
-        (changed(above_sigma=[10**400, 0.0]), "damaged"),
-        (changed(above_sigma=["much", 0.0]), "damaged"),
-        (changed(above_sigma=0.5), "damaged"),
-        (changed(above_sigma=[]), "damaged"),
-        (changed(above_sigma=[9.0 - n for n in range(10)], ratios={}), "not up to 8 noise levels"),
-        (changed(settings={"colour": "red"}), "argument 'colour'"),
-        (changed(settings={"ratio": 0.0}), "switch merging off"),
-        (changed(settings={"ratio": 10**400}), "damaged"),
-        (changed(settings={"full_step_interval": 10**400}), "damaged"),
-        (changed(settings=[1]), "damaged"),
-        (changed(settings={"full_step_interval": -5}), "setting=full_step_interval"),
-        (changed(settings={"start_percent": 0.9, "end_percent": 0.1}), "start_after_end"),
-        (changed(toma_profile="1"), "no version"),
-        (changed(toma_profile=True), "no version"),
-        (changed(toma_profile=-1), "no version"),
-        (changed(toma_profile=2), "profile_newer: "),
-        (changed(toma_profile=10**4000), "profile_newer: "),
-        ("1" * 5000, "damaged"),
-        ("[" * 100_000, "profile_not_text"),
-        ("[" * 9_000, "damaged"),
-        (None, "profile_not_text"),
-        (5, "profile_not_text"),
+# By fault: the profiles that have it.
+FAULTS: dict[str, list[Any]] = {
+    "damaged": [
+        *("hello", "", "[]", "null", "1" * 5000, "[" * 9_000),
+        *(changed(ratios=ratios) for ratios in ({"single.0": [0.5, None]}, {"single.0": [0.5, 10**400]}, [])),
+        *(changed(above_sigma=above) for above in ([10**400, 0.0], ["much", 0.0], 0.5, [])),
+        *(changed(settings=settings) for settings in ({"ratio": 10**400}, {"full_step_interval": 10**400}, [1])),
     ],
-)
-def test_what_is_wrong_is_said(text: Any, why: str) -> None:
+    "profile_not_text": ["[" * 100_000, None, 5],
+    "'toma_profile' is missing": ["{}"],
+    "no version": [changed(toma_profile=version) for version in ("1", True, -1)],
+    "profile_newer: ": [changed(toma_profile=version) for version in (2, 10**4000)],
+    "'model' is missing": [changed(model=None)],
+    "model is no text": [changed(model={"family": "flux"}), changed(model=5)],
+    "1 ratios for 2 noise levels": [changed(ratios={blocks: [0.5]}) for blocks in ("single.0", "x" * 900)],
+    "4 ratios for 2 noise levels": [changed(ratios={"single.0": "half"})],
+    r"out_of_range: setting=ratio, value=3\.0, .*high=0\.95": [changed(ratios={"single.0": [0.5, 3.0]})],
+    "setting=ratio, value=True": [changed(ratios={"single.0": [True, 0.5]})],
+    "setting=ratio, value='0.5'": [changed(ratios={"single.0": [0.5, "0.5"]})],
+    "more than 8 different ratios": [changed(ratios={f"single.{n}": [0.05 * n, 0.05 * n] for n in range(1, 10)})],
+    "high to low": [changed(above_sigma=[0.0, 0.6])],
+    "not up to 8 noise levels": [
+        *(changed(above_sigma=[above, 0.0]) for above in (float("nan"), float("inf"))),
+        changed(above_sigma=[9.0 - n for n in range(10)], ratios={}),
+    ],
+    "argument 'colour'": [changed(settings={"colour": "red"})],
+    "switch merging off": [changed(settings={"ratio": 0.0})],
+    "setting=full_step_interval": [changed(settings={"full_step_interval": -5})],
+    "start_after_end": [changed(settings={"start_percent": 0.9, "end_percent": 0.1})],
+}
+
+
+@loop(("why", "text"), [(why, text) for why, texts in FAULTS.items() for text in texts])
+def test_what_is_wrong_is_said(why: str, text: Any) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         parsed(text)
     assert str(caught.value).startswith(("ToMA: profile_unused: ", "ToMA: profile_newer: "))
@@ -150,15 +135,22 @@ def test_a_profile_that_merges_nothing() -> None:
         assert not any(ratio for _, ratios in made.ratio_schedule(NAMES) for ratio in ratios.values())
 
 
-@given(st.text(max_size=40), st.integers(0, 400), st.integers(0, 40))
-def test_damaged_texts_are_read_or_refused(piece: str, start: int, gone: int) -> None:
-    text = profile().text()
+def check_readable(text: str) -> None:
+    """Check that a profile is taken, or refused in one short line that says which settings are used instead."""
     said = ""
     try:
-        parsed(text[:start] + piece + text[start + gone :])
+        fitted(parsed(text), FLUX, NAMES)
     except ConfigError as error:
         said = str(error)
     assert said == "" or said.startswith(("ToMA: profile_unused: ", "ToMA: profile_newer: "))
+    assert len(said) < 500
+    assert "\n" not in said
+
+
+@given(st.text(max_size=40), st.integers(0, 400), st.integers(0, 40))
+def test_damaged_texts_are_read_or_refused(piece: str, start: int, gone: int) -> None:
+    text = profile().text()
+    check_readable(text[:start] + piece + text[start + gone :])
 
 
 ANY = st.recursive(
@@ -174,15 +166,7 @@ def test_any_other_json_is_read_or_refused(key: str, value: Any, inside: bool) -
     content = json.loads(profile().text())
     if inside and isinstance(content[key], dict):
         value = {**content[key], next(iter(content[key])): value}
-    text = json.dumps({**content, key: value})
-    said = ""
-    try:
-        fitted(parsed(text), FLUX, NAMES)
-    except ConfigError as error:
-        said = str(error)
-    assert said == "" or said.startswith(("ToMA: profile_unused: ", "ToMA: profile_newer: "))
-    assert len(said) < 500
-    assert "\n" not in said
+    check_readable(json.dumps({**content, key: value}))
 
 
 def test_sites_are_named_by_their_ends() -> None:

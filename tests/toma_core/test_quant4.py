@@ -7,9 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.loop import loop
+from tests.toma_core.plans import randn
 from toma_core.quant4 import Int4Tensor, int4_bytes, quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def packed_of(x: torch.Tensor) -> Int4Tensor:
+    packed = quantize(x)
+    assert isinstance(packed, Int4Tensor)
+    return packed
 
 
 @given(
@@ -21,13 +28,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_no_number_is_off_by_more_than_half_a_step(
     seed: int, dtype: torch.dtype, channels: int, sharpness: float
 ) -> None:
-    x = (
-        (sharpness * torch.randn(2, 3, channels, generator=torch.Generator().manual_seed(seed)))
-        .clamp(-6e4, 6e4)
-        .to(dtype)
-    )
-    packed = quantize(x)
-    assert isinstance(packed, Int4Tensor)
+    x = (sharpness * randn(seed, 2, 3, channels)).clamp(-6e4, 6e4).to(dtype)
+    packed = packed_of(x)
     found = packed.dequantize()
     assert (found.shape, found.dtype) == (packed.shape, packed.dtype) == (x.shape, x.dtype)
     half = packed.step.double().repeat_interleave(channels // packed.step.shape[-1], -1) / 2
@@ -58,8 +60,7 @@ def test_bytes_are_those_reckoned_with(dtype: torch.dtype) -> None:
 
 def test_chunks_are_those_of_the_batch() -> None:
     x = torch.randn(4, 5, 64)
-    packed = quantize(x)
-    assert isinstance(packed, Int4Tensor)
+    packed = packed_of(x)
     for part, expected in zip(packed.chunk(2), packed.dequantize().chunk(2), strict=True):
         assert torch.equal(part.dequantize(), expected)
 
@@ -76,9 +77,8 @@ def test_channels_in_no_groups_are_copied() -> None:
 def test_numbers_far_from_zero_beside_their_spread(dtype: torch.dtype) -> None:
     """Two codes share a byte. A value that is rounded beyond the largest code must not change the other code."""
     for far in (50, 300):
-        x = (far + torch.randn(1, 500, 128, generator=torch.Generator().manual_seed(0))).to(dtype)
-        packed = quantize(x)
-        assert isinstance(packed, Int4Tensor)
+        x = (far + randn(0, 1, 500, 128)).to(dtype)
+        packed = packed_of(x)
         step = packed.step.double().repeat_interleave(64, -1)
         rounding = 2 * far * torch.finfo(dtype).eps
         assert ((packed.dequantize().double() - x.double()).abs() <= step + rounding).all()
@@ -86,9 +86,7 @@ def test_numbers_far_from_zero_beside_their_spread(dtype: torch.dtype) -> None:
 
 def test_one_replaces_another() -> None:
     x, other = torch.randn(4, 5, 64), torch.randn(2, 5, 64)
-    packed, instead = quantize(x), quantize(other)
-    assert isinstance(packed, Int4Tensor)
-    assert isinstance(instead, Int4Tensor)
+    packed, instead = packed_of(x), packed_of(other)
     packed.chunk(2)[1].copy_(instead)
     assert torch.equal(packed.dequantize()[2:], instead.dequantize())
-    assert torch.equal(packed.dequantize()[:2], quantize(x).chunk(2)[0].dequantize())  # type: ignore[union-attr]
+    assert torch.equal(packed.dequantize()[:2], packed_of(x).chunk(2)[0].dequantize())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toma_core.reasons import Message, Reason
-from toma_core.setting_spec import ConfigError, Refusal
+from toma_core.setting_spec import ConfigError, Refusal, shown
 
 
 def test_a_message_is_its_id_and_values() -> None:
@@ -20,3 +20,10 @@ def test_alone_it_is_written_so() -> None:
     assert str(error) == "ToMA: out_of_range: setting=ratio, value=2"
     by = (Reason.SETTING(setting="ratio", value=0.5), Reason.TILES())
     assert str(Reason.EVERY_STEP_FULL_BY(by=by)) == "every_step_full_by: by=(setting: setting=ratio, value=0.5, tiles)"
+
+
+def test_a_value_is_shown_on_one_line_of_a_screen() -> None:
+    assert shown("a\nb") == r"'a\nb'"
+    assert shown("x" * 78) == f"'{'x' * 78}'"
+    assert shown("x" * 79) == f"'{'x' * 59}... (81 characters)"
+    assert shown(10**5000) == "a very large int"

@@ -4,6 +4,7 @@ and are dropped at the end of the run."""
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.loop import loop
 from tests.toma_core.plans import randn, run_of, same, step_of
 from toma_core.config import ToMAConfig
-from toma_core.merge import merge, stacked, unmerge, weigh
+from toma_core.merge import MergePlan, merge, stacked, unmerge, weigh
 from toma_core.run import RunState
 from toma_core.schedule import Schedule, StepMode, StepPlan
 
@@ -26,22 +27,36 @@ def features(seed: int, batch: int = 1, grid: tuple[int, int] = GRID) -> torch.T
     return randn(seed, batch, grid[0] * grid[1], 6)
 
 
-def test_a_plan_is_reused_until_it_is_too_old() -> None:
-    run = run_of()
-    first = run.plan(features(0), GRID, "a", step_of(), (None,))
-    assert run.plan(features(1), GRID, "a", step_of(), (None,)) is first
-
-    reweighed = run.plan(features(1), GRID, "a", step_of(weighing=1), (None,))
-    assert torch.equal(reweighed.destinations, first.destinations)
-    tokens, sharpness = first.windows.split(features(1)), run.config.sharpness
-    assert same(reweighed, weigh(tokens, first.dest_slots, first.windows, first.budget, sharpness, torch.float32))
-    assert not torch.equal(reweighed.merge_weights, first.merge_weights)
-    assert run.plan(features(2), GRID, "a", step_of(weighing=1), (None,)) is reweighed
-
-    selected = run.plan(features(1), GRID, "a", step_of(selection=2, weighing=1), (None,))
-    assert not torch.equal(selected.destinations, first.destinations)
-    assert same(selected, run_of().plan(features(1), GRID, "a", step_of(), (None,)))
-    assert (run.stats.selections, run.stats.weighings) == (2, 3)
+@loop("seed", range(30))
+def test_plans_equal_those_of_a_run_without_sharing(seed: int) -> None:
+    """In each call, chunks of the batch show random parts of the latent, cond and uncond the same part. The first chunk
+    of a part decides for all. Destinations and weights are made when they are due, otherwise those of an earlier call
+    with the same blocks, part, grid, number of images and dtype are used."""
+    chance, run, made = random.Random(seed), run_of(), dict[Any, tuple[MergePlan, int, int]]()  # noqa: S311 - cases
+    selection = weighing = selections = weighings = 0
+    for call in range(12):
+        selection += chance.random() < 0.2
+        weighing += chance.random() < 0.3
+        scope, grid, images = chance.choice("ab"), chance.choice((GRID, (9, 7))), chance.choice((1, 2))
+        keys = chance.choices((None, "left", "right"), k=chance.randint(1, 3))
+        x = features(call, images * len(keys), grid).to(chance.choice((torch.float32, torch.bfloat16)))
+        plan = run.plan(x, grid, scope, step_of(0.5, selection, weighing), tuple(keys))
+        parts = dict(reversed([*zip(keys, x.chunk(len(keys)), strict=True)]))
+        for key, part in parts.items():
+            at = scope, key, grid, images, x.dtype
+            old, selected, weighed = made.get(at, (None, -1, -1))
+            if old is None or selected != selection:
+                own = run_of().plan(part, grid, "alone", step_of(0.5, selection), (None,))
+                selections += 1
+            elif weighed != weighing:
+                sharpness, tokens = run.config.sharpness, old.windows.split(part)
+                own = weigh(tokens, old.dest_slots, old.windows, old.budget, sharpness, x.dtype)
+            else:
+                continue
+            weighings += 1
+            made[at] = own, selection, weighing
+        assert same(plan, stacked([made[scope, key, grid, images, x.dtype][0] for key in keys])), call
+        assert (run.stats.selections, run.stats.weighings) == (selections, weighings)
 
 
 @loop(("select", "weigh"), [(1, 1), (10, 5), (5, 10), (4, 3), (1000, 1000)])
@@ -58,26 +73,6 @@ def test_how_often_over_a_run(select: int, weigh: int) -> None:
     assert run.stats.weighings == 2 * len(due)
 
 
-def test_keys_that_separate_plans() -> None:
-    run = run_of()
-    x = features(0)
-    plans = [
-        run.plan(x, GRID, "a", step_of(), (None,)),
-        run.plan(x, GRID, "b", step_of(), (None,)),
-        run.plan(x, (9, 7), "a", step_of(), (None,)),
-        run.plan(x.bfloat16(), GRID, "a", step_of(), (None,)),
-        run.plan(features(0, 2), GRID, "a", step_of(), (None,)),
-        run.plan(x, GRID, "a", step_of(), ("left",)),
-    ]
-    assert len({id(plan) for plan in plans}) == 6
-    assert plans[3].merge_weights.dtype == torch.bfloat16
-    assert plans[2].windows.height == 9
-    assert plans[4].dest_slots.shape[0] == 2
-    # None of these plans has replaced the first one.
-    assert run.plan(x, GRID, "a", step_of(), (None,)) is plans[0]
-    assert run.stats.selections == 6
-
-
 def test_unused_plans_are_dropped() -> None:
     """Plans of earlier selections are dropped when their grid gets new plans. The plan of a grid that is no longer used
     remains, because it will be drawn."""
@@ -92,40 +87,6 @@ def test_unused_plans_are_dropped() -> None:
     assert len(run._stacks) == 3
     run.draw()
     assert set(run.stats.maps) == {GRID, (9, 7)}
-
-
-@loop("images", [1, 2, 3])
-def test_cond_and_uncond_share_one_plan(images: int) -> None:
-    """Cond and uncond, in one batch or in two calls, both get the plan that is made for the first of them."""
-    cond, uncond = features(1, images), features(2, images)
-    together, apart = run_of(), run_of()
-    both = together.plan(torch.cat([cond, uncond]), GRID, "a", step_of(), (None, None))
-    first, second = (apart.plan(x, GRID, "a", step_of(), (None,)) for x in (cond, uncond))
-    assert second is first
-    assert same(both, stacked([first] * 2))
-    assert together.stats.selections == apart.stats.selections == 1
-    # Later calls, with one or three conditions, use the same plan.
-    assert same(together.plan(uncond, GRID, "a", step_of(), (None,)), first)
-    assert same(together.plan(torch.cat([uncond] * 3), GRID, "a", step_of(), (None,) * 3), stacked([first] * 3))
-    assert together.stats.selections == 1
-    assert together.plan(torch.cat([cond, uncond]), GRID, "a", step_of(), (None, None)) is both, "not repeated again"
-
-
-def test_areas_have_plans_of_their_own() -> None:
-    """The plan of a batch of the areas l, r and l equals the plans of three separate calls."""
-    left, right, other = features(1, 2), features(2, 2), features(3, 2)
-    run, apart = run_of(), run_of()
-    mixed = run.plan(torch.cat([left, right, other]), GRID, "a", step_of(), ("l", "r", "l"))
-    alone = [apart.plan(x, GRID, "a", step_of(), (key,)) for x, key in ((left, "l"), (right, "r"), (other, "l"))]
-    assert alone[2] is alone[0]
-    assert not torch.equal(alone[0].destinations, alone[1].destinations)
-    assert torch.equal(mixed.destinations, torch.cat([plan.destinations for plan in alone]))
-    x = torch.cat([left, right, other])
-    cond_keys = [merge(part, plan) for part, plan in zip((left, right, other), alone, strict=True)]
-    torch.testing.assert_close(merge(x, mixed), torch.cat(cond_keys))
-    back = [unmerge(part, plan) for part, plan in zip(cond_keys, alone, strict=True)]
-    torch.testing.assert_close(unmerge(merge(x, mixed), mixed), torch.cat(back))
-    assert run.stats.selections == 2
 
 
 def test_plans_of_several_areas_are_put_together_once() -> None:

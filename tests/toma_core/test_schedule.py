@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.loop import loop
-from toma_core.config import Granularity, ToMAConfig
+from toma_core.config import ToMAConfig
 from toma_core.reasons import Reason
 from toma_core.schedule import Schedule, StepMode, StepPlan, step_at
 
@@ -59,14 +59,8 @@ def test_sigmas_survive_rounding_to_fp32(direction: int) -> None:
 def test_steps_of_a_schedule_from_low_to_high() -> None:
     """In unsampling, sigmas rise. Step 0 is the step that runs first, with the lowest sigma, and it is full."""
     schedule = Schedule(ToMAConfig(full_step_interval=3), SIGMAS[::-1])
-    assert [step_at(schedule.sigmas, sigma) for sigma in (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)] == [
-        0,
-        0,
-        1,
-        2,
-        3,
-        3,
-    ]
+    calls = (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)
+    assert [step_at(schedule.sigmas, sigma) for sigma in calls] == [0, 0, 1, 2, 3, 3]
     assert [schedule.decide(sigma).merged_ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
 
 
@@ -111,30 +105,42 @@ def test_a_range_without_a_step() -> None:
     assert schedule.decide(1.0).ratio == 0.5, "but a sampler that evaluates in between may fall into it"
 
 
-def ten_steps(config: ToMAConfig, **range_of: Any) -> list[StepPlan]:
-    sigmas = tuple(float(10 - step) for step in range(10))
-    schedule = Schedule(config, sigmas, **range_of)
-    return [schedule.decide(sigma) for sigma in sigmas]
+TEN = tuple(float(10 - step) for step in range(10))
 
 
-def test_full_steps_in_between() -> None:
-    merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(full_step_interval=3))]
-    assert merged == [False, True, True, False, True, True, False, True, True, False]
-    # Full steps are counted from the first step of the range.
-    merged = [bool(d.merged_ratio) for d in ten_steps(ToMAConfig(full_step_interval=2), sigma_start=9.0)]
-    assert merged == [False, False, True, False, True, False, True, False, True, False]
+def ten_steps(config: ToMAConfig, *ratio_schedule: tuple[float, dict[str, float]], **given: Any) -> list[StepPlan]:
+    schedule = Schedule(config, TEN, ratio_schedule=ratio_schedule, **given)
+    return [schedule.decide(sigma) for sigma in TEN]
 
 
-def test_last_step_is_full_if_the_picture_is_finished() -> None:
-    """It is full for any interval and any range. Only settings without full steps merge the last step."""
-    for config in (ToMAConfig(full_step_interval=4, granularity=Granularity.MODULE), ToMAConfig(full_step_interval=4)):
-        whole = [step for step, d in enumerate(ten_steps(config, finishes=True)) if not d.merged_ratio]
-        assert whole == [0, 4, 8, 9]
-        whole = [step for step, d in enumerate(ten_steps(config, finishes=True, sigma_start=8.0)) if not d.merged_ratio]
-        assert whole == [0, 1, 2, 6, 9]
-    assert [d.step for d in ten_steps(config, finishes=True) if d.mode is StepMode.REFRESH] == [0, 4, 8]
-    assert [d.merged_ratio for d in ten_steps(ToMAConfig(), finishes=True)] == [0.5] * 10
-    assert [step for step, d in enumerate(ten_steps(config)) if not d.merged_ratio] == [0, 4, 8]
+def modes(plans: list[StepPlan]) -> str:
+    """Return the mode of each step as a letter: full (f), refresh (r), merged with caches (c) or without (m)."""
+    assert all(plan.ratio == (0.0 if plan.mode is StepMode.FULL else 0.5) for plan in plans)
+    assert all(plan.merged_ratio == (plan.ratio if plan.mode.merges else 0.0) for plan in plans)
+    return "".join("frcm"[list(StepMode).index(plan.mode)] for plan in plans)
+
+
+@loop(
+    ("settings", "given", "expected"),
+    [
+        ({}, {}, "mmmmmmmmmm"),
+        ({}, {"sigma_start": 8.0, "sigma_end": 3.0}, "ffmmmmmfff"),
+        ({"full_step_interval": 3}, {}, "rccrccrccr"),
+        ({"full_step_interval": 3}, {"sigma_end": 2.0}, "rccrccrcff"),
+        ({"full_step_interval": 2}, {"sigma_start": 9.0}, "frcrcrcrcr"),
+        # The last step is full if the picture is finished, for any interval and any range.
+        ({}, {"finishes": True}, "mmmmmmmmmm"),
+        ({"full_step_interval": 4}, {"finishes": True}, "rcccrcccrf"),
+        ({"full_step_interval": 4}, {"finishes": True, "sigma_start": 8.0}, "ffrcccrccf"),
+        # Without a residual cache, steps are full where they would be refreshes with it.
+        ({"full_step_interval": 3, "granularity": "module"}, {}, "fmmfmmfmmf"),
+        ({"full_step_interval": 4, "granularity": "module"}, {"finishes": True}, "fmmmfmmmff"),
+        ({"full_step_interval": 4, "granularity": "module"}, {"finishes": True, "sigma_start": 8.0}, "fffmmmfmmf"),
+    ],
+)
+def test_modes_of_ten_steps(settings: dict[str, Any], given: dict[str, Any], expected: str) -> None:
+    """The range includes its start sigma but not its end sigma. Full steps are counted from its first step."""
+    assert modes(ten_steps(ToMAConfig(**settings), **given)) == expected
 
 
 # The manual sigmas of ComfyUI's template for the turbo LoRA of Qwen-Image 2.1.
@@ -148,31 +154,20 @@ def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[
     number does not change."""
     config = ToMAConfig(full_step_interval=every)
 
-    def full_steps(sigmas: tuple[float, ...], **given: Any) -> list[int]:
+    def full_of(sigmas: tuple[float, ...], **given: Any) -> list[int]:
         plans = [Schedule(config, sigmas, **given).decide(sigma) for sigma in sigmas]
         return [plan.step for plan in plans if not plan.merged_ratio]
 
-    assert full_steps(LTX, finishes=True) == full
+    assert full_of(LTX, finishes=True) == full
     assert Schedule(config, LTX, finishes=True).cache_steps == 8
     by_interval = sorted({*range(0, 8, every), 7})
     even = tuple(3 * t / (1 + 2 * t) for t in (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125))
-    assert full_steps(even, finishes=True) == by_interval
-    assert full_steps((1.0, 0.999, *LTX[1:]), finishes=True) == sorted({*range(0, 9, every), 8})
-    assert full_steps(QWEN_TURBO, finishes=True) == by_interval
-    assert full_steps(LTX) == list(range(0, 8, every)), "another run goes on from here"
-    assert full_steps(LTX, finishes=True, sigma_start=0.99) != full
+    assert full_of(even, finishes=True) == by_interval
+    assert full_of((1.0, 0.999, *LTX[1:]), finishes=True) == sorted({*range(0, 9, every), 8})
+    assert full_of(QWEN_TURBO, finishes=True) == by_interval
+    assert full_of(LTX) == list(range(0, 8, every)), "another run goes on from here"
+    assert full_of(LTX, finishes=True, sigma_start=0.99) != full
     assert Schedule(config, even, finishes=True).cache_steps == every
-
-
-def test_full_steps_refresh_the_residual_cache() -> None:
-    """With a residual cache, refreshes take place at the steps that would be full without the cache."""
-    settings: dict[str, Any] = {"ratio": 0.75, "full_step_interval": 3}
-    plain = ten_steps(ToMAConfig(**settings, granularity=Granularity.MODULE), sigma_end=2.0)
-    reused = ten_steps(ToMAConfig(**settings), sigma_end=2.0)
-    assert [d.merged_ratio for d in reused] == [d.ratio for d in plain]
-    assert [d.step for d in reused if d.mode is StepMode.REFRESH] == [0, 3, 6]
-    assert [d.ratio for d in reused if d.mode is StepMode.REFRESH] == [0.75] * 3
-    assert not any(d.mode is StepMode.REFRESH for d in plain)
 
 
 def test_generations_count_from_the_first_merged_step() -> None:
@@ -184,19 +179,21 @@ def test_generations_count_from_the_first_merged_step() -> None:
     assert [d.weighing for d in decisions] == [0, 0, 0, 0, 0, 1, 1, 2, 2, 3]
 
 
+counts = st.integers(1, 12)
+
+
 @given(
-    st.floats(0.01, 0.95),
-    st.sampled_from([0, 2, 3]),
-    st.integers(1, 12),
-    st.integers(1, 12),
-    st.floats(0, 11),
-    st.floats(0, 11),
+    st.builds(
+        ToMAConfig,
+        ratio=st.floats(0.01, 0.95),
+        full_step_interval=st.sampled_from([0, 2, 3]),
+        selection_interval=counts,
+        weight_interval=counts,
+    ),
+    st.lists(st.floats(0, 11), min_size=2, max_size=2).map(sorted),
 )
-def test_decisions_are_pure_and_legal(
-    ratio: float, full: int, select: int, weigh: int, start: float, end: float
-) -> None:
-    config = ToMAConfig(ratio=ratio, full_step_interval=full, selection_interval=select, weight_interval=weigh)
-    range_of = {"sigma_start": max(start, end), "sigma_end": min(start, end)}
+def test_decisions_are_pure_and_legal(config: ToMAConfig, ends: list[float]) -> None:
+    range_of = dict(zip(("sigma_end", "sigma_start"), ends, strict=True))
     decisions = ten_steps(config, **range_of)
     assert decisions == ten_steps(config, **range_of)
     assert [d.step for d in decisions] == list(range(10))
@@ -208,21 +205,9 @@ def test_decisions_are_pure_and_legal(
         assert not decision.ratio or range_of["sigma_end"] < sigma <= range_of["sigma_start"]
 
 
-def test_frozen() -> None:
-    for thing, name in ((Schedule(ToMAConfig()), "sigmas"), (StepPlan(0, StepMode.MERGED, 0.5, 0, 0), "ratio")):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(thing, name, None)
-
-
-def profiled(config: ToMAConfig, *ratio_schedule: tuple[float, dict[str, float]], **range_of: Any) -> list[StepPlan]:
-    sigmas = tuple(float(10 - step) for step in range(10))
-    schedule = Schedule(config, sigmas, ratio_schedule=ratio_schedule, **range_of)
-    return [schedule.decide(sigma) for sigma in sigmas]
-
-
 def test_blocks_have_ratios_by_sigma() -> None:
     """The first sigma range of the profile, above 6.5, covers steps 0 to 3."""
-    decisions = profiled(ToMAConfig(), (6.5, {"a": 0.75, "b": 0.25}), (0.0, {"a": 0.5}))
+    decisions = ten_steps(ToMAConfig(), (6.5, {"a": 0.75, "b": 0.25}), (0.0, {"a": 0.5}))
     assert [d.ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
     assert [d.of("a").ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
     assert [d.of("b").ratio for d in decisions] == [0.25] * 4 + [0.0] * 6
@@ -236,7 +221,7 @@ def test_blocks_have_ratios_by_sigma() -> None:
 
 def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
     config = ToMAConfig(ratio=0.4, full_step_interval=3, selection_interval=3)
-    same = profiled(config, (4.5, {"a": 0.4}), (0.0, {"a": 0.4}), finishes=True)
+    same = ten_steps(config, (4.5, {"a": 0.4}), (0.0, {"a": 0.4}), finishes=True)
     for ours, theirs in zip(same, ten_steps(config, finishes=True), strict=True):
         assert dataclasses.replace(ours.of("a"), ratios=None) == theirs
 
@@ -245,14 +230,14 @@ def test_blocks_keep_their_ratio_between_full_steps() -> None:
     """Steps 0, 3, 6 and 9 are full, and a full step has the ratio of the merged steps that follow. Step 6, at sigma 4,
     thus has the ratios for sigmas below 3.5."""
     config = ToMAConfig(full_step_interval=3)
-    decisions = profiled(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
+    decisions = ten_steps(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
     assert [d.of("b").ratio for d in decisions] == [0.0] * 6 + [0.5] * 4
     assert [d.mode is StepMode.REFRESH for d in decisions] == [step % 3 == 0 for step in range(10)]
 
 
 def test_a_sigma_range_without_merging() -> None:
-    decisions = profiled(ToMAConfig(full_step_interval=3), (6.5, {}), (0.0, {"a": 0.5}))
+    decisions = ten_steps(ToMAConfig(full_step_interval=3), (6.5, {}), (0.0, {"a": 0.5}))
     assert [d.ratio for d in decisions] == [0.0] * 3 + [0.5] * 7
     assert [d.mode is StepMode.REFRESH for d in decisions][:4] == [False, False, False, True]
 
@@ -261,19 +246,15 @@ def test_every_ratio_has_a_kind() -> None:
     """Kernels for all `kinds` are compiled at the first plan, so no ratio may be missing."""
     ratio_schedule = ((6.5, {"a": 0.75, "b": 0.25, "c": 0.0}), (0.0, {"a": 0.5}))
     config = ToMAConfig(selection_interval=1)
-    kinds = Schedule(config, tuple(float(10 - step) for step in range(10)), ratio_schedule=ratio_schedule).kinds
+    kinds = Schedule(config, TEN, ratio_schedule=ratio_schedule).kinds
     assert sorted({(d.ratio, d.selection % 2) for d in kinds}) == [(r, s) for r in (0.25, 0.5, 0.75) for s in (0, 1)]
 
 
 def test_a_profile_without_merging_in_a_sigma_range_is_named() -> None:
-    config, sigmas = ToMAConfig(full_step_interval=3), tuple(float(10 - step) for step in range(10))
     interval, profile = Reason.SETTING(setting="full_step_interval", value=3), Reason.PROFILE()
-    assert Schedule(config, sigmas, ratio_schedule=((0.0, {"a": 0.5}),)).why_full() == (interval,)
-    assert Schedule(config, sigmas, ratio_schedule=((4.0, {"a": 0.5}), (0.0, {"a": 0.0}))).why_full() == (
-        interval,
-        profile,
-    )
-    assert Schedule(ToMAConfig(), sigmas, ratio_schedule=((4.0, {"a": 0.5}), (0.0, {}))).why_full() == (profile,)
+    for every, low, why in ((3, None, (interval,)), (3, {"a": 0.0}, (interval, profile)), (0, {}, (profile,))):
+        bands = ((0.0, {"a": 0.5}),) if low is None else ((4.0, {"a": 0.5}), (0.0, low))
+        assert Schedule(ToMAConfig(full_step_interval=every), TEN, ratio_schedule=bands).why_full() == why
 
 
 @loop(

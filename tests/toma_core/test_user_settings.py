@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 
 from tests.loop import loop
-from toma_core.config import Granularity
-from toma_core.presets import ModelKind
+from toma_core.config import Granularity, setting_spec
+from toma_core.presets import PRESETS, ModelKind
 from toma_core.setting_spec import ConfigError
 from toma_core.user_settings import UserSettings
 
 OWN = {"balanced": {"skip_first_blocks": 0.15, "full_step_interval": 3}, "quality": {"granularity": "block"}}
+
+
+@loop("preset", PRESETS)
+def test_presets_are_valid_and_leave_the_ratio_alone(preset: str) -> None:
+    assert list(PRESETS[preset]) == list(ModelKind)
+    for kind, given in PRESETS[preset].items():
+        config = UserSettings(preset).resolved(kind)
+        assert "ratio" not in given
+        changed = {name for name, value in vars(config).items() if value != setting_spec(name).default}
+        assert changed <= set(given) <= set(vars(config)), "a preset lists what differs from the defaults"
 
 
 @loop("preset", ["", "Balanced", "none", None, 3, ["quality"]])

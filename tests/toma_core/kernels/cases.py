@@ -60,8 +60,33 @@ def destinations_of(budget: Budget, images: int) -> list[list[int]]:
     return budget.valid.sum(-1).tolist() if budget.adaptive else [list(budget.counts)] * images
 
 
-def each(*cases: Case) -> Any:
-    return pytest.mark.parametrize("case", cases, ids=str)
+def each(*cases: Case, full_size: tuple[Case, ...] = ()) -> Any:
+    """Run a test with each case, on a GPU also with cases of the size that models have."""
+    on_gpu = [pytest.param(case, marks=pytest.mark.gpu) for case in full_size]
+    return pytest.mark.parametrize("case", [*cases, *on_gpu], ids=str)
+
+
+def between(t: Tensor) -> Tensor:
+    """Return t as the middle part of longer sequences, whose other parts are NaN."""
+    noise = torch.full((t.shape[0], 7, *t.shape[2:]), float("nan"), dtype=t.dtype, device=t.device)
+    return torch.cat([noise, t, noise], 1)[:, 7:-7]
+
+
+def views(t: Tensor) -> list[Tensor]:
+    """Return t, (B, N, C), with other strides: as the middle part of longer sequences, and with the channels apart."""
+    found = [between(t), t.transpose(1, 2).contiguous().transpose(1, 2)]
+    assert not any(view.is_contiguous() for view in found)
+    return found
+
+
+def check_slots(dest_slots: Tensor, windows: Any, budget: Any) -> None:
+    """Check that every window has as many destinations as its budget, ascending, distinct and without padding, and
+    that unused slots repeat the first destination."""
+    for image, kept_here in zip(dest_slots.tolist(), destinations_of(budget, len(dest_slots)), strict=True):
+        for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
+            assert row[:kept] == sorted(set(row[:kept]))
+            assert 0 <= row[0] <= row[kept - 1] < count
+            assert all(pick == row[0] for pick in row[kept:])
 
 
 def printed(source: str, folder: Path, *arguments: str) -> str:

@@ -16,22 +16,14 @@ from hypothesis import strategies as st
 
 from testbed.selectors import facility_location
 from tests.loop import loop
+from tests.toma_core.kernels.cases import check_slots
+from tests.toma_core.plans import randn
 from tests.toma_core.selection.reference import best_value, naive_greedy, naive_value
 from toma_core.config import WindowShape
 from toma_core.selection import RECENT, cosine_similarity, greedy_facility_location, select, tie_step
 from toma_core.windows import make_budget, make_windows
 
 seeds = st.integers(0, 2**31)
-
-
-def features(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_the_very_picks_where_they_are_unique() -> None:
-    S = torch.rand(4, 13, 13, generator=torch.Generator().manual_seed(3)) * 2 - 1
-    order = greedy_facility_location(S, None, 8)
-    assert order.tolist() == [naive_greedy(S[g], 8) for g in range(4)]
 
 
 @given(seeds, st.integers(1, 12), st.integers(1, 12), st.integers(0, 5))
@@ -55,24 +47,21 @@ def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, dest_sl
 def test_ragged_windows_of_a_batch_each_as_good_as_the_loops(height: int, width: int, size: int, ratio: float) -> None:
     windows = make_windows(height, width, WindowShape.TILE, size)
     budget = make_budget(windows.counts, ratio)
-    S = cosine_similarity(windows.split(features(7, 3, height * width, 5)))
+    S = cosine_similarity(windows.split(randn(7, 3, height * width, 5)))
     dest_slots = select(S, windows, budget)
+    check_slots(dest_slots, windows, budget)
     for b in range(3):
         for w, (count, num_dest) in enumerate(zip(windows.counts, budget.counts, strict=True)):
             alone = S[b, w, :count, :count]
             chosen = dest_slots[b, w, :num_dest].tolist()
-            assert chosen == sorted(set(chosen))
-            assert max(chosen) < count
-            assert naive_value(alone, chosen) == pytest.approx(
-                naive_value(alone, naive_greedy(alone, num_dest)), rel=1e-5
-            )
-            assert set(dest_slots[b, w].tolist()) == set(chosen), "unused places repeat a destination"
+            best = naive_value(alone, naive_greedy(alone, num_dest))
+            assert naive_value(alone, chosen) == pytest.approx(best, rel=1e-5)
 
 
 @given(seeds, st.integers(2, 9), st.integers(1, 4), st.sampled_from([2, 5]))
 def test_within_1_minus_1_over_e_of_the_best(seed: int, slots: int, dest_slots: int, channels: int) -> None:
     dest_slots = min(dest_slots, slots)
-    S = cosine_similarity(features(seed, 1, slots, channels))
+    S = cosine_similarity(randn(seed, 1, slots, channels))
     value = facility_location(S, greedy_facility_location(S, None, dest_slots)).item()
     best = best_value(S[0], dest_slots)
     assert (1 - 1 / math.e) * best - 1e-4 <= value <= best + 1e-4
@@ -82,7 +71,7 @@ def test_within_1_minus_1_over_e_of_the_best(seed: int, slots: int, dest_slots: 
 
 @loop("smooth", [False, True], ids=["noise", "smooth"])
 def test_as_good_as_apricot_at_every_budget(smooth: bool) -> None:
-    x = features(5, 35, 16)
+    x = randn(5, 35, 16)
     if smooth:
         x = x.view(5, 7, 16).cumsum(0).cumsum(1).view(35, 16)
     S = cosine_similarity(x[None])
@@ -95,7 +84,7 @@ def test_as_good_as_apricot_at_every_budget(smooth: bool) -> None:
 
 @given(seeds, st.integers(2, 9), st.floats(0.1, 1.0))
 def test_with_priorities_the_bound_follows_the_least(seed: int, slots: int, least: float) -> None:
-    S = cosine_similarity(features(seed, 1, slots, 4))
+    S = cosine_similarity(randn(seed, 1, slots, 4))
     priority = least + (1 - least) * torch.rand(1, slots, generator=torch.Generator().manual_seed(seed))
     for number in range(1, slots + 1):
         value = facility_location(S, greedy_facility_location(S, None, number, priority)).item()
@@ -106,15 +95,6 @@ def test_priority_decides_between_twins() -> None:
     twins = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]]))
     recent = torch.tensor([[RECENT, 1.0, 1.0, RECENT]])
     assert greedy_facility_location(twins, None, 2, recent).tolist() == [[1, 2]]
-
-
-@loop("x", [torch.ones(1, 9, 4), torch.zeros(1, 9, 4), -torch.ones(1, 9, 4)], ids=["1", "0", "-1"])
-def test_on_a_flat_image_any_set_is_best_and_all_picks_differ(x: torch.Tensor) -> None:
-    S = cosine_similarity(x)
-    for dest_slots in (1, 4, 9):
-        order = greedy_facility_location(S, None, dest_slots)
-        assert len(set(order[0].tolist())) == dest_slots
-        assert facility_location(S, order).item() == pytest.approx(best_value(S[0], dest_slots), rel=1e-5)
 
 
 def test_ties_go_to_the_lowest_slot() -> None:
@@ -135,14 +115,9 @@ def test_nearly_equal_gains_are_ties() -> None:
         assert naive_greedy(S, 2) == order
 
 
-def test_a_slot_costs_less_in_a_large_window() -> None:
-    assert (tie_step(1), tie_step(64), tie_step(256)) == (1e-5, 1e-5, 1e-5)
-    assert tie_step(4096) == pytest.approx(1e-5 / 16)
-
-
 def smooth(seed: int, windows: int, side: int, channels: int = 16) -> torch.Tensor:
     """Return tokens (windows, side * side, channels) whose neighbours are similar, as in a picture."""
-    x = features(seed, windows, channels, side, side)
+    x = randn(seed, windows, channels, side, side)
     x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
     return x.flatten(2).transpose(1, 2).contiguous()
 
@@ -181,7 +156,7 @@ def test_ties_fall_by_slot_for_any_rounding(side: int, dest_slots: int) -> None:
     expected = greedy_facility_location(S, None, dest_slots)
     assert torch.equal(expected, order)
     shuffled = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(1))
-    for other in (x * (1 + 1e-7 * features(9, *x.shape)), x[..., shuffled], 3.0 * x):
+    for other in (x * (1 + 1e-7 * randn(9, *x.shape)), x[..., shuffled], 3.0 * x):
         assert torch.equal(greedy_facility_location(cosine_similarity(other), None, dest_slots), expected)
     assert torch.equal(greedy_facility_location(S.transpose(1, 2).contiguous(), None, dest_slots), expected)
     for g in range(len(x)):
