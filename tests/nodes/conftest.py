@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -260,6 +261,14 @@ def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
 
 
 @pytest.fixture
+def previews(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nodes save the pictures that they show in a temporary folder."""
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
+
+
+@pytest.fixture
 def no_state_left(pack: ModuleType) -> Iterator[None]:
     """Check after the test that no run state and no plan that the test created is alive."""
     kinds = (pack_module("toma_core.run").RunState, pack_module("toma_core.merge").MergePlan)
@@ -278,18 +287,8 @@ def stranger(pack: ModuleType) -> Any:
     import comfy.model_base
     import comfy.supported_models
 
-    config = {
-        "in_channels": 16,
-        "out_channels": 16,
-        "dim": 64,
-        "n_layers": 2,
-        "n_double_layers": 1,
-        "n_heads": 2,
-        "global_conddim": 32,
-        "cond_seq_dim": 48,
-        "max_seq": 256,
-        "dtype": torch.float32,
-    }
+    config: dict[str, Any] = {"in_channels": 16, "out_channels": 16, "dim": 64, "n_layers": 2, "n_double_layers": 1}
+    config |= {"n_heads": 2, "global_conddim": 32, "cond_seq_dim": 48, "max_seq": 256, "dtype": torch.float32}
     model_config = comfy.supported_models.AuraFlow(config)
     model_config.latent_format = comfy.latent_formats.SD3()
     return models.patcher(comfy.model_base.AuraFlow(model_config, device=torch.device("cpu")), seed=0)

@@ -17,7 +17,7 @@ from tests.loop import loop
 calibrate = pack_module("nodes.calibrate")
 patch = pack_module("nodes.toma")
 run = pack_module("nodes.adapters.patch_model")
-profiles = pack_module("toma_core.profile")
+profiles, registry = pack_module("toma_core.profile"), pack_module("nodes.adapters.registry")
 report_text = pack_module("nodes.adapters.report_text")
 Node = calibrate.ToMACalibrate
 STEPS = 4
@@ -34,11 +34,8 @@ def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Ten
 
 
 @pytest.fixture
-def calibrated(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def calibrated(previews: None) -> Any:
     """calibrated(model, **inputs): return the node's outputs (model, profile, picture) and its complete result."""
-    import folder_paths
-
-    monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
     return call
 
 
@@ -81,10 +78,9 @@ def advanced(**values: Any) -> dict[str, Any]:
 
 def found_profile(model: Any) -> str:
     """Return a valid profile for the model, without calibration."""
-    identity = pack_module("nodes.adapters.registry")
-    names = [block.name for block in identity.blocks_of(model)]
+    first, *_ = registry.blocks_of(model)
     config = pack_module("toma_core").ToMAConfig()
-    return profiles.Profile(identity.fingerprint(model), config, (2.0, 0.0), {names[0]: (0.75, 0.5)}).text()
+    return profiles.Profile(registry.fingerprint(model), config, (2.0, 0.0), {first.name: (0.75, 0.5)}).text()
 
 
 def test_small_grids_have_nothing_to_merge(unet: Any, calibrated: Any) -> None:
@@ -128,6 +124,12 @@ def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any, 
     assert model.get_wrappers("diffusion_model", "easycache")
 
 
+def wrapped(model: Any, wrapper: Any) -> Any:
+    model = model.clone()
+    model.add_wrapper_with_key("diffusion_model", "another", wrapper)
+    return model
+
+
 def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
     held: list[torch.Tensor] = []
 
@@ -136,9 +138,7 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
             held[:] = [executor(x, *args, **kwargs)]
         return held[0][: len(x)].clone()
 
-    hurried = unet.clone()
-    hurried.add_wrapper_with_key("diffusion_model", "another", cached)
-    _, text, _, answer = calibrated(hurried)
+    _, text, _, answer = calibrated(wrapped(unet, cached))
     said = answer.ui["toma"][0]["text"]
     assert not text or "is kept" in said
 
@@ -152,9 +152,7 @@ def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool
         merges = any("forward" in vars(m) for m in unet.model.diffusion_model.modules())
         return out * float("nan") if merged_too or merges else out
 
-    bad = unet.clone()
-    bad.add_wrapper_with_key("diffusion_model", "broken", broken)
-    model, text, picture, answer = calibrated(bad)
+    model, text, picture, answer = calibrated(wrapped(unet, broken))
     said = answer.ui["toma"][0]["text"]
     assert said.startswith("Nothing was measured" if merged_too else "Nothing is merged")
     assert "NaN" in said
@@ -163,7 +161,9 @@ def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool
     assert run.attachment_of(model) is None
 
 
-def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: None) -> None:
+def test_cancelled_without_a_trace(
+    unet: Any, calibrated: Any, no_state_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The user cancels while a probe runs."""
     import comfy.model_management
     import comfy.utils
@@ -172,13 +172,9 @@ def test_cancelled_without_a_trace(unet: Any, calibrated: Any, no_state_left: No
         if value >= 4:  # not == 4: ComfyUI drops updates that follow the previous one too soon
             comfy.model_management.interrupt_current_processing()
 
-    before = comfy.utils.PROGRESS_BAR_HOOK
-    comfy.utils.set_progress_bar_global_hook(cancel)
-    try:
-        with pytest.raises(comfy.model_management.InterruptProcessingException):
-            calibrated(unet)
-    finally:
-        comfy.utils.set_progress_bar_global_hook(before)
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", cancel)
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        calibrated(unet)
     assert not comfy.model_management.processing_interrupted()
 
 
@@ -193,19 +189,16 @@ def test_the_same_again(unet: Any, calibrated: Any, plain_profile: str) -> None:
     assert text == plain_profile
 
 
-@loop(("target", "ratio"), [("fast", 0.6)])
-def test_the_preset_as_a_profile(
-    target: str, ratio: float, unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_preset_as_a_profile(unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the calibrated ratios have a larger error than the preset, the node keeps the preset: its model and its
     profile give the preset's latent bit for bit."""
     errors = iter((0.1, 9.0))
     monkeypatch.setattr(calibrate, "error", lambda *_: next(errors))
-    made, text, _, answer = calibrated(unet, target=target)
+    made, text, _, answer = calibrated(unet, target="fast")
     said = answer.ui["toma"][0]["text"]
     assert "The preset 'balanced' is kept: the choice was no better, with error 9.000." in said
-    assert f"The preset 'balanced' at ratio {ratio:g}: error 0.100 at " in said
-    preset = sampled(patch.ToMA.execute(unet, ratio, "balanced").args[0])
+    assert "The preset 'balanced' at ratio 0.6: error 0.100 at " in said
+    preset = sampled(patch.ToMA.execute(unet, 0.6, "balanced").args[0])
     assert torch.equal(sampled(made), preset)
     assert torch.equal(sampled(patch.ToMA.execute(unet, 0.5, "quality", text).args[0]), preset)
     assert not torch.equal(preset, sampled(unet))
@@ -287,8 +280,7 @@ def test_what_is_set_by_hand_is_above_the_profile(unet: Any) -> None:
 
 @pytest.mark.compat
 def test_a_profile_is_said_on_the_node_and_in_the_report(unet: Any, stats_of: Any) -> None:
-    names = [block.name for block in pack_module("nodes.adapters.registry").blocks_of(unet)]
-    found = pack_module("nodes.adapters.registry").fingerprint(unet)
+    names, found = [block.name for block in registry.blocks_of(unet)], registry.fingerprint(unet)
     config = pack_module("toma_core").ToMAConfig(min_tokens=4)
     text = profiles.Profile(found, config, (0.0,), {names[0]: (0.25,), names[-1]: (0.75,)}).text()
     answer = patch.ToMA.execute(unet, 0.5, "balanced", text)

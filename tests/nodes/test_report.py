@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,11 +16,8 @@ LATENT = {"samples": torch.zeros(1, 4, 8, 8)}
 
 
 @pytest.fixture
-def shown(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def shown(previews: None) -> Any:
     """shown(model): return the report node's outputs (text, image) and its complete result."""
-    import folder_paths
-
-    monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
 
     def show(model: Any) -> tuple[str, torch.Tensor, Any]:
         out = Report.execute(model, LATENT)
@@ -113,16 +111,13 @@ def test_report_with_a_picture_draws_over_it(unet: Any, attach: Any, shown: Any)
 
 
 def test_what_the_picture_shows_stands_on_the_node(unet: Any, attach: Any, shown: Any) -> None:
-    model = attach(unet)
-    assert "caption" not in str(shown(model)[2].ui["toma"])
-    models.sample(model, 24, 24, steps=1)
-    (message,) = shown(model)[2].ui["toma"]
-    captions = [line["params"]["line"]["id"] for line in message["lines"][-3:]]
-    assert captions == ["caption_map", "caption_steps", "caption_blocks"]
-
-
-def test_report_shows_charts_of_a_run_without_a_map(unet: Any, attach: Any, shown: Any) -> None:
-    model = attach(unet, min_tokens=1000)
-    empty = shown(model)[1].shape[1]
-    models.sample(model, 24, 24, steps=1)
-    assert shown(model)[1].shape[1] > empty + 100
+    """Charts are shown even if nothing was merged. Then there is no map."""
+    for least, maps in ((4, ["caption_map"]), (1000, [])):
+        model = attach(unet, min_tokens=least)
+        _, empty, answer = shown(model)
+        assert "caption" not in str(answer.ui["toma"])
+        models.sample(model, 24, 24, steps=1)
+        _, image, answer = shown(model)
+        (message,) = answer.ui["toma"]
+        assert re.findall(r"caption_\w+", str(message["lines"])) == [*maps, "caption_steps", "caption_blocks"]
+        assert image.shape[1] > empty.shape[1] + 100

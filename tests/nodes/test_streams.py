@@ -20,13 +20,6 @@ HEIGHT, WIDTH, FRAMES = 12, 16, 3
 BOTH = loop("kind", ["ltx_av", "h3"])
 
 
-@pytest.fixture(autouse=True)
-def previews(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import folder_paths
-
-    monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
-
-
 def test_the_first_of_a_pack_is_a_view() -> None:
     import comfy.utils
 
@@ -68,6 +61,7 @@ def test_the_cache_is_reckoned_by_the_video_beside_all_streams(
     assert asked == [stats_of(merged).cache_bytes]
 
 
+@pytest.mark.usefixtures("previews")
 @BOTH
 def test_the_map_shows_a_frame(kind: str, model_of: Any, attach: Any, stats_of: Any) -> None:
     model = model_of(kind)
@@ -83,6 +77,7 @@ def test_the_map_shows_a_frame(kind: str, model_of: Any, attach: Any, stats_of: 
     assert passed is latent
 
 
+@pytest.mark.usefixtures("previews")
 @BOTH
 def test_benchmark_of_a_video_with_sound(kind: str, model_of: Any) -> None:
     model = model_of(kind)

@@ -117,7 +117,6 @@ def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
         ({"ratio": 1.5}, ("ratio is 1.5", "0 to 0.95", "Try 0.5")),
         ({"ratio": -0.1}, ("ratio is -0.1", "0 to 0.95", "Try 0.5")),
         ({"ratio": float("nan")}, ("ratio is nan", "0 to 0.95", "Try 0.5")),
-        ({"ratio": float("inf")}, ("ratio is inf", "0 to 0.95", "Try 0.5")),
         ({"ratio": "half"}, ("ratio is 'half'", "0 to 0.95", "Try 0.5")),
         ({"window_size": 0}, ("window size is 0", "2 to 64", "Try 8")),
         ({"window_size": 7.5}, ("window size is 7.5", "whole number", "Try 8")),
@@ -125,7 +124,6 @@ def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
             {"start_percent": 0.8, "end_percent": 0.2},
             ("Start percent (0.8)", "end percent (0.2)", "Lower start percent"),
         ),
-        ({"ratio": -1}, ("ratio is -1", "0 to 0.95", "Try 0.5")),
         ({"sharpness": 0.5}, ("sharpness is 0.5", "1 to 10000", "Try 300")),
         ({"full_step_interval": 1}, ("full step interval is 1", "0 (never) or 2", "set the ratio to 0")),
         ({"granularity": "layer"}, ("granularity is 'layer'", "module, block, stack", "Choose one")),
@@ -140,12 +138,9 @@ def test_bad_value_names_field_range_and_fix(unet: Any, settings: Any, parts: tu
 
 
 @pytest.mark.compat
-@loop("ratio", [1.5, -0.1, float("nan")])
-def test_ratio_is_refused_before_the_prompt_runs(ratio: float) -> None:
-    answer = nodes.ToMA.validate_inputs(ratio=ratio)
-    assert isinstance(answer, str)
-    assert "ratio is" in answer
-    assert "0 to 0.95" in answer
+def test_ratio_is_refused_before_the_prompt_runs() -> None:
+    for ratio in (1.5, -0.1, float("nan")):
+        assert f"ratio is {ratio}. Allowed: a number from 0 to 0.95" in nodes.ToMA.validate_inputs(ratio=ratio)
     assert nodes.ToMA.validate_inputs(ratio=0.95) is True
     assert nodes.ToMA.validate_inputs() is True, "a ratio that comes over a link is not known yet"
 
@@ -169,14 +164,11 @@ def test_a_number_out_of_range_is_refused_before_the_prompt_runs() -> None:
 
 
 def test_every_number_that_the_widgets_range_does_not_check_is_validated() -> None:
-    node = pack_module("nodes.toma").ToMAAdvanced
-    specs = {item.name: item.metadata["spec"] for item in fields(pack_module("toma_core.config").ToMAConfig)}
-    unchecked = {name for name, spec in specs.items() if spec.minimum > 0 and not spec.internal} | {
-        "full_step_interval"
-    }
-    assert unchecked == {*WITH_A_LEAST_VALUE}
-    found = inspect.signature(node.validate_inputs).parameters.keys()
-    assert found == {"start_percent", "end_percent"} | unchecked
+    specs = {item.name: item.metadata["spec"] for item in fields(config.ToMAConfig)}
+    unchecked = {name for name, spec in specs.items() if spec.minimum > 0 and not spec.internal}
+    assert {*unchecked, "full_step_interval"} == {*WITH_A_LEAST_VALUE}
+    found = inspect.signature(nodes.ToMAAdvanced.validate_inputs).parameters.keys()
+    assert found == {"start_percent", "end_percent", *WITH_A_LEAST_VALUE}
 
 
 def test_nothing_is_stored_between_executions() -> None:

@@ -34,34 +34,20 @@ def test_anything_else_is_refused_with_what_to_connect(kind: str, value: Any) ->
     assert len(message) < 300
 
 
-def test_what_belongs_there_goes_through(unet: Any) -> None:
-    text = models.conditioning(unet)
-    latent, image = {"samples": torch.zeros(1, 4, 8, 8)}, torch.zeros(1, 8, 8, 3)
-    assert given.model(unet) is unet
-    assert given.latent(latent) is latent
-    assert given.image(image) is image
-    assert given.conditioning("negative", text) is text
-
-
 def test_every_node_validates(unet: Any) -> None:
     text, latent = models.conditioning(unet), {"samples": torch.zeros(1, 4, 8, 8)}
-    task = {"ratio": 0.5, "preset": "balanced", "sweep": False, "steps": 2, "runs": 2}
-    sampled = {"target": "balanced", "steps": 2, "cfg": 1.0, "sampler_name": "euler"}
-    sampled |= {"scheduler": "simple"}
+    timed = {"ratio": 0.5, "preset": "balanced", "sweep": False, "steps": 2, "runs": 2}
+    probed = {"target": "balanced", "steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
+    sampling = {"model": unet, "positive": text, "negative": text, "latent": latent}
     calls = [
-        lambda: patch.ToMA.execute(None, 0.5, "balanced"),
-        lambda: patch.ToMAAdvanced.execute("model", "balanced", 0.5),
-        lambda: report.ToMAReport.execute(3, latent),
-        lambda: report.ToMAReport.execute(unet, latent, "picture"),
-        lambda: benchmark.ToMABenchmark.execute(None, positive=text, latent=latent, **task),
-        lambda: benchmark.ToMABenchmark.execute(unet, positive=None, latent=latent, **task),
-        lambda: benchmark.ToMABenchmark.execute(unet, positive=text, latent=None, **task),
-        lambda: benchmark.ToMABenchmark.execute(unet, positive=text, latent=latent, negative=1, **task),
-        lambda: calibrate.ToMACalibrate.execute(None, positive=text, latent=latent, **sampled),
-        lambda: calibrate.ToMACalibrate.execute(unet, positive=3, latent=latent, **sampled),
-        lambda: calibrate.ToMACalibrate.execute(unet, positive=text, latent=[], **sampled),
-        lambda: calibrate.ToMACalibrate.execute(unet, positive=text, latent=latent, negative=1, **sampled),
+        (patch.ToMA, {"model": None, "ratio": 0.5, "preset": "balanced"}),
+        (patch.ToMAAdvanced, {"model": "model", "preset": "balanced", "ratio": 0.5}),
+        (report.ToMAReport, {"model": 3, "latent": latent}),
+        (report.ToMAReport, {"model": unet, "latent": latent, "image": "picture"}),
     ]
-    for call in calls:
+    for node, others in ((benchmark.ToMABenchmark, timed), (calibrate.ToMACalibrate, probed)):
+        for wrong in ({"model": None}, {"positive": 3}, {"latent": []}, {"negative": 1}):
+            calls.append((node, {**others, **sampling, **wrong}))
+    for node, inputs in calls:
         with pytest.raises(ConfigError, match=r"^ToMA: .* Allowed: .* Connect "):
-            call()
+            node.execute(**inputs)
