@@ -19,18 +19,11 @@ class Progress:
         self._total = self._done = 0
         self._since: dict[str, float] = {}
 
-    def announce(self, total: int, processes: int) -> None:
-        """Print the number of tests, unless it has been printed."""
-        if self._total == 0 < total:
-            self._total = total
-            self._write(f"{total} tests, processes: {processes}; a line follows every {SECONDS} s")
-            threading.Thread(target=self._watch, daemon=True).start()
-
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
-        self.announce(len(ids), node.config.option.numprocesses or 1)
+        self._announce(len(ids), node.config.option.numprocesses or 1)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.announce(len(session.items), 1)
+        self._announce(len(session.items), 1)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._since[nodeid] = time.monotonic()
@@ -38,6 +31,12 @@ class Progress:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._since.pop(nodeid, None)
         self._done += 1
+
+    def _announce(self, total: int, processes: int) -> None:
+        if self._total == 0 < total:
+            self._total = total
+            self._write(f"{total} tests, processes: {processes}; a line follows every {SECONDS} s")
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while self._done < self._total:

@@ -29,12 +29,9 @@ def nodes(language: str) -> Any:
     return json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
 
 
-def test_the_default_is_the_usual_ratio() -> None:
+def test_tooltips_and_pages_recommend_them() -> None:
     assert {*UNET_RATIOS, *TRANSFORMER_RATIOS} == ALL
     assert ToMAConfig().ratio == UNET_RATIOS.usual == TRANSFORMER_RATIOS.usual
-
-
-def test_tooltips_and_pages_recommend_them() -> None:
     found = {"README": line_of("README.md", "| **ratio**")}
     for language in LANGUAGES:
         texts = nodes(language)

@@ -74,10 +74,9 @@ class TestFind:
         monkeypatch.setenv("COMFYUI_PATH", str(fake_comfyui(tmp_path / "mine")))
         for release in comfyui.RELEASES:
             fake_comfyui(cache.cache_dir() / f"comfyui-{release}", release)
-        for release in comfyui.RELEASES:
-            found = comfyui.find(release)
-            assert found.version == release
-            assert environment.requirements(found) == environment.requirements(comfyui.find(comfyui.DEFAULT_RELEASE))
+        found = [comfyui.find(release) for release in comfyui.RELEASES]
+        assert [each.version for each in found] == list(comfyui.RELEASES)
+        assert len(set(map(environment.requirements, found))) == 1
         with pytest.raises(SetupError, match=r"0\.1 cannot be downloaded, only 0\.30\.0, 0\.26\.0, 0\.20\.1, 0\.16\.3"):
             comfyui.find("0.1")
         line = next(line for line in (comfyui.ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("for "))
@@ -167,21 +166,14 @@ class TestCache:
         with pytest.raises(SetupError, match="set TOMA_CACHE"), cache.locked():
             pass
 
-    def test_second_set_up_waits_for_the_first(self, tmp_path: Path) -> None:
+    def test_second_set_up_waits_for_the_first(self) -> None:
         program = "from scripts.cache import locked\nwith locked(): print('in', flush=True)"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with cache.locked():
-            process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                cwd=comfyui.ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            assert process.stderr is not None
+            process = subprocess.Popen([sys.executable, "-c", program], cwd=comfyui.ROOT, **pipes)
             assert "waiting for it to finish" in process.stderr.readline()
             assert process.poll() is None
-        out, _ = process.communicate(timeout=30)
-        assert out == "in\n"
+        assert process.communicate(timeout=30)[0] == "in\n"
 
     def test_purge_removes_everything(self) -> None:
         for name in ("env-py3.10-abc", "comfyui-0.30.0"):
@@ -215,25 +207,13 @@ def test_stage_shows_that_it_is_alive_and_why_it_failed(
 def test_pip_shows_what_it_writes_and_no_addresses(tmp_path: Path) -> None:
     with (tmp_path / "torch.whl").open("wb") as file:
         file.truncate(200_000_000)
-    log = [
-        "Collecting torch",
-        "  Downloading https://mirror.example/files/torch-2.11.0.whl (530.6 MB)",
-        "WARNING: no",
-        "",
-    ]
+    log = ["Collecting torch", "  Downloading https://mirror.example/torch-2.11.0.whl (530.6 MB)", "WARNING: no", ""]
     expected = "0.2 of about 3.3 GB written  Downloading torch-2.11.0.whl (530.6 MB)"
     assert pip_status((tmp_path / "none", tmp_path), 3.3)(log) == expected
     assert pip_status((tmp_path,), 0.1)([]) == "0.2 of about 0.2 GB written  ", "never more than all"
 
 
 class TestMake:
-    def test_help_is_the_default_and_lists_every_target(self) -> None:
-        done = make()
-        assert done.returncode == 0
-        listed = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("  make ")}
-        phony = next(line for line in (comfyui.ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY"))
-        assert listed == set(phony.split()[1:])
-
     def test_setup_names_what_it_uses_and_errors_are_one_line(self, tmp_path: Path) -> None:
         fake = fake_comfyui(tmp_path / "mine", "1.2.3")
         done = make("setup", COMFYUI_PATH=str(fake), TOMA_PYTHON=sys.executable)
@@ -254,16 +234,9 @@ class TestMake:
     def test_lint_passes_in_a_folder_called_as_clones_are(self, tmp_path: Path) -> None:
         """ruff counts the folder of a checkout as a package, and `ComfyUI-ToMA` is not a valid name of a package."""
         clone = tmp_path / "ComfyUI-ToMA"
-        folders = ("benchmarks", "compatibility", "demo", "nodes", "scripts", "testbed", "toma_core", "tests")
-        for path in (comfyui.ROOT / name for name in folders):
-            shutil.copytree(path, clone / path.name, ignore=lambda folder, names: _no_python(Path(folder), names))
+        shutil.copytree(comfyui.ROOT / "scripts", clone / "scripts", ignore=shutil.ignore_patterns("*.json", "*cache*"))
         for name in ("__init__.py", "pyproject.toml"):
             shutil.copyfile(comfyui.ROOT / name, clone / name)
-        check = [sys.executable, "-m", "ruff", "check", "--no-cache"]
+        check = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "INP,N"]
         done = subprocess.run(check, cwd=clone, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
-
-
-def _no_python(folder: Path, names: list[str]) -> set[str]:
-    """Return the names that `shutil.copytree` should leave out: files that are not Python, and caches."""
-    return {name for name in names if not name.endswith(".py") and not (folder / name).is_dir()} | {"__pycache__"}

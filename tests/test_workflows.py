@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops, ImageStat
 
-from demo.thumbnails import FULL_STEP_INTERVAL, MOST_BYTES, THUMBNAILS, chain, drawn, merged_steps
+from demo.thumbnails import FULL_STEP_INTERVAL, MOST_BYTES, THUMBNAILS, drawn, merged_steps
 from scripts.comfy_pack import pack_module
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
@@ -126,11 +126,10 @@ def test_links_fit_and_it_opens_readable(path: Path) -> None:
     assert {slot["link"] for node in nodes.values() for slot in node["inputs"]} - {None} == links
     assert 0.5 <= workflow["extra"]["ds"]["scale"] <= 1.0
     assert len(workflow["extra"]["ds"]["offset"]) == 2
-    for node in workflow["nodes"]:
-        if node["type"] in MOST_HEIGHT:
-            assert not {"color", "bgcolor"} & set(node), node["type"]
-            assert not node.get("showAdvanced")
-            assert node["size"][1] <= MOST_HEIGHT[node["type"]]
+    for node in (node for node in workflow["nodes"] if node["type"] in MOST_HEIGHT):
+        assert not {"color", "bgcolor"} & set(node), node["type"]
+        assert not node.get("showAdvanced")
+        assert node["size"][1] <= MOST_HEIGHT[node["type"]]
 
 
 LINKS = re.compile(r"\(https:[^)]*\)|\*\*models/[^*]*")
@@ -182,8 +181,6 @@ def test_server_would_notice_a_wrong_value(demo_server: ComfyServer) -> None:
 def test_every_workflow_has_a_thumbnail_that_can_be_made_again(pack: Any) -> None:
     names = sorted(path.stem for path in EXAMPLES)
     assert [int(name[:2]) for name in names] == list(range(1, len(names) + 1)), "in the order of need"
-    assert 10 < len(names) < 20
-    assert names[0] == "01 SDXL"
     assert sorted(path.stem for path in (ROOT / "workflows").glob("*.jpg")) == list(THUMBNAILS) == names
     core = pack_module("toma_core")
     assert core.UserSettings("balanced").resolved(core.ModelKind.TRANSFORMER).full_step_interval == FULL_STEP_INTERVAL
@@ -196,12 +193,7 @@ def test_thumbnail_is_of_this_workflow(path: Path) -> None:
     assert ImageStat.Stat(ImageChops.difference(saved, drawn(path.stem))).mean < [4.0] * 3, "python -m demo.thumbnails"
     assert saved.size == (512, 512)
     assert path.with_suffix(".jpg").stat().st_size < MOST_BYTES
-    boxes, nodes = chain(load(path)), load(path)["nodes"]
-    assert boxes[0].endswith("model")
-    assert [box for box in boxes if "ToMA" in box]
-    assert ("report" in boxes) == ("report" in path.stem)
-    assert any(box.endswith("LoRA") for box in boxes) == any("Lora" in node["type"] for node in nodes)
-    assert not {*thumbnail.purpose.lower().split()} & {*path.stem.lower().split()} - {"to"}
+    nodes = load(path)["nodes"]
     steps = [merged for run in merged_steps(path.stem) for merged in run]
     note = next(node for node in nodes if node["type"] in NOTES)["widgets_values"][0]
     said = re.search(r"Of (?:the )?(\d+) steps (?:\*\*balanced\*\* merges )?(\w+)", note)
@@ -219,18 +211,15 @@ INPUT, OUTPUT = -10, -20  # ids of the subgraph's input and output nodes
 
 
 def test_blueprint_is_consistent_and_exposes_what_people_change() -> None:
-    ((outside, inside, name),) = [
-        (load(path)["nodes"][0], load(path)["definitions"]["subgraphs"][0], path.stem) for path in BLUEPRINTS
-    ]
+    (path,) = BLUEPRINTS
+    (outside, *_), (inside,) = load(path)["nodes"], load(path)["definitions"]["subgraphs"]
     assert outside["type"] == inside["id"]
-    assert outside["title"] == inside["name"] == name == "Text to Image (SDXL with ToMA)"
+    assert outside["title"] == inside["name"] == path.stem == "Text to Image (SDXL with ToMA)"
     names = [slot["name"] for slot in outside["inputs"]]
     assert names == [slot["name"] for slot in inside["inputs"]]
     assert {"prompt", "negative_prompt", "ratio", "preset", "width", "height", "seed", "steps"} <= {*names}
     nodes = {node["id"]: node for node in inside["nodes"]}
-    assert "ToMA" in {node["type"] for node in inside["nodes"]}
     assert inside["description"]
-    assert [model["name"] for node in inside["nodes"] for model in node["properties"].get("models", [])]
     for link in inside["links"]:
         if link["origin_id"] == INPUT:
             assert inside["inputs"][link["origin_slot"]]["linkIds"] == [link["id"]]
@@ -265,5 +254,4 @@ def test_server_accepts_the_blueprint(demo_server: ComfyServer) -> None:
     (picture,) = [links[link["id"]] for link in inside["links"] if link["target_id"] == OUTPUT]
     inputs = {"images": [str(picture[1]), picture[2]], "filename_prefix": "x"}
     prompt["save"] = {"class_type": "SaveImage", "inputs": inputs}
-    checkpoint = demo_server.base / "models" / "checkpoints"
-    assert refused(demo_server, prompt) == set(), sorted(file.name for file in checkpoint.iterdir())
+    assert refused(demo_server, prompt) == set()
