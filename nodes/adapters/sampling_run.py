@@ -87,8 +87,7 @@ class SamplingRun:
         takes_frames: bool = False,
     ) -> SamplingRun:
         """Start a run. sigmas: one per step, then that at the run's end. ratio_schedule: see `Schedule`.
-        takes_frames: whether the model is for videos; a video model may be split into two models, with a run for
-        each."""
+        takes_frames: whether the model is for videos, which may be split into two models with a run for each."""
         start, end = float("inf"), float("-inf")
         if config.start_percent > 0:
             start = float(model_sampling.percent_to_sigma(config.start_percent))
