@@ -1,4 +1,4 @@
-"""Provide a node that loads tiny models in place of checkpoints, for graphs that make videos with sound.
+"""Provide nodes that load tiny models in place of checkpoints: one for plain graphs, one for videos with sound.
 
 Diffusion models and the latent upsampler are ComfyUI's own classes with random weights. Text encoders and VAEs, which
 do not affect merging, return random numbers of the right shape.
@@ -82,10 +82,7 @@ class TinyVideo:
 
     RETURN_TYPES = ("MODEL", "CLIP", "VAE", "VAE", "LATENT_UPSCALE_MODEL")
     FUNCTION, CATEGORY = "load", "tests"
-
-    @classmethod
-    def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
-        return {"required": {"kind": (["ltx_av", "h3"],)}}
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"kind": (["ltx_av", "h3"],)}})
 
     def load(self, kind):
         import comfy.model_patcher
@@ -103,4 +100,16 @@ class TinyVideo:
         return getattr(models, kind)(), Text(), Pictures(channels, pixel, 4), Sound(), upsampler
 
 
-NODE_CLASS_MAPPINGS = {"TinyVideo": TinyVideo}
+class TinyModel:
+    """Loads a tiny UNet or Flux, with two prompts."""
+
+    RETURN_TYPES = ("MODEL", "CONDITIONING", "CONDITIONING")
+    FUNCTION, CATEGORY = "load", "tests"
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"kind": (["unet", "flux"],)}})
+
+    def load(self, kind):
+        model = getattr(models, kind)()
+        return model, models.conditioning(model, seed=1), models.conditioning(model, seed=2)
+
+
+NODE_CLASS_MAPPINGS = {"TinyModel": TinyModel, "TinyVideo": TinyVideo}
