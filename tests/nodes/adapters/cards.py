@@ -13,15 +13,13 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
-from tests.nodes.adapters.kv_helpers import preset
 from tests.recorded_copies import Copies
 
 VIDEOS = ("wan", "ltx", "h3", "cosmos")
 
 
 class Card:
-    """Records a run on the simulated GPU: its copies, and the cache's peak as (bytes on the GPU, bytes in main
-    memory)."""
+    """Records a simulated run: its copies, and the peak of the cache as (bytes on the GPU, bytes in main memory)."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies, self.peak, self.hosts = copies, (0, 0), list[Any]()
@@ -61,10 +59,6 @@ def a_card(share: float, quantized: bool, order: Any = "late", main: float = 1e1
         patched.setattr(pack_module("nodes.adapters.patch_model"), "measure_room", measured)
         yield card
     card.peak = max((host.peak for host in card.hosts), default=(0, 0))
-
-
-def balanced(model: Any, name: str = "balanced", **settings: Any) -> Any:
-    return pack_module("nodes.adapters.patch_model").apply_toma(model, preset(name, **settings))
 
 
 def sampled(kind: str, model: Any, **options: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Provide fixtures: the pack's warnings, and models that two devices run together."""
+"""Provide fixtures: a shared model by name, the pack's warnings, and models that two devices run together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ import pytest
 import torch
 
 from scripts.comfy_pack import pack_module
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, kind: str) -> Any:
+    """Return the shared model that the test's parameter `kind` names."""
+    return request.getfixturevalue(kind)
+
+
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the bytes for caches that runs request from ComfyUI."""
+    reserve, found = pack_module("nodes.adapters.kv_memory").reserved, list[int]()
+    run = pack_module("nodes.adapters.patch_model")
+    monkeypatch.setattr(run, "reserved", lambda model, more: found.append(more) or reserve(model, more))
+    return found
 
 
 @pytest.fixture

@@ -19,33 +19,28 @@ KEYS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseException) -> list[int]:
-    """Make a block raise an error in its call number `at`, once. Return a list that grows with each call."""
+def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseException, times: int = 1) -> None:
+    """Make a block raise an error in its call number `at`, and in the next ones until it has been raised `times`."""
     calls, forward = list[int](), type(block).forward
 
     def failed(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = forward(self, *args, **kwargs)
         if self is block:
             calls.append(1)
-            if len(calls) == at:
+            if at <= len(calls) < at + times:
                 raise error
         return out
 
     monkeypatch.setattr(type(block), "forward", failed)
-    return calls
 
 
 # A function (latent, index of an evaluation) -> latent that changes the latent before this evaluation.
 Moves = Callable[[Tensor, int], Tensor]
 
 
-def standing(x: Tensor, step: int) -> Tensor:
-    return x
-
-
 @torch.no_grad()
 def evaluated(
-    model: Any, moves: Moves = standing, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
+    model: Any, moves: Moves = lambda x, _: x, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
 ) -> list[Tensor]:
     """Return a model's predictions in `steps` evaluations at one sigma. moves: changes the latent before each
     evaluation. Predictions of several streams are packed into one tensor."""
@@ -70,17 +65,21 @@ def drifting(x: Tensor, step: int) -> Tensor:
     return x + 0.1 * step * x.flip(-1)
 
 
+def overridden(model: Any, override: Any) -> Any:
+    """Return a clone of a model with another node's attention override."""
+    model = model.clone()
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+    return model
+
+
 class Watch:
-    """Stands in for another node's attention override. Records queries, keys and values, (B, T, C), of each call.
-    calls: number of evaluations."""
+    """Another node's attention override, which records queries, keys and values, (B, T, C), of each call."""
 
     def __init__(self, calls: int) -> None:
         self.calls, self.seen = calls, list[tuple[Tensor, Tensor, Tensor]]()
 
     def on(self, model: Any) -> Any:
-        model = model.clone()
-        model.model_options["transformer_options"]["optimized_attention_override"] = self
-        return model
+        return overridden(model, self)
 
     def __call__(self, function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         axis = 2 if kwargs.get("skip_reshape") else 1
@@ -92,11 +91,9 @@ class Watch:
         return [self.seen[n * size : (n + 1) * size] for n in range(self.calls)]
 
 
-PRESET: dict[str, Any] = {"min_tokens": 4}
-
-
 def preset(name: str, **settings: Any) -> Any:
-    return pack_module("toma_core").UserSettings(name, {**PRESET, **settings})
+    """Return the settings of a preset, with grids of every size merged."""
+    return pack_module("toma_core").UserSettings(name, {"min_tokens": 4, **settings})
 
 
 def several_calls(model: Any) -> Any:

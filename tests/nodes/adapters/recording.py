@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -98,12 +97,6 @@ class Recording(TorchDispatchMode):
     def survivors(self) -> int:
         """Count allocations of all recorded evaluations that were not free when the next block had ended."""
         return sum(evaluation.survivors for evaluation in self.evaluations)
-
-    @property
-    def otherwise(self) -> int:
-        """Count evaluations whose allocations differ from those of the previous evaluation."""
-        ended = [evaluation.blocks for evaluation in self.evaluations if evaluation.ended]
-        return sum(a != b for a, b in pairwise(ended))
 
 
 def blocks_of(network: Any) -> Any:

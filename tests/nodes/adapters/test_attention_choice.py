@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.kv_helpers import preset
+from tests.nodes.adapters.helpers import balanced
+from tests.nodes.adapters.kv_helpers import overridden
 
 report_text = pack_module("nodes.adapters.report_text")
 # For each kind of model: the module of ComfyUI that calls attention, the names of a block's attentions in the order of
@@ -29,18 +30,13 @@ def sampled(kind: str, model: Any) -> Tensor:
     return models.sample(model, **KINDS[kind][2], steps=STEPS, cfg=1.0)
 
 
-def with_preset(model: Any) -> Any:
-    return pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
-
-
 def blocks_of(model: Any) -> Any:
     network = model.model.diffusion_model
     return getattr(network, "blocks", None) or network.layers
 
 
 class Preference(nn.Module):
-    """Stands in for the `ComfyAttention` of ComfyUI releases after 0.33, which the model passes to
-    `optimized_attention`."""
+    """Stands in for the `ComfyAttention` of ComfyUI after 0.33, which the model passes to `optimized_attention`."""
 
     function: Callable[..., Any] | None = None
 
@@ -101,10 +97,9 @@ CHOICES = [
 
 @loop(("kind", "names"), CHOICES)
 def test_the_attention_that_the_checkpoint_names(kind: str, names: tuple[str, ...], naming: Any, stats_of: Any) -> None:
-    plain = sampled(kind, with_preset(getattr(models, kind)()))
+    plain = sampled(kind, balanced(getattr(models, kind)()))
     model = getattr(models, kind)()
-    calls = naming(kind, model, names)
-    merged = with_preset(model)
+    calls, merged = naming(kind, model, names), balanced(model)
     sampled(kind, model)
     expected = len(calls)
     assert expected == STEPS * len(names) * (len(blocks_of(model)) - 1)
@@ -116,8 +111,7 @@ def test_the_attention_that_the_checkpoint_names(kind: str, names: tuple[str, ..
 
 
 class Override:
-    """An attention override of another node. Records the numbers of queries and keys of each call, and whether it left
-    the call to ComfyUI's attention."""
+    """Another node's override. Records (queries, keys, whether it left the call to ComfyUI) of each call."""
 
     def __init__(self, leaves: Callable[[int, int], bool]) -> None:
         self.leaves, self.calls = leaves, list[tuple[int, int, bool]]()
@@ -126,14 +120,24 @@ class Override:
         from comfy.ldm.modules.attention import attention_basic
 
         axis = 2 if kwargs.get("skip_reshape") else 1
-        queries, keys = q.shape[axis], k.shape[axis]
+        queries, keys = (getattr(t, "tensor", t).shape[axis] for t in (q, k))
         left = self.leaves(queries, keys)
         self.calls.append((queries, keys, left))
         return (function if left else attention_basic)(q, k, v, *args, **kwargs)
 
-    def on(self, model: Any) -> Any:
+    def on(self, model: Any, by_node: bool = False) -> Any:
+        """by_node: choose this attention with the method that ComfyUI's node `ModelAttentionBackend` calls."""
+        if not by_node:
+            return overridden(model, self)
         model = model.clone()
-        model.model_options["transformer_options"]["optimized_attention_override"] = self
+        if not hasattr(model, "set_model_optimized_attention"):
+            pytest.skip("this ComfyUI has no such method")
+
+        def backend(*args: Any, **kwargs: Any) -> Any:
+            return self(None, *args, **kwargs)
+
+        backend.container_function = backend  # type: ignore[attr-defined]
+        model.set_model_optimized_attention(backend)
         return model
 
 
@@ -142,6 +146,7 @@ class Override:
     ("what", "leaves", "said"),
     [
         ("an attention for all calls, as Sage", lambda a, b: False, False),
+        ("ComfyUI's node", lambda a, b: False, False),
         ("one that only looks on", lambda a, b: True, False),
         ("a sparse one that needs as many queries as keys", lambda a, b: a != b, True),
     ],
@@ -151,14 +156,14 @@ def test_the_attention_of_another_node(
 ) -> None:
     """If the override leaves only the calls of merged blocks to ComfyUI's attention, the report has a line about it."""
     override = Override(leaves)
-    model = override.on(model_of(kind))
+    model = override.on(model_of(kind), by_node=what == "ComfyUI's node")
     sampled(kind, model)
-    expected, calls = len(override.calls), override.calls
-    override.calls = list[tuple[int, int, bool]]()
-    merged = with_preset(model)
+    expected = len(override.calls)
+    override.calls.clear()
+    merged = balanced(model)
     sampled(kind, merged)
     assert len(stats_of(merged).merged_steps) == 3
-    assert len(override.calls) == expected == len(calls)
+    assert len(override.calls) == expected
     assert any(a < b for a, b, _ in override.calls)
     assert (report_text.Line.ATTENTION_LEFT() in report_text.details(stats_of(merged))) is said
     assert stats_of(merged).without_kv_cache is None
@@ -168,45 +173,6 @@ def test_the_attention_of_another_node(
 def test_an_override_comes_before_the_checkpoint(kind: str, naming: Any) -> None:
     model, override = getattr(models, kind)(), Override(lambda *_: False)
     calls = naming(kind, model, KINDS[kind][1])
-    sampled(kind, with_preset(override.on(model)))
+    sampled(kind, balanced(override.on(model)))
     assert override.calls
     assert not calls
-
-
-@loop("kind", KINDS)
-def test_the_node_for_an_attention_of_comfyui(kind: str, model_of: Any, stats_of: Any) -> None:
-    """Choose an attention with `set_model_optimized_attention`, as ComfyUI's node `ModelAttentionBackend` does."""
-    from comfy.ldm.modules.attention import attention_basic
-
-    model, calls = model_of(kind).clone(), list[tuple[int, int]]()
-    if not hasattr(model, "set_model_optimized_attention"):
-        pytest.skip("this ComfyUI has no such method")
-
-    def backend(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-        axis = 2 if kwargs.get("skip_reshape") else 1
-        calls.append((getattr(q, "tensor", q).shape[axis], getattr(k, "tensor", k).shape[axis]))
-        return attention_basic(q, k, *args, **kwargs)
-
-    backend.container_function = backend  # type: ignore[attr-defined]
-    model.set_model_optimized_attention(backend)
-    sampled(kind, model)
-    expected = len(calls)
-    calls.clear()
-    merged = with_preset(model)
-    sampled(kind, merged)
-    assert len(stats_of(merged).merged_steps) == 3
-    assert len(calls) == expected
-    assert any(a < b for a, b in calls)
-
-
-def test_attentions_of_a_block_are_found_in_the_order_of_their_calls() -> None:
-    preferences_of = pack_module("nodes.adapters.attention_override").preferences_of
-    block = nn.Module()
-    assert preferences_of(block) == ()
-    for name in ("self_attn", "cross_attn"):
-        block.add_module(name, nn.Module())
-        getattr(block, name).comfy_attention = Preference()
-    assert preferences_of(block) == (block.self_attn.comfy_attention, block.cross_attn.comfy_attention)
-    single = nn.Module()
-    single.comfy_attention = Preference()
-    assert preferences_of(single) == (single.comfy_attention,)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from threading import Barrier, Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,50 +37,37 @@ def module_with(forward: Callable[..., Any]) -> nn.Module:
 
 
 @loop(
-    "forward",
+    ("hook", "forward"),
     [
-        lambda self, x, pe, mask=None, options=None: x,
-        lambda self, x, pe, mask=None, more=None, options=None: x,
-        lambda self, x, pe, mask=None, *, options=None, **others: x,
-        lambda self, *args, **kwargs: args,
+        (Hook, lambda self, x, pe, mask=None, options=None: x),
+        (Hook, lambda self, x, pe, mask=None, more=None, options=None: x),
+        (Hook, lambda self, x, pe, mask=None, *, options=None, **others: x),
+        (Hook, lambda self, *args, **kwargs: args),
+        (Strict, lambda self, x, mask=None: x),
     ],
 )
-def test_signatures_that_are_known(forward: Any) -> None:
-    contract.check(module_with(forward), Hook())
+def test_signatures_that_are_known(hook: Any, forward: Any) -> None:
+    contract.check(module_with(forward), hook())
 
 
 @loop(
-    "forward",
+    ("hook", "forward", "named"),
     [
-        lambda self, x, pe, mask=None: x,
-        lambda self, x, mask=None, pe=None, options=None: x,
-        lambda self, y, pe, mask=None, options=None: y,
-        lambda self, x, pe, temb, mask=None, options=None: x,
-        lambda self, x, pe, mask=None, options=None, *, temb: x,
-        lambda self, x: x,
+        (Hook, lambda self, x, pe, mask=None: x, "Block.forward(x, pe, mask)"),
+        (Hook, lambda self, x, mask=None, pe=None, options=None: x, "Block.forward(x, mask, pe, options)"),
+        (Hook, lambda self, y, pe, mask=None, options=None: y, "Block.forward(y, pe, mask, options)"),
+        (Hook, lambda self, x, pe, temb, mask=None, options=None: x, "Block.forward(x, pe, temb, mask, options)"),
+        (Hook, lambda self, x, pe, mask=None, options=None, *, temb: x, "Block.forward(x, pe, mask, options, temb)"),
+        (Hook, lambda self, x: x, "Block.forward(x)"),
+        (Hook, getattr, "Block.forward: "),  # a built-in function hides its signature
+        (Strict, lambda self, x, mask=None, more=None: x, "Block.forward(x, mask, more)"),
     ],
 )
-def test_signatures_that_are_not(forward: Any) -> None:
-    with pytest.raises(contract.UnsupportedApiError, match=r"^Block\.forward\("):
-        contract.check(module_with(forward), Hook())
-
-
-def test_hook_without_room_for_more_takes_no_more() -> None:
-    contract.check(module_with(lambda self, x, mask=None: x), Strict())
-    with pytest.raises(contract.UnsupportedApiError, match=r"Block\.forward\(x, mask, more\)"):
-        contract.check(module_with(lambda self, x, mask=None, more=None: x), Strict())
-
-
-def test_forward_that_hides_its_signature_is_not_known() -> None:
-    hidden = type("Block", (nn.Module,), {"forward": getattr})()
-    with pytest.raises(contract.UnsupportedApiError, match=r"^Block\.forward: .*signature"):
-        contract.check(hidden, Hook())
-
-
-def test_compiled_module_is_unwrapped() -> None:
-    compiled = torch.compile(module_with(lambda self, y, mask=None: y), backend="eager")
-    with pytest.raises(contract.UnsupportedApiError, match=r"Block\.forward\(y, mask\)"):
-        contract.check(compiled, Strict())
+@loop("compiled", [False, True])
+def test_signatures_that_are_not(hook: Any, forward: Any, named: str, compiled: bool) -> None:
+    module = module_with(forward)
+    with pytest.raises(contract.UnsupportedApiError, match="^" + re.escape(named)):
+        contract.check(torch.compile(module, backend="eager") if compiled else module, hook())
 
 
 def test_errors_of_others_go_through() -> None:
@@ -97,9 +86,7 @@ def test_same_warning_once(warnings: Any) -> None:
 
 
 @loop("before", [False, True])
-def test_replays_are_off_until_the_last_of_several_devices_is_done(
-    before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replays_are_off_until_the_last_of_several_devices_is_done(before: bool, monkeypatch: Any) -> None:
     from comfy.cli_args import args
 
     monkeypatch.setattr(args, "disable_comfy_compiler", before, raising=False)
@@ -125,7 +112,7 @@ def test_replays_are_off_until_the_last_of_several_devices_is_done(
     assert seen == [True] * 4
     with contract.without_replays():
         with contract.without_replays():
-            pass
+            assert args.disable_comfy_compiler is True
         assert args.disable_comfy_compiler is True
     assert args.disable_comfy_compiler is before
 
@@ -147,10 +134,7 @@ def test_an_evaluation_that_cannot_be_ended_does_not_end_the_run(
 ) -> None:
     model_prefetch = pytest.importorskip("comfy.model_prefetch")
 
-    def failing() -> None:
-        raise error
-
-    monkeypatch.setattr(model_prefetch, "cleanup_prefetch_queues", failing)
+    monkeypatch.setattr(model_prefetch, "cleanup_prefetch_queues", Mock(side_effect=error))
     contract.end_interrupted()
     assert len(warnings()) == 1
 
@@ -160,14 +144,13 @@ def test_an_evaluation_that_cannot_be_ended_does_not_end_the_run(
     [("0.16.3", False), ("0.33.0", False), ("0.33.1", True), ("0.100", True), ("1.0.0rc1", True), ("nightly", False)],
 )
 def test_report_says_which_comfyui_it_is(
-    monkeypatch: pytest.MonkeyPatch, attach: Any, stats_of: Any, version: str, newer: bool
+    monkeypatch: Any, unet: Any, attach: Any, stats_of: Any, version: str, newer: bool
 ) -> None:
     monkeypatch.setattr(importlib.import_module("comfyui_version"), "__version__", version)
     monkeypatch.setattr(contract, "NEWEST_TRIED", "0.33.0")
-    patched = attach(models.unet())
+    patched = attach(unet)
     models.sample(patched, 16, 16, steps=1)
     text = report_text.summary(stats_of(patched))
     assert f"; ComfyUI {version};" in f"{text};"
-    assert (
-        f"this ComfyUI ({version}) is newer than the newest that ComfyUI-ToMA was tried on (0.33.0)" in text
-    ) is newer
+    warning = f"this ComfyUI ({version}) is newer than the newest that ComfyUI-ToMA was tried on (0.33.0)"
+    assert (warning in text) is newer

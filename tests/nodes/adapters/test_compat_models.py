@@ -1,12 +1,10 @@
-"""Test models that a later ComfyUI has changed: they run unmerged, and one warning names the change.
-
-The tests change ComfyUI's own classes as a later release might. The changed models still run without ToMA.
-"""
+"""Test models that a later ComfyUI has changed: they run unmerged, and one warning names the change."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,90 +18,30 @@ from tests.loop import loop
 Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
 
-SIDE = 16
-STEPS = 2
-
 
 def sample(model: Any) -> torch.Tensor:
-    return models.sample(model, SIDE, SIDE, steps=STEPS)
+    return models.sample(model, 16, 16, steps=2)
 
 
-# --- signatures -------------------------------------------------------------------------------------------------------
+FLUX = "comfy.ldm.flux.layers"
+# By class of ComfyUI's UNet: a function that returns a `forward` with another signature, which calls the original one.
+CHANGED: dict[str, Callable[[Any], Any]] = {
+    "BasicTransformerBlock": lambda own: (
+        lambda self, x, emb=None, context=None, transformer_options=None: own(self, x, context, transformer_options)
+    ),
+    "CrossAttention": lambda own: lambda self, x, keys=None, **rest: own(self, x, rest.pop("context", keys), **rest),
+    "FeedForward": lambda own: lambda self, x, scale=1.0: own(self, x) * scale,
+}
 
 
-def block_with_an_argument_between(cls: Any, original: Any) -> Any:
-    def forward(self: Any, x: Any, emb: Any = None, context: Any = None, transformer_options: Any = {}) -> Any:  # noqa: B006
-        return original(self, x, context, transformer_options)
-
-    return forward
-
-
-def attention_with_renamed_context(cls: Any, original: Any) -> Any:
-    def forward(self: Any, x: Any, keys: Any = None, **kwargs: Any) -> Any:
-        return original(self, x, kwargs.pop("context", keys), **kwargs)
-
-    return forward
-
-
-def feed_forward_with_two_inputs(cls: Any, original: Any) -> Any:
-    def forward(self: Any, x: Any, scale: float = 1.0) -> Any:
-        return original(self, x) * scale
-
-    return forward
-
-
-def double_with_another_order(cls: Any, original: Any) -> Any:
-    def forward(self: Any, txt: Any, img: Any, vec: Any, pe: Any, attn_mask: Any = None, **kwargs: Any) -> Any:
-        return original(self, img, txt, vec, pe, attn_mask, **kwargs)
-
-    return forward
-
-
-def double_without_options(cls: Any, original: Any) -> Any:
-    def forward(
-        self: Any, img: Any, txt: Any, vec: Any, pe: Any, attn_mask: Any = None, *, options: Any = None, **kwargs: Any
-    ) -> Any:
-        return original(self, img, txt, vec, pe, attn_mask, **kwargs)
-
-    return forward
-
-
-def single_with_a_second_stream(cls: Any, original: Any) -> Any:
-    def forward(self: Any, x: Any, y: Any = None, vec: Any = None, pe: Any = None, **kwargs: Any) -> Any:
-        return original(self, x, vec, pe, **kwargs)
-
-    return forward
-
-
-UNET, FLUX = "comfy.ldm.modules.attention", "comfy.ldm.flux.layers"
-
-
-@loop(
-    ("kind", "module", "name", "change"),
-    [
-        ("unet", UNET, "BasicTransformerBlock", block_with_an_argument_between),
-        ("unet", UNET, "CrossAttention", attention_with_renamed_context),
-        ("unet", UNET, "FeedForward", feed_forward_with_two_inputs),
-        ("flux", FLUX, "DoubleStreamBlock", double_with_another_order),
-        ("flux", FLUX, "DoubleStreamBlock", double_without_options),
-        ("flux", FLUX, "SingleStreamBlock", single_with_a_second_stream),
-    ],
-)
+@loop("name", CHANGED)
 @loop("granularity", ["module", "stack"])
 def test_forward_with_another_signature(
-    monkeypatch: pytest.MonkeyPatch,
-    attach: Any,
-    stats_of: Any,
-    warnings: Any,
-    kind: str,
-    module: str,
-    name: str,
-    change: Any,
-    granularity: str,
+    monkeypatch: Any, attach: Any, stats_of: Any, warnings: Any, name: str, granularity: str
 ) -> None:
-    cls = getattr(importlib.import_module(module), name)
-    monkeypatch.setattr(cls, "forward", change(cls, cls.forward))
-    model = getattr(models, kind)()
+    cls = getattr(importlib.import_module("comfy.ldm.modules.attention"), name)
+    monkeypatch.setattr(cls, "forward", CHANGED[name](cls.forward))
+    model = models.unet()
     plain = sample(model)
     patched = attach(model, granularity=granularity)
     for _ in range(2):
@@ -136,12 +74,9 @@ def test_new_unused_argument_is_no_obstacle_in_flux(
     assert not torch.equal(sample(patched), sample(model))
     assert warnings() == []
     # If the new argument `region` has a value, blocks that get it are not merged, and the report gives the reason.
-    from comfy.ldm.flux.model import Flux
-
     model = models.flux()
     for block in model.model.diffusion_model.double_blocks:
         block.register_forward_pre_hook(lambda _, args, kwargs: (args, {**kwargs, "region": 1}), with_kwargs=True)
-    assert isinstance(model.model.diffusion_model, Flux)
     patched = attach(model)
     assert sample(patched).isfinite().all()
     assert set(regions) == {None, 1}
@@ -150,15 +85,12 @@ def test_new_unused_argument_is_no_obstacle_in_flux(
     }
 
 
-# --- attributes -------------------------------------------------------------------------------------------------------
-
-
-def rename(monkeypatch: pytest.MonkeyPatch, cls: Any, method: str, old: str, new: str, owners: list[Any]) -> None:
-    """Rename the attribute `old` of the owners to `new`, also in ComfyUI's own `method`."""
-    original = getattr(cls, method)
+def rename(monkeypatch: pytest.MonkeyPatch, cls: Any, old: str, owners: list[Any]) -> None:
+    """Rename the attribute `old` of the owners, also in ComfyUI's own `forward`."""
+    original, new = cls.forward, f"new_{old}"
 
     def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # ComfyUI's code in `method` still uses the old name, so restore this name while `method` runs.
+        # ComfyUI's `forward` still uses the old name, so restore this name while it runs.
         move(self, new, old)
         try:
             return original(self, *args, **kwargs)
@@ -166,7 +98,7 @@ def rename(monkeypatch: pytest.MonkeyPatch, cls: Any, method: str, old: str, new
             move(self, old, new)
 
     renamed.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    monkeypatch.setattr(cls, method, renamed)
+    monkeypatch.setattr(cls, "forward", renamed)
     for owner in owners:
         move(owner, old, new)
 
@@ -177,32 +109,25 @@ def move(owner: nn.Module, old: str, new: str) -> None:
 
 
 @loop(
-    ("kind", "owner", "method", "attribute"),
+    ("kind", "owner", "attribute"),
     [
-        ("unet", "UNetModel", "forward", "input_blocks"),
-        ("unet", "UNetModel", "forward", "output_blocks"),
-        ("unet", "SpatialTransformer", "forward", "transformer_blocks"),
-        ("unet", "BasicTransformerBlock", "forward", "attn1"),
-        ("unet", "BasicTransformerBlock", "forward", "ff"),
-        ("flux", "Flux", "forward", "double_blocks"),
-        ("flux", "Flux", "forward", "single_blocks"),
-        ("flux", "Flux", "forward", "patch_size"),
+        ("unet", "UNetModel", "input_blocks"),
+        ("unet", "UNetModel", "output_blocks"),
+        ("unet", "SpatialTransformer", "transformer_blocks"),
+        ("unet", "BasicTransformerBlock", "attn1"),
+        ("unet", "BasicTransformerBlock", "ff"),
+        ("flux", "Flux", "double_blocks"),
+        ("flux", "Flux", "single_blocks"),
+        ("flux", "Flux", "patch_size"),
     ],
 )
 def test_attribute_with_another_name(
-    monkeypatch: pytest.MonkeyPatch,
-    attach: Any,
-    stats_of: Any,
-    warnings: Any,
-    kind: str,
-    owner: str,
-    method: str,
-    attribute: str,
+    monkeypatch: Any, attach: Any, stats_of: Any, warnings: Any, kind: str, owner: str, attribute: str
 ) -> None:
     model = getattr(models, kind)()
     plain = sample(model)
     owners = [m for m in model.model.diffusion_model.modules() if type(m).__name__ == owner]
-    rename(monkeypatch, type(owners[0]), method, attribute, f"new_{attribute}", owners)
+    rename(monkeypatch, type(owners[0]), attribute, owners)
     assert torch.equal(sample(model), plain)
     patched = attach(model)
     assert torch.equal(sample(patched), plain)
@@ -213,39 +138,38 @@ def test_attribute_with_another_name(
 
 @loop(("kind", "option"), [("unet", "activations_shape"), ("flux", "img_slice")])
 def test_blocks_without_token_offsets(attach: Any, stats_of: Any, kind: str, option: str) -> None:
-    model = models.unet() if kind == "unet" else models.flux(double=1)
+    model, names = getattr(models, kind)(), ("BasicTransformerBlock", "SingleStreamBlock")
     plain = sample(model)
-    names = ("BasicTransformerBlock", "SingleStreamBlock")
     for module in model.model.diffusion_model.modules():
         if type(module).__name__ in names:
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: kwargs["transformer_options"].pop(option, None) and None, with_kwargs=True
             )
-    patched = attach(model, skip_first_blocks=1)  # skips the double blocks
+    patched = attach(model, skip_first_blocks=3)  # skips all double blocks
     assert torch.equal(sample(patched), plain)
     assert "Nothing was merged" in report_text.summary(stats_of(patched))
 
 
+# By change of the RoPE argument: a function that makes it, and a function that restores it.
+MOVED: dict[str, Any] = {
+    "pair": (lambda pe: (None, pe), lambda pe: pe[1]),
+    "two tables": (lambda pe: pe.unbind(-1), lambda pe: torch.stack(pe, -1)),
+    "another first axis": (lambda pe: pe[None], lambda pe: pe[0]),
+    "another order of axes": (lambda pe: pe.movedim(2, 1), lambda pe: pe.movedim(1, 2)),
+}
+
+
 @loop("granularity", ["module", "stack"])
-@loop("shape", ["pair", "short"])
-def test_positions_of_another_kind(
-    monkeypatch: pytest.MonkeyPatch, attach: Any, stats_of: Any, granularity: str, shape: str
-) -> None:
-    """The RoPE argument is a pair of tensors, or has an additional first axis."""
+@loop("shape", MOVED)
+def test_positions_of_another_kind(monkeypatch: Any, attach: Any, stats_of: Any, granularity: str, shape: str) -> None:
+    """FLUX.3 may change the RoPE argument. The patched attention changes it back."""
 
-    class Rows(tuple):  # type: ignore[type-arg]
-        """A pair (None, RoPE tensor), which the patched attention unpacks."""
-
-    layers = importlib.import_module(FLUX)
-    attention = layers.attention
-    monkeypatch.setattr(layers, "attention", lambda q, k, v, pe, **kw: attention(q, k, v, pe=pe[-1], **kw))
-    model = models.flux()
-    embed = model.model.diffusion_model.pe_embedder
-    forward = type(embed).forward
-    make = (lambda pe: Rows((None, pe))) if shape == "pair" else (lambda pe: pe[None].unsqueeze(1)[:, 0])
-    monkeypatch.setattr(type(embed), "forward", lambda self, ids: make(forward(self, ids)))
-    if shape == "short":
-        monkeypatch.setattr(layers, "attention", lambda q, k, v, pe, **kw: attention(q, k, v, pe=pe[0], **kw))
+    layers, model = importlib.import_module(FLUX), models.flux()
+    attention, embedder = layers.attention, type(model.model.diffusion_model.pe_embedder)
+    make, back = MOVED[shape]
+    monkeypatch.setattr(layers, "attention", lambda q, k, v, pe, **kw: attention(q, k, v, pe=back(pe), **kw))
+    forward = embedder.forward
+    monkeypatch.setattr(embedder, "forward", lambda self, ids: make(forward(self, ids)))
     plain = sample(model)
     patched = attach(model, granularity=granularity)
     assert torch.equal(sample(patched), plain)

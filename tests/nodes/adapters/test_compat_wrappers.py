@@ -1,5 +1,4 @@
-"""Test wrappers, model patchers and packages that a later ComfyUI has changed: the model runs unmerged, and one warning
-names the change."""
+"""Test wrappers, model patchers and packages that a later ComfyUI has changed: the model runs unmerged."""
 
 from __future__ import annotations
 
@@ -12,24 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from comfy.patcher_extension import WrapperExecutor
 
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import every_kind
 
 compat = pack_module("nodes.adapters.compat")
 run = pack_module("nodes.adapters.patch_model")
 report_text = pack_module("nodes.adapters.report_text")
-SIDE = 16
-STEPS = 2
 
 
 def sample(model: Any) -> torch.Tensor:
-    return models.sample(model, SIDE, SIDE, steps=STEPS)
-
-
-every_kind = loop("kind", ["unet", "flux"])
+    return models.sample(model, 16, 16, steps=2)
 
 
 class Request(SimpleNamespace):
@@ -46,10 +42,8 @@ TARGETS = {
 @every_kind
 @loop("hook", TARGETS)
 def test_wrapper_that_is_called_in_another_way(
-    monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, kind: str, hook: str, no_state_left: None
+    monkeypatch: Any, attach: Any, warnings: Any, model: Any, hook: str, no_state_left: None
 ) -> None:
-    from comfy.patcher_extension import WrapperExecutor
-
     before = WrapperExecutor.execute
 
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +55,6 @@ def test_wrapper_that_is_called_in_another_way(
             return self.original(*args, **kwargs)
         return self.wrappers[self.idx](self, Request(args=args, kwargs=kwargs))
 
-    model = getattr(models, kind)()
     plain = sample(model)
     monkeypatch.setattr(WrapperExecutor, "execute", execute)
     assert torch.equal(sample(model), plain)
@@ -72,19 +65,12 @@ def test_wrapper_that_is_called_in_another_way(
     assert hook in warning
 
 
-OWN_CODE = {
-    "run_config": run,  # called when a run begins
-    "next": run.SamplingRun,
-    "observe": run.SamplingRun,
-    "evaluation": run.SamplingRun,
-    "predicted": run.SamplingRun,
-    "close": run.SamplingRun,
-}
+METHODS = ("next", "observe", "evaluation", "predicted", "close")
+OWN_CODE = {"run_config": run, **dict.fromkeys(METHODS, run.SamplingRun)}
 
 
 def fail_from(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
-    """Make a function of the pack raise a TypeError in its call number `call`, counted from 0, and in all later
-    calls."""
+    """Make a function of the pack raise a TypeError from its call number `call` on, counted from 0."""
     original, calls = getattr(OWN_CODE[name], name), list[int]()
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -97,20 +83,15 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
 
 
 @loop("name", OWN_CODE)
-def test_own_errors_are_raised_in_tests(name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, flux: Any) -> None:
-    fail_from(monkeypatch, name, 0)
-    with pytest.raises(TypeError, match="of our own"):
-        sample(attach(flux))
-
-
-@loop("name", OWN_CODE)
 def test_own_errors_do_not_end_a_run(
-    name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
+    name: str, monkeypatch: Any, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
     """An evaluation is full if its mode is unknown because of the error."""
-    monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, plain = attach(flux), sample(flux)
     fail_from(monkeypatch, name, 0)
+    with pytest.raises(TypeError, match="of our own"):
+        sample(merged)  # tests raise the error
+    monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     images = [sample(merged) for _ in range(2)]
     (warning,) = warnings()
     assert "TypeError: of our own" in warning
@@ -123,7 +104,7 @@ def test_own_errors_do_not_end_a_run(
 
 @loop("name", ["observe", "evaluation"])
 def test_steps_after_an_own_error_are_full(
-    name: str, monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, flux: Any, stats_of: Any
+    name: str, monkeypatch: Any, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
     monkeypatch.setattr(compat, "RAISES_OWN_ERRORS", False)
     merged, modes, call = attach(flux), list[Any](), run.merged_call
@@ -134,39 +115,34 @@ def test_steps_after_an_own_error_are_full(
 
     monkeypatch.setattr(run, "merged_call", noted)
     fail_from(monkeypatch, name, 3)
-    models.sample(merged, SIDE, SIDE, steps=8, cfg=1.0)
+    models.sample(merged, 16, 16, steps=8, cfg=1.0)
     assert len(modes) == 3
     stats = stats_of(merged)
     assert (stats.evaluations, stats.merged_evaluations) == (8, sum(mode.merges for mode in modes[:3]))
     assert len(warnings()) == 1
 
 
-def without_wrapper(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> None:
-    left = {key: value for key, value in vars(run.WrappersMP).items() if key.isupper() and key != name}
-    monkeypatch.setattr(run, "WrappersMP", SimpleNamespace(**left))
-
-
-def without_method(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> None:
+def remove(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> None:
+    """Remove a kind of wrappers, or a method of the model, from ComfyUI."""
+    if name.isupper():
+        left = {key: value for key, value in vars(run.WrappersMP).items() if key.isupper() and key != name}
+        monkeypatch.setattr(run, "WrappersMP", SimpleNamespace(**left))
     for cls in type(model).__mro__:
         if name in vars(cls):
             monkeypatch.delattr(cls, name)
 
 
+GONE = ("OUTER_SAMPLE", "CALC_COND_BATCH", "APPLY_MODEL", "add_wrapper_with_key", "remove_wrappers_with_key", "clone")
+
+
 @every_kind
-@loop(
-    ("without", "name"),
-    [
-        *((without_wrapper, name) for name in ("OUTER_SAMPLE", "CALC_COND_BATCH", "APPLY_MODEL")),
-        *((without_method, name) for name in ("add_wrapper_with_key", "remove_wrappers_with_key", "clone")),
-    ],
-)
+@loop("name", GONE)
 def test_what_is_gone_leaves_the_model_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, kind: str, without: Any, name: str
+    monkeypatch: Any, attach: Any, warnings: Any, model: Any, name: str
 ) -> None:
-    model = getattr(models, kind)()
     plain = sample(model)
     with monkeypatch.context() as later:
-        without(later, model, name)
+        remove(later, model, name)
         assert attach(model) is model
     (warning,) = warnings()
     assert name in warning
@@ -175,12 +151,11 @@ def test_what_is_gone_leaves_the_model_as_it_was(
 
 @every_kind
 def test_without_a_count_of_evaluations_sigmas_are_read(
-    monkeypatch: pytest.MonkeyPatch, attach: Any, warnings: Any, kind: str
+    monkeypatch: Any, attach: Any, warnings: Any, model: Any
 ) -> None:
-    model = getattr(models, kind)()
     merged = sample(attach(model))
     with monkeypatch.context() as later:
-        without_wrapper(later, model, "PREDICT_NOISE")
+        remove(later, model, "PREDICT_NOISE")
         assert torch.equal(sample(attach(model)), merged)
     assert warnings() == []
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfy.samplers import sampler_object
 
 from scripts.comfy_pack import pack_module
 from testbed import models
@@ -20,16 +21,6 @@ SIDE = 24
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
 NEARLY = {"rtol": 1e-4, "atol": 1e-2}  # large, because values of latents reach 500
 every_kind = loop("kind", ["unet", "flux", "qwen"])
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
-
-
-def kinds(model: Any) -> int:
-    """Return the number of plans in a run: one for each kind of block, or in a UNet for each resolution."""
-    return 1 if hasattr(model.model.diffusion_model, "transformer_blocks") else 2
 
 
 @every_kind
@@ -48,8 +39,7 @@ SEVERAL_DEVICES = pack_module("toma_core.reasons").Reason.SEVERAL_DEVICES()
 
 
 def sampling_on_two_devices(sigmas: list[float], **settings: Any) -> tuple[Any, Any]:
-    """Return a run and a function step(sigma, *conditions, width=...), which makes one evaluation of latents of this
-    width and returns its mode."""
+    """Return a run and step(sigma, *conditions, width=...), which makes one evaluation and returns its mode."""
     config = pack_module("toma_core.config").ToMAConfig(**settings)
     sampling = pack_module("nodes.adapters.sampling_run").SamplingRun.start(config, None, sigmas)
     latent, options = torch.zeros(1, 4, 8, 8), {"multigpu_clones": {0: None, 1: None}}
@@ -80,8 +70,7 @@ def test_several_devices_that_share_no_picture_are_full_where_several_conditions
 
 
 def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -> None:
-    """A step with both conditions is full and writes no cache. If there is no cache yet, the next step with a single
-    condition is a refresh."""
+    """A step with both conditions is full and writes no cache."""
     cond, sigmas = {"uuid": "cond"}, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 0.0]
     for start, end, modes in (
         (6.5, 5.5, ["refresh", "merged cached", "full", "merged cached", "refresh", "merged cached", "full"]),
@@ -106,9 +95,9 @@ def test_tiles_on_several_devices_are_full(pack: Any) -> None:
 
 @loop("kind", ["unet", "flux"])
 def test_conditions_on_several_devices_are_merged_once_a_picture_is_predicted(
-    kind: str, attach: Any, stats_of: Any, on_two_devices: Any
+    kind: str, model: Any, attach: Any, stats_of: Any, on_two_devices: Any, new_model: Any
 ) -> None:
-    model, other = getattr(models, kind)(), getattr(models, kind)()
+    other = new_model(kind)
     asked: dict[str, Any] = {"steps": 4, "cfg": 3.0}
     own = models.sample(on_two_devices(model, other), SIDE, SIDE, **asked)
 
@@ -154,7 +143,10 @@ def test_areas_of_one_size_at_two_offsets_have_separate_plans(
 
 @every_kind
 @pytest.mark.compat
-def test_combined_and_timed_prompts_share_one_plan(model: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
+def test_combined_and_timed_prompts_share_one_plan(
+    kind: str, model: Any, attach: Any, plan_calls: Any, stats_of: Any
+) -> None:
+    """A run has one plan for each kind of block, or in a UNet for each resolution."""
     positive = [
         *models.conditioning(model, seed=1),
         *models.conditioning(model, seed=3),
@@ -164,7 +156,7 @@ def test_combined_and_timed_prompts_share_one_plan(model: Any, attach: Any, plan
     assert models.sample(patched, SIDE, SIDE, steps=3, positive=positive).isfinite().all()
     assert {len(call.copies) for call in plan_calls} >= {3, 4}
     assert len({key for call in plan_calls for key in call.copies}) == 1
-    assert stats_of(patched).selections == kinds(model)
+    assert stats_of(patched).selections == (1 if kind == "qwen" else 2)
 
 
 @loop("granularity", ["module", "block"])
@@ -175,7 +167,6 @@ def test_negative_model_of_another_class_is_not_merged(
     nodes = importlib.import_module("comfy_extras.nodes_custom_sampler")
     if not hasattr(nodes, "Guider_DualModel"):
         pytest.skip("this ComfyUI has no guider for two models")
-    from comfy.samplers import sampler_object
 
     def run(model: Any) -> torch.Tensor:
         guider = nodes.Guider_DualModel(model, stranger)
@@ -204,30 +195,6 @@ def test_an_area_outside_of_a_latent_is_no_error() -> None:
     assert area_size((8, 8, 4, 0), (3, 8, 6)) == (3, 4, 6)
     assert area_size((2, 8, 8, 1, 4, 0), (3, 8, 6)) == (2, 4, 6)
     assert min(area_size((8, 8, 16, 0), (8, 6))) < 0
-
-
-@pytest.fixture
-def apart(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """apart(): simulate a lack of memory, so that ComfyUI evaluates every condition in a separate call."""
-
-    def start() -> None:
-        monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
-
-    return start
-
-
-@every_kind
-def test_area_is_computed_as_if_it_were_alone(model: Any, attach: Any, apart: Any) -> None:
-    area = (SIDE, SIDE // 2)
-    positive = [
-        *models.conditioning(model, seed=1, area=(*area, 0, 0)),
-        *models.conditioning(model, seed=3, area=(*area, 0, SIDE // 2)),
-    ]
-    patched = attach(model, **SMOOTH)
-    joined = models.sample(patched, SIDE, SIDE, steps=1, cfg=1.0, positive=positive)
-    apart()
-    split = models.sample(patched, SIDE, SIDE, steps=1, cfg=1.0, positive=positive)
-    torch.testing.assert_close(split, joined, **NEARLY)
 
 
 @every_kind

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
+import comfy.sample
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
+from comfy.samplers import KSAMPLER, calculate_sigmas, ksampler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -52,9 +54,6 @@ class Trained:
         self, model: Any, function: Callable[..., Tensor] | None = None, positive: Any = None, **options: Any
     ) -> Tensor:
         """Sample a latent of a small picture. function: a sampler with k-diffusion's interface, by default Euler."""
-        import comfy.sample
-        from comfy.samplers import KSAMPLER, calculate_sigmas, ksampler
-
         from demo.conditioning import empty_latent, seeded_noise
 
         sampler = ksampler("euler") if function is None else KSAMPLER(function, options)
@@ -86,42 +85,33 @@ def plain_run(trained: Trained, stats_of: Any) -> tuple[float, dict[int, float]]
 
 @pytest.fixture(scope="module")
 def plain(plain_run: tuple[float, dict[int, float]]) -> float:
-    """Return the error of merging with Euler's method."""
     return plain_run[0]
 
 
 @pytest.fixture(scope="module")
 def usual(plain_run: tuple[float, dict[int, float]]) -> dict[int, float]:
-    """Return the ratio of each merged step with Euler's method."""
     return plain_run[1]
 
 
-def euler(between: Callable[..., None] = lambda *_: None) -> Callable[..., Tensor]:
-    """Return a sampler with Euler's method that calls `between(model, x, level, step)` after each evaluation and
-    reports steps."""
-
-    def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
-        for step in range(len(sigmas) - 1):
-            level = sigmas[step].expand(len(x))
-            denoised = model(x, level, **extra_args)
-            if callback is not None:
-                callback({"i": step, "x": x, "denoised": denoised})
-            between(lambda y, s, model=model: model(y, s, **extra_args), x, level, step)
-            x = denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
-        return x
-
-    return function
+def step_euler(x: Tensor, denoised: Tensor, sigmas: Tensor, step: int) -> Tensor:
+    return denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
 
 
 @loop("shape", ["half", "always"])
 def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: Any, shape: str) -> None:
     """Between steps, Dy and SMEA samplers evaluate a latent of a second size. This test ignores the result."""
 
-    def between(model: Any, x: Tensor, level: Tensor, step: int) -> None:
-        if shape == "always" or step % 2:
-            model(x[..., ::2, ::2], level)
+    def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
+        for step in range(len(sigmas) - 1):
+            level = sigmas[step].expand(len(x))
+            denoised = model(x, level, **extra_args)
+            callback({"i": step, "x": x, "denoised": denoised})
+            if shape == "always" or step % 2:
+                model(x[..., ::2, ::2], level, **extra_args)
+            x = step_euler(x, denoised, sigmas, step)
+        return x
 
-    assert trained.error(euler(between)) < 1.25 * plain
+    assert trained.error(function) < 1.25 * plain
     stats = stats_of(trained.merged)
     assert stats.merged_evaluations > trained.steps // 2, "both sizes are merged where both have caches"
     assert bool(stats.full_reasons) is (shape != "always"), "what begins between two full steps is full once"
@@ -135,7 +125,7 @@ def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float
         for step in range(len(sigmas) - 1):
             denoised = [model(each, sigmas[step].expand(len(each)), **extra_args) for each in latents]
             callback({"i": step, "x": x, "denoised": denoised[0]})
-            latents = [d + (y - d) * sigmas[step + 1] / sigmas[step] for d, y in zip(denoised, latents, strict=True)]
+            latents = [step_euler(y, d, sigmas, step) for y, d in zip(latents, denoised, strict=True)]
         return latents[0]
 
     assert trained.error(function) < 1.1 * plain
@@ -144,10 +134,7 @@ def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float
 
 
 def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> None:
-    """A wrapper of the model evaluates a second prompt in each step, before or after the first prompt. Each prompt has
-    its own caches."""
-    from comfy.patcher_extension import WrappersMP
-
+    """A wrapper evaluates a second prompt in each step, before or after the first. Each prompt has its own caches."""
     other, outs = trained.prompt(9)[0][0], []
     for added_first in (False, True):
 
@@ -165,11 +152,8 @@ def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> Non
 
 
 @loop("equal", [True, False])
-def test_a_prompt_for_every_step(
-    trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, equal: bool
-) -> None:
-    """Prompts with equal text share a cache even if they are different objects. With different texts, nearly every step
-    is full."""
+def test_a_prompt_for_every_step(trained: Trained, plain: float, usual: Any, stats_of: Any, equal: bool) -> None:
+    """Equal prompts share a cache even if they are different objects. With different texts, most steps are full."""
     steps = trained.steps
     times = [(n / steps, (n + 1) / steps) for n in range(steps)]
     prompts = [trained.prompt(3 + (not equal) * n, start_percent=a, end_percent=b) for n, (a, b) in enumerate(times)]
@@ -178,8 +162,7 @@ def test_a_prompt_for_every_step(
     error, stats = trained.error(positive=positive), stats_of(trained.merged)
     if equal:
         assert error < 1.25 * plain
-        assert not stats.full_reasons
-        assert stats.merged_steps == usual
+        assert (stats.full_reasons, stats.merged_steps) == ({}, usual)
     else:
         assert error < plain
         assert len(stats.merged_steps) <= steps // 3
@@ -188,11 +171,9 @@ def test_a_prompt_for_every_step(
 
 def test_an_area_with_too_few_tokens(trained: Trained, plain: float, usual: dict[int, float], stats_of: Any) -> None:
     """The area is never merged or cached. The conditions without an area are merged in the usual steps."""
-    error = trained.error(positive=[*trained.prompt(3), *trained.prompt(5, area=(2, 2, 4, 4))])
+    assert trained.error(positive=[*trained.prompt(3), *trained.prompt(5, area=(2, 2, 4, 4))]) < 2 * plain
     stats = stats_of(trained.merged)
-    assert stats.merged_steps == usual
-    assert stats.full_reasons == {}
-    assert error < 2 * plain
+    assert (stats.full_reasons, stats.merged_steps) == ({}, usual)
 
 
 def test_a_condition_that_begins_exactly_at_a_step(trained: Trained) -> None:
@@ -214,7 +195,6 @@ def test_a_sigma_that_is_changed_on_purpose(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, factor: float, wraps: bool
 ) -> None:
     """Detail Daemon and Lying Sigma wrap a sampler and pass the model other sigmas than those of the schedule."""
-    from comfy.samplers import ksampler
 
     def function(model: Any, x: Any, sigmas: Any, inner: Any = None, **rest: Any) -> Any:
         class Told:
@@ -247,36 +227,34 @@ def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: f
             denoised = model(x, sigma.expand(len(x)), **extra_args)
             if kind != "unreported":
                 callback({"i": step, "x": x, "denoised": denoised})
-            x = denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
+            x = step_euler(x, denoised, sigmas, step)
         return x
 
     assert trained.error(function) < 1.6 * plain
 
 
 class Watched:
-    """Counts evaluations of the model. An evaluation counts as merged if the last block receives fewer tokens than the
-    text and the image have."""
+    """Counts evaluations. In merged ones the last block receives fewer tokens than the text and the image have."""
 
     def __init__(self, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.merged = self.lacking = self.text = 0
         network = trained.model.model.diffusion_model
         block, self.patch = network.single_blocks[-1], network.patch_size
         original, self.tokens = type(block).__call__, list[int]()
+        cache = pack_module("toma_core.cache").Cache
+        read = cache.read
 
         def called(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if module is block:
                 self.tokens.append(x.shape[1])
             return original(module, x, *args, **kwargs)
 
-        monkeypatch.setattr(type(block), "__call__", called)
-        cache = pack_module("toma_core.cache").Cache
-        read = cache.read
-
         def reading(*args: Any) -> Any:
             found = read(*args)
             self.lacking += found is None
             return found
 
+        monkeypatch.setattr(type(block), "__call__", called)
         monkeypatch.setattr(cache, "read", reading)
 
     def call(self, model: Any, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -300,11 +278,10 @@ ACTIONS = ("small", "wide", "odd", "repeat", "other", "back", "sigma", "skip", "
 
 
 @pytest.fixture(scope="module")
-def two(trained: Trained) -> SimpleNamespace:
-    """Return a prompt for the first half of a run and another one for the second half, and the error of merging with
-    these prompts."""
+def two_prompts(trained: Trained) -> tuple[list[Any], float]:
+    """Return prompts for the first and the second half of a run, and the error of merging with these prompts."""
     positive = [*trained.prompt(3, end_percent=0.55), *trained.prompt(5, start_percent=0.55)]
-    return SimpleNamespace(positive=positive, error=trained.error(positive=positive))
+    return positive, trained.error(positive=positive)
 
 
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -313,10 +290,10 @@ def two(trained: Trained) -> SimpleNamespace:
     reports=st.booleans(),
 )
 def test_any_sequence_of_evaluations(
-    trained: Trained, two: Any, stats_of: Any, watched: Watched, actions: list[list[str]], reports: bool
+    trained: Trained, two_prompts: Any, stats_of: Any, watched: Watched, actions: list[list[str]], reports: bool
 ) -> None:
-    """Each step has up to three random actions, such as an evaluation of another size or new noise. No block of a
-    merged evaluation lacks its cache."""
+    """Each step has up to three random actions. No block of a merged evaluation lacks its cache."""
+    positive, usual_error = two_prompts
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         guider = model.inner_model
@@ -346,29 +323,26 @@ def test_any_sequence_of_evaluations(
                 denoised = at(x, level, tuple(wanted))
             if callback is not None and reports:
                 callback({"i": step, "x": x, "denoised": denoised})
+            parts = {"small": x[..., ::2, ::2], "wide": x[..., ::2, :], "odd": x[..., 1:, 3:]}
             for action in wanted:
-                if action == "small":
-                    at(x[..., ::2, ::2], level)
-                elif action == "wide":
-                    at(x[..., ::2, :], level)
-                elif action == "odd":
-                    at(x[..., 1:, 3:], level)
+                if action in parts:
+                    at(parts[action], level)
                 elif action == "repeat":
                     denoised = (denoised + at(x, level)) / 2
                 elif action == "back":
                     at(x, sigmas[0])
                 elif action == "other":
                     at(x + 0.1, sigmas[step + 1] if step + 1 < trained.steps else level)
-            x = denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
+            x = step_euler(x, denoised, sigmas, step)
             if "noise" in wanted:
                 x = x + sigmas[step + 1] * torch.randn(x.shape, generator=generator)
         return x
 
-    plain = trained.drawn(trained.model, function, two.positive)
+    plain = trained.drawn(trained.model, function, positive)
     watched.evaluations = watched.merged = watched.lacking = 0
-    found = trained.drawn(trained.merged, function, two.positive)
+    found = trained.drawn(trained.merged, function, positive)
     stats = stats_of(trained.merged)
     assert (stats.evaluations, stats.merged_evaluations) == (watched.evaluations, watched.merged)
     assert watched.lacking == 0
     assert bool(stats.merged_steps) is bool(watched.merged)
-    assert float((found - plain).norm() / plain.norm()) < 2 * two.error
+    assert float((found - plain).norm() / plain.norm()) < 2 * usual_error

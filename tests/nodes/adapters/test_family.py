@@ -9,8 +9,8 @@ import pytest
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import balanced
 
-patch_model = pack_module("nodes.adapters.patch_model")
 report_text = pack_module("nodes.adapters.report_text")
 SHOWN = {"attn1_patch": lambda n, context, value, options: (n, context, value), "double_block": lambda args: args}
 
@@ -47,32 +47,20 @@ def test_auto_receives_the_blocks_that_are_merged_together(
 
 
 def run_of(model: Any, steps: int = 4, **settings: Any) -> Any:
-    config = {"ratio": 0.5, "min_tokens": 16, "skip_last_blocks": 0, **settings}
-    patched = patch_model.apply_toma(model, pack_module("toma_core").UserSettings("balanced", config))
+    patched = balanced(model, **{"ratio": 0.5, "min_tokens": 16, "skip_last_blocks": 0, **settings})
     models.sample(patched, 32, 32, steps=steps)
     return pack_module("nodes.adapters.attachment").last_stats(patched)
 
 
-def test_more_is_saved_at_a_higher_ratio_and_never_more_than_the_blocks_are(unet: Any) -> None:
-    """Convolutions are not merged, so a UNet saves a smaller share of work than its ratio."""
-    quarter, half, most = (run_of(unet, ratio=ratio).times_less_work for ratio in (0.25, 0.5, 0.75))
+def test_the_report_says_how_much_work_was_saved(unet: Any) -> None:
+    """Convolutions are not merged, so a UNet saves a smaller share of work than its ratio. Full steps save nothing."""
+    runs = [run_of(unet, **settings) for settings in ({"ratio": 0.25}, {"full_step_interval": 2}, {}, {"ratio": 0.75})]
+    quarter, full, half, most = (run.times_less_work for run in runs)
     assert 1 < quarter < half < most < 4
-
-
-def test_full_steps_save_nothing(unet: Any) -> None:
-    every, second = run_of(unet).times_less_work, run_of(unet, full_step_interval=2).times_less_work
-    assert 1 < second < every
-
-
-def test_it_stands_below_the_verdict(unet: Any) -> None:
-    run = run_of(unet)
-    (work,) = report_text.work(run)
-    assert str(work) == f"About {100 - 100 / run.times_less_work:.0f} % less work, counted"
-    assert str(report_text.report(run)[1]) == f"{work}."
-    assert str(work) in report_text.summary(run)
-
-
-def test_a_run_that_merges_nothing_says_nothing(unet: Any) -> None:
-    run = run_of(unet, min_tokens=1 << 20)
-    assert run.times_less_work is None
-    assert report_text.work(run) == []
+    assert 1 < full < half
+    (work,) = report_text.work(runs[2])
+    assert str(work) == f"About {100 - 100 / half:.0f} % less work, counted"
+    assert str(report_text.report(runs[2])[1]) == f"{work}."
+    assert str(work) in report_text.summary(runs[2])
+    nothing = run_of(unet, min_tokens=1 << 20)
+    assert (nothing.times_less_work, report_text.work(nothing)) == (None, [])

@@ -12,6 +12,7 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import Control, prompts_of
 
 Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
@@ -59,32 +60,15 @@ def test_blocks_with_dropped_tokens_are_not_merged(flux: Any, attach: Any, stats
 
 @pytest.mark.compat
 def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: Any) -> None:
-    """A ControlNet adds residuals to all image tokens after a block. In single blocks, image tokens are between text
-    and references."""
-    import comfy.controlnet
-
+    """In single blocks, image tokens are between text and references."""
     marks = torch.zeros(1, TOKENS, 48)
     marks[:, 33] = 1000.0
-
-    class Residuals(comfy.controlnet.ControlBase):
-        def get_control(self, x: Tensor, t: Any, cond: Any, batched: int, options: Any) -> Any:
-            return {"input": [None, marks], "output": [None, marks]}
-
-        def copy(self) -> Any:
-            return self
-
-        def get_models(self) -> list[Any]:
-            return []
-
     network = flux.model.diffusion_model
     double, after_double = record(network.double_blocks[1]), record(network.double_blocks[2])
     single, after_single = record(network.single_blocks[1]), record(network.single_blocks[2])
-    options = {"reference_latents": [torch.randn(1, 16, 12, 16)], "control": Residuals()}
-    conds = {
-        name: models.conditioning(flux, seed=seed, **options, control_apply_to_uncond=True)
-        for seed, name in enumerate(("positive", "negative"))
-    }
-    models.sample(attach(flux), HEIGHT, WIDTH, steps=1, **conds)
+    control = Control(lambda x, t: {"input": [None, marks], "output": [None, marks]})
+    options = {"reference_latents": [torch.randn(1, 16, 12, 16)], "control": control, "control_apply_to_uncond": True}
+    models.sample(attach(flux), HEIGHT, WIDTH, steps=1, **prompts_of(flux, **options))
     added = after_double[0].kwargs["img"] - double[0].out[0]
     assert added[:, :TOKENS].isclose(marks, atol=1e-3).all()
     assert not added[:, TOKENS:].any()
@@ -96,8 +80,7 @@ def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: An
 
 @loop("granularity", ["stack", "module"])
 def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: Any, granularity: str) -> None:
-    """Step caches (TeaCache, WaveSpeed) replace the model's loop, call the blocks without transformer_options, and read
-    the tokens between blocks."""
+    """Step caches replace the loop, call blocks without transformer_options, and read the tokens between blocks."""
     from comfy.ldm.flux.layers import timestep_embedding
 
     network, seen, told = flux.model.diffusion_model, set(), dict[str, Any]()
@@ -133,22 +116,7 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
     assert not torch.equal(out, plain)
     assert torch.equal(models.sample(attach(foreign, min_tokens=1000), HEIGHT, WIDTH, steps=2), plain)
     # Without transformer_options, no block receives the number of reference tokens behind the image tokens.
-    references = {"reference_latents": [torch.randn(1, 16, 12, 16)]}
-    conds = {name: models.conditioning(flux, seed=n, **references) for n, name in enumerate(("positive", "negative"))}
+    conds = prompts_of(flux, reference_latents=[torch.randn(1, 16, 12, 16)])
     out = models.sample(model, HEIGHT, WIDTH, steps=2, **conds)
     told["transformer_options"] = {"img_slice": [TEXT, TEXT + TOKENS + 48]}
     assert torch.equal(models.sample(model, HEIGHT, WIDTH, steps=2, **conds), out)
-
-
-def test_attention_override_still_runs_and_sees_merged_tokens(flux: Any, attach: Any) -> None:
-    lengths = []
-
-    def override(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        lengths.append((q.shape[2], k.shape[2]))
-        return func(q, k, v, *args, **kwargs)
-
-    other = flux.clone()
-    other.model_options["transformer_options"]["optimized_attention_override"] = override
-    out = models.sample(attach(other), HEIGHT, WIDTH, steps=1)
-    assert set(lengths) == {(TEXT + TOKENS // 2, TEXT + TOKENS // 2)}
-    assert torch.equal(out, models.sample(attach(flux), HEIGHT, WIDTH, steps=1))

@@ -22,8 +22,7 @@ every_list = loop("family", list(LISTS))
 
 
 class Own(nn.Module):
-    """A block of another pack that replaces a block of ComfyUI and uses its weights. seen: the number of tokens in each
-    call."""
+    """A block of another pack that uses the weights of a block of ComfyUI. seen: the number of tokens in each call."""
 
     def __init__(self, block: nn.Module, seen: list[int]) -> None:
         super().__init__()
@@ -46,8 +45,7 @@ def blocks_of(model: Any, family: str) -> Any:
 @every_list
 @loop("place", [0, 1, -1])
 def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, stats_of: Any) -> None:
-    """One chain of merged blocks ends before the replaced block, and another chain begins behind it. When ComfyUI's own
-    block is restored, the block is merged again."""
+    """One chain ends before the replaced block, another begins behind it. ComfyUI's own block is merged again."""
     model = models.TRANSFORMERS[family]()
     blocks = blocks_of(model, family)
     place %= len(blocks)
@@ -71,16 +69,15 @@ def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, st
 
 
 @loop("place", [0, 1])
-def test_a_replaced_block_of_a_unet_is_not_merged(place: int, attach: Any, stats_of: Any) -> None:
-    model = models.unet()
-    stack = model.model.diffusion_model.middle_block[1].transformer_blocks
+def test_a_replaced_block_of_a_unet_is_not_merged(place: int, unet: Any, attach: Any, stats_of: Any) -> None:
+    stack = unet.model.diffusion_model.middle_block[1].transformer_blocks
     seen: list[int] = []
-    foreign = attach(model).clone()
+    foreign = attach(unet).clone()
     foreign.add_object_patch(f"diffusion_model.middle_block.1.transformer_blocks.{place}", Own(stack[place], seen))
     assert sample(foreign).isfinite().all()
     assert len(set(seen)) == 1
     assert stats_of(foreign).unmerged_names()[Reason.BLOCK_REPLACED()] == {f"middle.0.{place}"}
-    merged = attach(model)
+    merged = attach(unet)
     sample(merged)
     assert stats_of(merged).unmerged == {}
 
@@ -91,10 +88,8 @@ def test_a_list_of_blocks_that_is_replaced(what: str, attach: Any, stats_of: Any
     blocks = model.model.diffusion_model.double_blocks
     merged = attach(model).clone()
     seen: list[int] = []
-    if what == "wrapped":
-        merged.add_object_patch("diffusion_model.double_blocks", nn.ModuleList(Own(b, seen) for b in blocks))
-    else:
-        merged.add_object_patch("diffusion_model.double_blocks", nn.ModuleList(list(blocks)[:1]))
+    replaced = [Own(block, seen) for block in blocks] if what == "wrapped" else list(blocks)[:1]
+    merged.add_object_patch("diffusion_model.double_blocks", nn.ModuleList(replaced))
     assert sample(merged).isfinite().all()
     assert len(set(seen)) <= 1
     assert len(stats_of(merged).unmerged[Reason.BLOCK_REPLACED()]) == len(blocks)
@@ -122,14 +117,12 @@ def test_another_packs_loop_sees_all_tokens(where: str, attach: Any, monkeypatch
     seen: list[int] = []
 
     def loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handles = [
-            block.register_forward_hook(lambda _, __, out: seen.append(out[0].shape[1])) for block in self.double_blocks
-        ]
-        try:
-            return own(self, *args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        looked = lambda _, __, out: seen.append(out[0].shape[1])  # noqa: E731
+        handles = [block.register_forward_hook(looked) for block in self.double_blocks]
+        out = own(self, *args, **kwargs)
+        for handle in handles:
+            handle.remove()
+        return out
 
     if where == "class":
         monkeypatch.setattr(type(network), "forward_orig", loop)
@@ -144,7 +137,7 @@ def test_another_packs_loop_sees_all_tokens(where: str, attach: Any, monkeypatch
 @loop("kind", ["unet", "flux"])
 @loop("before", [False, True])
 def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -> None:
-    model = {"unet": models.unet, "flux": models.flux}[kind]()
+    model = getattr(models, kind)()
     network = model.model.diffusion_model
     chain = network.double_blocks if kind == "flux" else network.middle_block[1].transformer_blocks
     assert len(chain) > 1
@@ -157,17 +150,12 @@ def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -
     else:
         chain[0].register_forward_hook(lambda _, __, out: seen.append((out[0] if kind == "flux" else out).shape[1]))
     sample(model)
-    all_tokens = list(seen)
-    seen.clear()
     sample(attach(model))
-    assert seen == all_tokens
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :] != []
 
 
 def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
-    """Preset `paper` skips 5 blocks in Flux.1, where this number was measured. Models with fewer double blocks, such as
-    Ovis, LongCat and pruned models, skip a tenth of their blocks."""
-    from scripts.comfy_pack import pack_module
-
+    """Preset `paper` skips 5 blocks in Flux.1. Models with fewer double blocks skip a tenth of their blocks."""
     find, core = pack_module("nodes.adapters.registry").find, pack_module("toma_core")
     small, flux_1 = (find(models.flux(double=d, single=s).model.diffusion_model) for d, s in ((2, 3), (19, 38)))
     skipped = [

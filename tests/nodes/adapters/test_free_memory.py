@@ -1,44 +1,29 @@
-"""ComfyUI joins conditions in one call or splits them, depending on free memory. Joined and split calls must give the
-same picture."""
+"""ComfyUI joins conditions in one call or splits them, depending on free memory. Both must give the same picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import Control, balanced, every_kind
 
 SIDE = 24
 PRESETS = ("balanced", "quality", "paper")
-SMALL = {"min_tokens": 4, "skip_first_blocks": 1}
 
 
-every_kind = loop("kind", ["unet", "flux"])
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
-
-
-@pytest.fixture
-def preset(pack: Any) -> Callable[..., Any]:
-    """preset(model, name, **settings): apply a preset of ToMA that also merges small grids and skips only the first
-    block."""
-    settings_of, attach = pack_module("toma_core").UserSettings, pack_module("nodes.adapters.patch_model").apply_toma
-    return lambda model, name, **settings: attach(model, settings_of(name, {**SMALL, **settings}))
+def merged_with(model: Any, name: str) -> Any:
+    return balanced(model, name, skip_first_blocks=1)
 
 
 @contextmanager
 def short_of_memory(model: Any) -> Iterator[None]:
-    """Simulate a lack of memory, so that ComfyUI evaluates every condition in a separate call. The model's estimate of
-    memory, which decides on the KV cache, is unchanged."""
+    """Make ComfyUI evaluate every condition in a separate call, without changing the estimate of memory."""
     with pytest.MonkeyPatch.context() as patch:
         own, together = model.model.apply_model, set()
 
@@ -73,11 +58,9 @@ RUNS = [("balanced", "two"), ("quality", "late"), ("paper", "two")]
 @every_kind
 @pytest.mark.compat
 @loop(("name", "prompts"), RUNS)
-def test_joined_and_split_calls_give_one_picture(
-    model: Any, kind: str, preset: Any, unmerged: Any, name: str, prompts: str
-) -> None:
+def test_joined_and_split_calls_give_one_picture(model: Any, kind: str, unmerged: Any, name: str, prompts: str) -> None:
     options: dict[str, Any] = {"steps": 6} if prompts == "two" else {"steps": 6, "positive": late(model)}
-    patched = preset(model, name)
+    patched = merged_with(model, name)
     joined = models.sample(patched, SIDE, SIDE, **options)
     with short_of_memory(model):
         split = models.sample(patched, SIDE, SIDE, **options)
@@ -91,8 +74,8 @@ def test_joined_and_split_calls_give_one_picture(
 
 
 @loop(("kind", "name"), [("unet", "paper"), ("flux", "balanced")])
-def test_the_number_of_threads_does_not_matter(model: Any, preset: Any, name: str) -> None:
-    patched, before = preset(model, name), torch.get_num_threads()
+def test_the_number_of_threads_does_not_matter(model: Any, name: str) -> None:
+    patched, before = merged_with(model, name), torch.get_num_threads()
     try:
         pictures = []
         for threads in (1, 3):
@@ -104,68 +87,34 @@ def test_the_number_of_threads_does_not_matter(model: Any, preset: Any, name: st
 
 
 def modes(decisions: list[Any]) -> str:
-    """Return a letter for each evaluation: full (f), refresh (r), merged with caches (m), or merged without caches
-    (p)."""
+    """Return a letter for each evaluation: full (f), refresh (r), merged with caches (m) or without (p)."""
     return "".join({"full": "f", "refresh": "r", "merged cached": "m", "merged": "p"}[d.mode.value] for d in decisions)
 
 
-@pytest.fixture
-def settled(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    sampling = pack_module("nodes.adapters.sampling_run")
-    original, made = sampling.decide, []
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        made.append(original(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(sampling, "decide", spy)
-    return made
-
-
-def test_a_late_prompt_makes_one_step_full(flux: Any, preset: Any, settled: Any, stats_of: Any) -> None:
-    """The late prompt begins between two scheduled full steps. In the first step of this prompt, all conditions refresh
-    their caches."""
-    models.sample(preset(flux, "balanced"), SIDE, SIDE, steps=9)
-    assert modes(settled) == "rmmmrmmmf"
-    settled.clear()
-    patched = preset(flux, "balanced")
+def test_a_late_prompt_makes_one_step_full(flux: Any, decisions: Any, stats_of: Any) -> None:
+    """In the first step of a prompt that begins between two full steps, all conditions refresh their caches."""
+    models.sample(merged_with(flux, "balanced"), SIDE, SIDE, steps=9)
+    assert modes(decisions) == "rmmmrmmmf"
+    decisions.clear()
+    patched = merged_with(flux, "balanced")
     out = models.sample(patched, SIDE, SIDE, steps=9, positive=late(flux, 0.2))
-    begins = [d.step for d in settled if d.mode.value == "refresh" and d.step % 4]
-    assert len(begins) == 1, f"full steps: {modes(settled)}"
-    assert "p" not in modes(settled)
+    begins = [d.step for d in decisions if d.mode.value == "refresh" and d.step % 4]
+    assert len(begins) == 1, f"full steps: {modes(decisions)}"
+    assert "p" not in modes(decisions)
     assert begins[0] not in stats_of(patched).merged_steps
     assert out.isfinite().all()
 
 
 @loop("apart", [False, True])
-def test_a_controlnet_that_begins_late_makes_one_step_full(
-    flux: Any, preset: Any, settled: Any, plan_calls: Any, apart: bool
-) -> None:
-    """A ControlNet splits chains of blocks, and the new chains have no caches. apart: the ControlNet belongs to only
-    one condition, which then has a separate call."""
-    import comfy.controlnet
-
-    class Late(comfy.controlnet.ControlBase):
-        def pre_run(self, model: Any, percent_to_timestep_function: Any) -> None:
-            self.timestep_range = (percent_to_timestep_function(0.2), 0.0)
-
-        def get_control(self, x: Any, t: Any, *args: Any) -> Any:
-            if float(t[0]) > self.timestep_range[0]:
-                return None
-            return {"input": [torch.full((1, 1, 48), 0.1)] * 3, "output": []}
-
-        def copy(self) -> Any:
-            return self
-
-        def get_models(self) -> list[Any]:
-            return []
-
-    control = Late()
+def test_a_controlnet_that_begins_late_makes_one_step_full(flux: Any, decisions: Any, apart: bool) -> None:
+    """A ControlNet splits chains of blocks. apart: it belongs to only one condition, which then has a separate call."""
+    residuals = {"input": [torch.full((1, 1, 48), 0.1)] * 3, "output": []}
+    control = Control(lambda x, t: residuals, begin=0.2)
     positive, negative = models.conditioning(flux, seed=1), models.conditioning(flux, seed=2)
     positive[0][1].update(control=control, control_apply_to_uncond=not apart)
     options = {"steps": 9, "positive": positive, "negative": negative}
-    patched = preset(flux, "balanced")
+    patched = merged_with(flux, "balanced")
     joined = models.sample(patched, SIDE, SIDE, **options)
-    assert len([d for d in settled if d.mode.value == "refresh" and d.step % 4]) == 1
+    assert len([d for d in decisions if d.mode.value == "refresh" and d.step % 4]) == 1
     with short_of_memory(flux):
         assert distance(models.sample(patched, SIDE, SIDE, **options), joined) < 2e-5

@@ -218,8 +218,7 @@ def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, sureness: Any
 
 @pytest.mark.skipif(WRITE, reason="the file is written at the end of this run")
 def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
-    """Check that the stored runs have the full steps, cached residuals and second selections of their settings, and
-    that golden.json has exactly these runs."""
+    """Check that golden.json has exactly these runs, with the full steps, caches and selections of their settings."""
     every = {key.partition(" from ")[0] for key in golden}
     assert every == {*CASES, *(f"{family} none {run}" for family in FAMILIES for run in RUNS)}
     for case in CASES:

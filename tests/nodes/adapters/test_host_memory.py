@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from comfy.model_management import InterruptProcessingException
 
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.cards import a_card, balanced, compared, sampled
+from tests.nodes.adapters.cards import a_card, compared, sampled
 from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH
+from tests.nodes.adapters.helpers import balanced, prompts_of, split_calls_when
 from tests.nodes.adapters.kv_helpers import failing, several_calls
 
 KINDS = tuple(kind for kind in LAYOUTS if kind != "ernie")
@@ -18,8 +20,7 @@ KINDS = tuple(kind for kind in LAYOUTS if kind != "ernie")
 
 @loop(("kind", "n"), [(kind, n) for n, kind in enumerate(KINDS)])
 def test_the_picture_is_the_same_wherever_they_lie(kind: str, n: int, model_of: Any, stats_of: Any) -> None:
-    """All or half of the keys and values are in main memory, in full precision or in four bits. Copies end late, or
-    after random delays."""
+    """All or half of the keys and values are in main memory. Copies end late, or after random delays."""
     merged, share, quantized = balanced(model_of(kind)), 0.5 * (n % 3 == 0), n % 2 == 0
     card = compared(kind, merged, quantized, n if n % 4 else "late", share)
     stats, (on_card, in_main) = stats_of(merged), card.peak
@@ -44,31 +45,20 @@ def test_in_other_runs_too(run: str, quantized: bool, model_of: Any, stats_of: A
 
 
 @loop("quantized", [False, True])
-def test_with_references_that_are_merged(quantized: bool, model_of: Any) -> None:
-    model = model_of("flux")
+def test_with_references_that_are_merged(quantized: bool, flux: Any) -> None:
     reference = torch.randn(1, 16, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(9))
-    conds = [models.conditioning(model, 7, seed, reference_latents=[reference]) for seed in (1, 2)]
-    merged = balanced(model, merge_references=True)
-    compared("flux", merged, quantized, 3, positive=conds[0], negative=conds[1])
+    merged = balanced(flux, merge_references=True)
+    compared("flux", merged, quantized, 3, **prompts_of(flux, reference_latents=[reference]))
 
 
 @loop("split", [False, True])
 def test_with_several_conditions(split: bool, model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prompts are combined, and skip layer guidance adds a call. If conditions get separate calls after the
-    refresh, each call reads its part of a shared buffer."""
-    model, evaluations = several_calls(model_of("wan")), list[int]()
+    """If conditions get separate calls after the refresh, each call reads its part of a shared buffer."""
+    model = several_calls(model_of("wan"))
     both = [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3)]
     merged = balanced(model)
     if split:
-        from comfy.patcher_extension import WrappersMP
-
-        def counting(executor: Any, *args: Any, **kwargs: Any) -> Any:
-            evaluations.append(1)
-            return executor(*args, **kwargs)
-
-        merged.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "count", counting)
-        required = "memory_required"
-        monkeypatch.setattr(type(model.model), required, lambda *_, **__: 1e20 if len(evaluations) % 5 > 1 else 0)
+        split_calls_when(monkeypatch, merged, lambda evaluation: evaluation % 5 > 1)
     compared("wan", merged, True, 3, positive=both)
 
 
@@ -89,8 +79,7 @@ def test_a_run_within_a_run(order: Any, model_of: Any) -> None:
 
 @loop("at", [1, 2, 3])
 def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of: Any) -> None:
-    """at: the call of a block in which memory runs out, in the refresh or in a merged step. The picture equals that of
-    a run which fails at the same call but has all keys and values on the GPU."""
+    """The picture equals that of a run which fails at the same call but has all keys and values on the GPU."""
     model = model_of("z_image")
     merged, block, found = balanced(model), model.model.diffusion_model.layers[1], []
     for share in (1.0, 0.0):
@@ -105,8 +94,6 @@ def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of
 @loop("at", [1, 2, 3])
 @loop("error", ["an interrupt", "an error"])
 def test_a_run_that_ends_early_leaves_nothing(at: int, error: str, model_of: Any) -> None:
-    from comfy.model_management import InterruptProcessingException
-
     model = model_of("z_image")
     merged, block = balanced(model), model.model.diffusion_model.layers[1]
     raised = InterruptProcessingException() if error == "an interrupt" else ValueError("of another node")

@@ -1,5 +1,4 @@
-"""Test the KV cache in every family. If nothing changes between steps, a merged step with a KV cache equals the model's
-own step."""
+"""Test the KV cache in every family."""
 
 from __future__ import annotations
 
@@ -7,33 +6,40 @@ from typing import Any
 
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import ALONE, HEIGHT, LAYOUTS, WIDTH
-from tests.nodes.adapters.kv_helpers import KEYS, Watch, drifting, evaluated, failing, preset, several_calls
+from tests.nodes.adapters.helpers import balanced, prompts_of
+from tests.nodes.adapters.kv_helpers import KEYS, Watch, drifting, evaluated, failing, overridden, several_calls
 
 Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
 
 SHOWN = [name for name in LAYOUTS if name != "ernie"]
-# One family for each layout of blocks. thorough/test_other_kv_cache.py has the others.
+# One family for each layout of blocks. thorough/test_others.py has the others.
 FEW = ("flux", "z_image", "qwen_image", "sd3", "wan", "h3")
+VIDEOS = [("wan", 1, 3), ("ltx", 1, 3), ("h3", 1, 3)]
 
 
-@loop(("kind", "batch"), [(kind, 2) for kind in FEW])
+def close(found: Tensor, own: Tensor) -> None:
+    torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+
+
+@loop(("kind", "batch", "frames"), [*((kind, 1 if kind in ALONE else 2, 0) for kind in FEW), *VIDEOS])
 def test_without_changes_a_merged_step_equals_the_models_own(
-    kind: str, batch: int, model_of: Any, attach: Any, stats_of: Any
+    kind: str, batch: int, frames: int, model_of: Any, attach: Any, stats_of: Any
 ) -> None:
-    model, batch = model_of(kind), 1 if kind in ALONE else batch
+    model = model_of(kind)
     merged = attach(model, **KEYS)
-    (own, *_), found = evaluated(model, batch=batch), evaluated(merged, batch=batch)
+    (own, *_), found = (evaluated(each, batch=batch, frames=frames) for each in (model, merged))
     assert (stats_of(merged).evaluations, stats_of(merged).merged_evaluations) == (4, 3)
     assert stats_of(merged).unmerged == {}
     for picture in found:
-        torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+        close(picture, own)
 
 
 def hint(message: str) -> str:
@@ -74,12 +80,11 @@ def test_keys_are_propagated_as_their_destinations_change(
 
 @loop("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
 def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, attach: Any) -> None:
-    """In a block of Wan, image tokens also attend to the text. A text with as many tokens as there are destinations
-    must not be taken for merged image tokens."""
+    """Image tokens of Wan also attend to the text, which must not be taken for merged image tokens."""
     model = model_of("wan")
     own, *found = evaluated(model, text=text)[:1] + evaluated(attach(model, **KEYS), text=text)
     for picture in found:
-        torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+        close(picture, own)
 
 
 PRESET_KINDS = ("flux", "ernie", "wan")
@@ -87,27 +92,13 @@ PRESET_KINDS = ("flux", "ernie", "wan")
 
 @loop("kind", PRESET_KINDS)
 def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: Any) -> None:
-    attach = pack_module("nodes.adapters.patch_model").apply_toma
-    merged = attach(model_of(kind), preset("balanced"))
+    merged = balanced(model_of(kind))
     assert models.sample(merged, HEIGHT, WIDTH, steps=8).isfinite().all()
     stats = stats_of(merged)
     shown = kind != "ernie"
     assert stats.without_kv_cache is None
     assert sorted(stats.merged_steps) == ([1, 2, 3, 5, 6] if shown else [1, 2, 4, 5])
     assert bool(stats.unmerged) is not shown
-
-
-VIDEOS = [("wan", 3), ("ltx", 3), ("h3", 3)]
-
-
-@loop(("kind", "frames"), VIDEOS)
-def test_of_videos_too(kind: str, frames: int, model_of: Any, attach: Any, stats_of: Any) -> None:
-    model = model_of(kind)
-    merged = attach(model, **KEYS)
-    (own, *_), found = evaluated(model, frames=frames), evaluated(merged, frames=frames)
-    assert stats_of(merged).unmerged == {}
-    for clip in found:
-        torch.testing.assert_close(clip, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
 
 
 def test_the_4bit_cache_is_read_only(model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +112,7 @@ def test_the_4bit_cache_is_read_only(model_of: Any, attach: Any, monkeypatch: py
         v.zero_()
         return out
 
-    spoiled = merged.clone()
-    spoiled.model_options["transformer_options"]["optimized_attention_override"] = spoiling
-    for one, other in zip(evaluated(merged), evaluated(spoiled), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, evaluated(merged), evaluated(overridden(merged, spoiling))))
 
 
 def theirs(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, **__: Any) -> Tensor:
@@ -145,10 +133,10 @@ NOT_ASKED = Reason.KV_FOREIGN_ATTENTION()
 
 def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, without_overrides: None) -> None:
     """If attention calls no overrides, presets use no KV cache."""
-    run, model = pack_module("nodes.adapters.patch_model"), model_of("wan")
+    model = model_of("wan")
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(model, HEIGHT, WIDTH, **asked)
-    merged, without = (run.apply_toma(model, preset("balanced", **more)) for more in ({}, {"kv_cache": False}))
+    merged, without = balanced(model), balanced(model, kv_cache=False)
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
     assert str(NOT_ASKED) in report_text.summary(stats_of(merged))
     # In `merged`, the second step is full too: without a KV cache, chains differ from those of the first step, so their
@@ -160,7 +148,7 @@ def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, wi
 
 
 def test_it_is_noticed_where_an_evaluation_begins(
-    model_of: Any, stats_of: Any, without_overrides: None, monkeypatch: pytest.MonkeyPatch
+    model_of: Any, stats_of: Any, without_overrides: None, monkeypatch: Any
 ) -> None:
     """Both calls of an evaluation must have the same mode, because guidance takes the difference of their results."""
     sampling, seen = pack_module("nodes.adapters.sampling_run").SamplingRun, list[tuple[int, bool]]()
@@ -171,19 +159,15 @@ def test_it_is_noticed_where_an_evaluation_begins(
         seen.append((self.step_plan.step, self.step_plan.mode.value == "refresh"))
 
     monkeypatch.setattr(sampling, "observe", observed)
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(several_calls(model_of("wan")), preset("balanced"))
+    merged = balanced(several_calls(model_of("wan")))
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0)
     assert seen == [(step, step < 2) for step in range(4) for _ in range(2)]
     assert stats_of(merged).without_kv_cache == NOT_ASKED
 
 
-def test_a_full_step_that_a_cache_skips_loses_nothing(
-    model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_step_that_a_cache_skips_loses_nothing(flux: Any, attach: Any, stats_of: Any, monkeypatch: Any) -> None:
     """A step cache of another pack skips the full step 3."""
-    from comfy.patcher_extension import WrappersMP
-
-    model = attach(model_of("flux"), **{**KEYS, "full_step_interval": 3})
+    model = attach(flux, **{**KEYS, "full_step_interval": 3})
     outputs: list[Tensor] = []
 
     def skipping(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,14 +187,11 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(
 
 @loop(("granularity", "ran"), [("stack", 0), ("block", 0), ("block", 1)])
 def test_a_refresh_follows_a_merged_step_in_which_a_cache_skips_later_blocks(
-    granularity: str, ran: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+    granularity: str, ran: int, flux: Any, attach: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
     """A step cache of another pack runs only the first blocks in the merged step 2, which propagate their cached
     tensors. All other cached tensors still belong to the latent of step 1."""
-    from comfy.patcher_extension import WrappersMP
-
-    model = model_of("flux")
-    merged = attach(model, **KEYS, granularity=granularity)
+    merged = attach(flux, **KEYS, granularity=granularity)
     outputs: list[Tensor] = []
 
     def skipping(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,20 +202,15 @@ def test_a_refresh_follows_a_merged_step_in_which_a_cache_skips_later_blocks(
         return outputs[-1]
 
     merged.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "cache", skipping)
-    failing(monkeypatch, model.model.diffusion_model.double_blocks[ran], 3, StopIteration())
+    failing(monkeypatch, flux.model.diffusion_model.double_blocks[ran], 3, StopIteration())
     models.sample(merged, HEIGHT, WIDTH, steps=7)
     assert sorted(stats_of(merged).merged_steps) == [1, 2, 4, 5]
     assert stats_of(merged).full_reasons == {Reason.NOT_CACHED(): {3}}
 
 
 @loop("settings", [{"full_step_interval": 0}, {"granularity": "module"}])
-def test_where_full_steps_keep_nothing_the_preset_is_as_without(
-    settings: dict[str, Any], model_of: Any, stats_of: Any
-) -> None:
-    run, model = pack_module("nodes.adapters.patch_model"), model_of("flux")
-    merged, without = (
-        run.apply_toma(model, preset("balanced", **settings, **more)) for more in ({}, {"kv_cache": False})
-    )
+def test_where_full_steps_keep_nothing_the_preset_is_as_without(settings: Any, flux: Any, stats_of: Any) -> None:
+    merged, without = (balanced(flux, **settings, **more) for more in ({}, {"kv_cache": False}))
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=4) for m in (merged, without)))
     assert stats_of(merged).without_kv_cache == Reason.KV_NO_FULL_STEPS()
 
@@ -244,10 +220,10 @@ def test_masked_text_is_no_obstacle(kind: str, model_of: Any, attach: Any) -> No
     model = model_of(kind)
     mask = torch.ones(1, 7, dtype=torch.long)
     mask[:, 5:] = 0
-    conds = [models.conditioning(model, 7, seed, attention_mask=mask) for seed in (1, 2)]
+    conds = prompts_of(model, attention_mask=mask)
 
     def sampled(patched: Any) -> Tensor:
-        return models.sample(patched, HEIGHT, WIDTH, steps=5, cfg=1.0, positive=conds[0], negative=conds[1])
+        return models.sample(patched, HEIGHT, WIDTH, steps=5, cfg=1.0, **conds)
 
     watch = Watch(1)
     own, found = sampled(model), sampled(watch.on(attach(model, **KEYS)))
@@ -266,11 +242,6 @@ def test_the_cache_is_read_only(kind: str, attach: Any) -> None:
         k.mul_(1.1)
         return function(q, k, v, *args, **kwargs)
 
-    def tempered(patched: Any) -> Any:
-        patched = patched.clone()
-        patched.model_options["transformer_options"]["optimized_attention_override"] = temper
-        return patched
-
-    own = evaluated(tempered(model))[0]
-    for picture in evaluated(tempered(attach(model, **KEYS))):
-        torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+    own = evaluated(overridden(model, temper))[0]
+    for picture in evaluated(overridden(attach(model, **KEYS), temper)):
+        close(picture, own)

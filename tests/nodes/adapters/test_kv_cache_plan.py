@@ -5,64 +5,59 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
+import comfy.model_management as management
 import pytest
 import torch
+from comfy.controlnet import ControlBase
+from comfy.sampler_helpers import convert_cond
+from comfy.samplers import CFGGuider
+from comfy_extras.nodes_model_advanced import ModelComputeDtype
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
-from tests.nodes.adapters.kv_helpers import preset
+from tests.nodes.adapters.helpers import balanced, prompts_of
 
+kv_memory, run = pack_module("nodes.adapters.kv_memory"), pack_module("nodes.adapters.patch_model")
 SHAPE = (1, 16, HEIGHT, WIDTH)
 
 
 def guider_of(model: Any, **options: Any) -> Any:
-    from comfy.sampler_helpers import convert_cond
-    from comfy.samplers import CFGGuider
-
     guider = CFGGuider(model)
-    conds = (models.conditioning(model, seed=seed, **options) for seed in (1, 2))
-    guider.conds = dict(zip(("positive", "negative"), map(convert_cond, conds), strict=True))
+    guider.conds = {name: convert_cond(cond) for name, cond in prompts_of(model, **options).items()}
     return guider
 
 
 def left(model: Any, **options: Any) -> float:
-    result: float = pack_module("nodes.adapters.kv_memory").memory_left(guider_of(model, **options), SHAPE)
+    result: float = kv_memory.memory_left(guider_of(model, **options), SHAPE)
     return result
 
 
 def give_total(monkeypatch: pytest.MonkeyPatch, total: float) -> None:
-    import comfy.model_management
+    monkeypatch.setattr(management, "get_total_memory", lambda *_, **__: total)
 
-    monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *_, **__: total)
+
+def without_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("minimum_inference_memory", "extra_reserved_memory"):
+        monkeypatch.setattr(management, name, lambda: 0)
 
 
 @pytest.fixture
 def cache_plans(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    run, decided = pack_module("nodes.adapters.patch_model"), list[Any]()
-    decide = run.plan_kv_cache
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        decided.append(decide(*args, **kwargs))
-        return decided[-1]
-
-    monkeypatch.setattr(run, "plan_kv_cache", noted)
+    decided, decide = list[Any](), run.plan_kv_cache
+    monkeypatch.setattr(run, "plan_kv_cache", lambda *a, **k: decided.append(decide(*a, **k)) or decided[-1])
     return decided
 
 
 def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
-    model_of: Any, cache_plans: list[Any], monkeypatch: pytest.MonkeyPatch
+    flux: Any, cache_plans: list[Any], monkeypatch: Any
 ) -> None:
-    """The plan does not depend on the memory that is free at the moment. Without room for full precision the cache has
-    four bits; without room for four bits there is no cache."""
-    import comfy.model_management as management
-
-    model, run = model_of("flux"), pack_module("nodes.adapters.patch_model")
-    merged = run.apply_toma(model, preset("balanced"))
+    """The plan is full precision, 4 bits or no cache. It does not depend on the memory that is free at the moment."""
+    merged = balanced(flux)
     give_total(monkeypatch, 2**34)
     used = 2**34 - left(merged)
-    assert used == pytest.approx(model.model_size() * 1.1 + management.minimum_inference_memory())
+    assert used == pytest.approx(flux.model_size() * 1.1 + management.minimum_inference_memory())
     models.sample(merged, HEIGHT, WIDTH, steps=2)
     full = cache_plans[-1].bytes
     monkeypatch.setattr(management, "get_free_memory", lambda *_, **__: 1e4)
@@ -75,38 +70,30 @@ def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
     assert cache_plans[-1].bytes == 0
 
 
-def test_four_bits_may_fill_what_is_left_of_the_card(
-    model_of: Any, cache_plans: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A 4-bit cache may use all memory that is free beside a small model. The limit for caches that push weights off
-    the card is lower."""
-    import comfy.model_management as management
-
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model_of("flux"), preset("balanced"))
-    for name in ("minimum_inference_memory", "extra_reserved_memory"):
-        monkeypatch.setattr(management, name, lambda: 0)
+def test_four_bits_may_fill_what_is_left_of_the_card(flux: Any, cache_plans: list[Any], monkeypatch: Any) -> None:
+    """The limit for caches that push weights off the card is lower."""
+    merged = balanced(flux)
+    without_reserves(monkeypatch)
     monkeypatch.setattr(type(merged.model), "memory_required", lambda *_, **__: 0)
     monkeypatch.setattr(merged, "model_size", lambda: 0)
     guider = guider_of(merged)
     guider.set_cfg(1.0)
-    run = pack_module("nodes.adapters.patch_model")
-    for total in (1e9, 1.0):
+
+    def planned(total: float) -> Any:
         give_total(monkeypatch, total)
         run.run_config(run.attachment_of(merged), guider, torch.zeros(SHAPE), None)
-    assert (cache_plans[0].quantized, cache_plans[1].bytes) == (False, 0)
-    for total in (cache_plans[0].bytes - 1, cache_plans[0].bytes // 2):
-        give_total(monkeypatch, total)
-        run.run_config(run.attachment_of(merged), guider, torch.zeros(SHAPE), None)
-        assert cache_plans[-1].quantized
-    assert cache_plans[-1].bytes > 0.55 * (cache_plans[0].bytes // 2)
+        return cache_plans[-1]
+
+    full = planned(1e9)
+    assert (full.quantized, planned(1.0).bytes) == (False, 0)
+    assert planned(full.bytes - 1).quantized
+    packed = planned(full.bytes // 2)
+    assert packed.quantized
+    assert packed.bytes > 0.55 * (full.bytes // 2)
 
 
 def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
-    """A ControlNet needs memory for its weights, and for activations beyond the minimum that ComfyUI keeps free for
-    inference."""
-    from comfy.controlnet import ControlBase
-    from comfy.model_management import extra_reserved_memory, minimum_inference_memory
-
+    """A ControlNet needs memory for weights, and for activations beyond the minimum that ComfyUI keeps free."""
     model, other = model_of("flux"), model_of("wan")
 
     class Control(ControlBase):
@@ -121,48 +108,44 @@ def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
     control, alone = Control(), left(model)
     assert alone - left(model, control=control) == pytest.approx(1.1 * other.model_size())
     control.needs = 10_000_000_000
-    least = minimum_inference_memory() - extra_reserved_memory()
+    least = management.minimum_inference_memory() - management.extra_reserved_memory()
     activations = model.model.memory_required([2, *SHAPE[1:]])
     more = control.needs + activations - least
     assert alone - left(model, control=control) == pytest.approx(1.1 * other.model_size() + more)
 
 
 def test_a_model_for_the_negative_prompt_counts(model_of: Any) -> None:
-    """`Guider_DualModel` has a second model for the negative prompt. A clone of the first model needs no memory,
-    because it shares its weights."""
-    memory_left, model = pack_module("nodes.adapters.kv_memory").memory_left, model_of("flux")
+    """`Guider_DualModel` has a second model. A clone of the first model shares its weights and needs no memory."""
+    model = model_of("flux")
     guider, other = guider_of(model), model_of("unet")
-    alone = memory_left(guider, SHAPE)
+    alone = kv_memory.memory_left(guider, SHAPE)
     guider.uncond_model_patcher = model.clone()
-    assert memory_left(guider, SHAPE) == alone
+    assert kv_memory.memory_left(guider, SHAPE) == alone
     guider.uncond_model_patcher = other
-    assert alone - memory_left(guider, SHAPE) == pytest.approx(1.1 * other.model_size())
+    assert alone - kv_memory.memory_left(guider, SHAPE) == pytest.approx(1.1 * other.model_size())
 
 
 @pytest.mark.compat
 def test_the_estimate_of_a_later_comfyui_may_read_all_that_a_patcher_has(
-    model_of: Any, stats_of: Any, cache_plans: list[Any], warnings: Any, monkeypatch: pytest.MonkeyPatch
+    flux: Any, stats_of: Any, cache_plans: list[Any], warnings: Any, monkeypatch: Any
 ) -> None:
-    """The memory estimate in ComfyUI's pull request 16116 reads the model's options. If such an estimate fails, the run
-    is still merged."""
-    kv_memory, model, read = pack_module("nodes.adapters.kv_memory"), model_of("flux"), list[dict[str, Any]]()
-    estimate_memory = kv_memory.estimate_memory
+    """The estimate in ComfyUI's pull request 16116 reads the model's options. If it fails, the run is still merged."""
+    estimate_memory, read = kv_memory.estimate_memory, list[dict[str, Any]]()
 
     def later(patcher: Any, *args: Any) -> Any:
         read.append(patcher.model_options)
-        assert (patcher.load_device, patcher.model_size()) == (model.load_device, model.model_size())
-        assert patcher.get_model_object("diffusion_model") is model.model.diffusion_model
+        assert (patcher.load_device, patcher.model_size()) == (flux.load_device, flux.model_size())
+        assert patcher.get_model_object("diffusion_model") is flux.model.diffusion_model
         return estimate_memory(patcher, *args)
 
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
-    asked: dict[str, Any] = {"steps": 4}
-    out = models.sample(merged, HEIGHT, WIDTH, **asked)
+    merged = balanced(flux)
+    out = models.sample(merged, HEIGHT, WIDTH, steps=4)
     monkeypatch.setattr(kv_memory, "estimate_memory", later)
-    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), out)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=4), out)
     assert "transformer_options" in read[0]
     for error in (AttributeError("new"), ValueError("new"), NotImplementedError()):
         monkeypatch.setattr(kv_memory, "estimate_memory", Mock(side_effect=error))
-        models.sample(merged, HEIGHT, WIDTH, **asked)
+        models.sample(merged, HEIGHT, WIDTH, steps=4)
         assert stats_of(merged).merged_steps
         assert stats_of(merged).without_kv_cache is None
     assert [plan.quantized for plan in cache_plans] == [False, False, True, True, True]
@@ -172,31 +155,22 @@ def test_the_estimate_of_a_later_comfyui_may_read_all_that_a_patcher_has(
 
 @loop("dtype", ["fp32", "bf16"])
 def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, cache_plans: list[Any]) -> None:
-    """ModelComputeDtype changes the dtype only when the model is loaded, but the first run must request as much memory
-    as the second."""
-    from comfy_extras.nodes_model_advanced import ModelComputeDtype
-
-    run, model = pack_module("nodes.adapters.patch_model"), models.flux(dtype=torch.bfloat16)
+    """ModelComputeDtype changes the dtype when the model is loaded, but already the first run must request enough."""
+    model = models.flux(dtype=torch.bfloat16)
     model.model.diffusion_model.to(torch.bfloat16)
-    cache_plans.clear()
-    merged = run.apply_toma(ModelComputeDtype().patch(model, dtype)[0], preset("balanced"))
+    merged = balanced(ModelComputeDtype().patch(model, dtype)[0])
     for _ in range(2):
         models.sample(merged, HEIGHT, WIDTH, steps=4)
         assert cache_plans[-1].bytes == stats_of(merged).cache_bytes
-    other = run.apply_toma(model, preset("balanced"))
+    other = balanced(model)
     models.sample(other, HEIGHT, WIDTH, steps=4)
     assert cache_plans[-1].bytes == stats_of(other).cache_bytes == cache_plans[0].bytes // (2 if dtype == "fp32" else 1)
 
 
 def test_activations_are_counted_in_the_dtype_of_the_run(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ToMA corrects ComfyUI's estimate of activations, which reads the model's dtype before ModelComputeDtype has
-    changed it."""
-    import comfy.model_management as management
-    from comfy_extras.nodes_model_advanced import ModelComputeDtype
-
+    """ComfyUI's estimate reads the model's dtype before ModelComputeDtype has changed it."""
     monkeypatch.setattr(management, "pytorch_attention_flash_attention", lambda: True)
-    for name in ("minimum_inference_memory", "extra_reserved_memory"):
-        monkeypatch.setattr(management, name, lambda: 0)
+    without_reserves(monkeypatch)
     give_total(monkeypatch, 1e12)
     model = model_of("flux")
     weights = model.model_size() * 1.1

@@ -1,5 +1,4 @@
-"""Test where keys and values are stored: on the card as many as fit beside the weights, and the remaining ones in main
-memory, within its limits."""
+"""Test which keys and values are stored on the card, and which in main memory."""
 
 from __future__ import annotations
 
@@ -8,13 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import comfy.model_management as management
 import pytest
 import torch
+from comfy.sampler_helpers import convert_cond
+from comfy.samplers import CFGGuider
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.cards import a_card, balanced, sampled
+from tests.nodes.adapters.cards import a_card, sampled
+from tests.nodes.adapters.helpers import balanced
 from tests.recorded_copies import Copies
 
 memory = pack_module("nodes.adapters.kv_memory")
@@ -25,8 +28,7 @@ report_text = pack_module("nodes.adapters.report_text")
 
 @pytest.fixture
 def computer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """computer(left, main): simulate a card with `left` free bytes beside the model, and main memory with room for
-    `main` bytes."""
+    """computer(left, main): simulate a card with `left` free bytes, and main memory with room for `main` bytes."""
 
     def computer(left: float, main: float) -> None:
         monkeypatch.setattr(memory, "copier_of", lambda device: Copies())
@@ -38,15 +40,11 @@ def computer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def planned(model: Any, **settings: Any) -> tuple[Any, Any]:
     """Return the config and the `KVCachePlan` of a run at cfg 1."""
-    from comfy.sampler_helpers import convert_cond
-    from comfy.samplers import CFGGuider
-
     run, merged = pack_module("nodes.adapters.patch_model"), balanced(model, **settings)
     guider = CFGGuider(merged)
     guider.conds = {"positive": convert_cond(models.conditioning(model, seed=1))}
     guider.set_cfg(1.0)
-    latent = torch.zeros(1, 16, 32, 32)
-    found: tuple[Any, Any] = run.run_config(run.attachment_of(merged), guider, latent, None)
+    found: tuple[Any, Any] = run.run_config(run.attachment_of(merged), guider, torch.zeros(1, 16, 32, 32), None)
     return found
 
 
@@ -147,25 +145,32 @@ def test_the_report_says_where_they_lie(stats_of: Any) -> None:
     assert "keys and values" not in report_text.summary(stats_of(merged))
 
 
-@loop(
-    ("total", "available", "room"),
-    [(64e9, 60e9, 22.4e9), (32e9, 30e9, 11.2e9), (32e9, 9e9, 11.2e9), (16e9, 3e9, 5.6e9)],
-)
-def test_main_memory_has_limits(
-    total: float, available: float, room: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The room for keys and values depends on the total main memory, not on the free main memory."""
-    found = SimpleNamespace(total=total, available=available)
-    monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
+@pytest.fixture
+def main_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """main_has(total, available): simulate main memory, without a limit of a container."""
     monkeypatch.setattr(main_memory, "_CGROUPS", tmp_path)
+
+    def simulate(total: float, available: float) -> None:
+        found = SimpleNamespace(total=total, available=available)
+        monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
+
+    return simulate
+
+
+def has_limits(room: float, available: float) -> None:
     assert main_memory.main_room() == pytest.approx(room)
     assert main_memory.may_take(int(available - 1.1e9))
     assert not main_memory.may_take(int(available - 0.9e9))
 
 
-def test_pinned_weights_of_other_models_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    import comfy.model_management as management
+@loop(("total", "available", "room"), [(64e9, 60e9, 22.4e9), (32e9, 9e9, 11.2e9), (16e9, 3e9, 5.6e9)])
+def test_main_memory_has_limits(total: float, available: float, room: float, main_has: Any) -> None:
+    """The room for keys and values depends on the total main memory, not on the free main memory."""
+    main_has(total, available)
+    has_limits(room, available)
 
+
+def test_pinned_weights_of_other_models_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
     monkeypatch.setattr(management, "ensure_pin_budget", asked.append, raising=False)
     assert main_memory.may_take(1000)
@@ -185,28 +190,17 @@ def test_pinned_weights_of_other_models_make_way(monkeypatch: pytest.MonkeyPatch
 )
 @loop("version", [1, 2])
 def test_in_a_container_its_own_limit_counts(
-    limit: float | str,
-    used: float,
-    files: float,
-    room: float,
-    version: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    limit: float | str, used: float, files: float, room: float, version: int, main_has: Any, tmp_path: Path
 ) -> None:
     """psutil reports the memory of the host, not the limit of the container."""
-    found = SimpleNamespace(total=256e9, available=200e9)
-    monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
-    monkeypatch.setattr(main_memory, "_CGROUPS", tmp_path)
+    main_has(256e9, 200e9)
     folder = tmp_path if version == 2 else tmp_path / "memory"
     folder.mkdir(exist_ok=True)
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     for name, number in zip(names, (limit, used), strict=True):
-        (folder / name).write_text(f"{number if limit == 'max' and number == limit else int(number)}\n")
+        (folder / name).write_text(f"{number if isinstance(number, str) else int(number)}\n")
     (folder / "memory.stat").write_text(f"anon 1\ninactive_file {int(files)}\n")
-    assert main_memory.main_room() == pytest.approx(room)
-    limited = 200e9 if limit == "max" else min(200e9, float(limit) - used + files)
-    assert main_memory.may_take(int(limited - 1.1e9))
-    assert not main_memory.may_take(int(limited - 0.9e9))
+    has_limits(room, 200e9 if limit == "max" else min(200e9, float(limit) - used + files))
 
 
 @loop(("device", "copies"), [("cuda", True), ("cpu", False), ("mps", False), ("xpu", False)])
@@ -218,29 +212,23 @@ def test_only_cards_with_cuda_streams_use_main_memory(device: str, copies: bool)
 @loop("planned", [1.0, 0.25])
 @loop("by_block", [False, True])
 def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
-    free: float, planned: float, by_block: bool, monkeypatch: pytest.MonkeyPatch
+    free: float, planned: float, by_block: bool, model_of: Any, monkeypatch: Any
 ) -> None:
     """free, planned: the share of keys and values that fits on the card now, and the share that was planned there. If
     ComfyUI loads weights block by block, they soon fill the free memory, so the planned share is not exceeded."""
-    import comfy.model_management as management
-
-    model, host = (
-        models.z_image(),
-        pack_module("toma_core.host_memory").HostMemory(Copies(), 1000, planned * 1000, 1e9, 50),
-    )
-    conds = {"positive": []}
+    model = model_of("z_image")
+    host = pack_module("toma_core.host_memory").HostMemory(Copies(), 1000, planned * 1000, 1e9, 50)
     monkeypatch.setattr(memory, "estimate_memory", lambda *_: (7e9, 5e9))
     monkeypatch.setattr(type(model), "get_free_memory", lambda *_: need + 50 + free * 1000)
     monkeypatch.setattr(type(model), "is_dynamic", lambda *_: by_block)
     need = 7e9 + management.extra_reserved_memory()
-    memory.measure_room(host, model, (1, 16, 32, 32), conds)
+    memory.measure_room(host, model, (1, 16, 32, 32), {"positive": []})
     wanted = min(free, planned) if by_block else free
     assert host.card_room == pytest.approx(wanted * 1000, abs=1e-3)
 
 
 def test_a_run_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan puts all keys and values on the card in full precision; other programs then occupy half of that
-    memory."""
+    """The plan puts all on the card in full precision; other programs then occupy half of that memory."""
     merged, run = balanced(models.z_image(layers=10)), pack_module("nodes.adapters.patch_model")
     with a_card(1.0, quantized=False) as card:
         wanted = sampled("z_image", merged, cfg=1.0)

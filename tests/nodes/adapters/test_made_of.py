@@ -6,37 +6,37 @@ The error of merging is at most twice the error in a run without these changes. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from comfy.patcher_extension import WrappersMP
+from comfy.samplers import calculate_sigmas, sampler_object
 from torch import Tensor
 
 from tests.loop import loop
 from tests.nodes.adapters import test_evaluations as quick
-from tests.nodes.adapters.test_evaluations import Trained
+from tests.nodes.adapters.test_evaluations import Trained, step_euler
 
 trained, plain_run, plain, usual = quick.trained, quick.plain_run, quick.plain, quick.usual
 
 
-def step_euler(x: Tensor, denoised: Tensor, sigmas: Tensor, step: int) -> Tensor:
-    return denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
+def error_of(trained: Trained, change: Callable[[Any], None]) -> float:
+    """Return the error of merging for models that `change` has changed."""
+    own, merged = trained.model.clone(), trained.merged.clone()
+    change(own)
+    change(merged)
+    plain = trained.drawn(own)
+    return float((trained.drawn(merged) - plain).norm() / plain.norm())
 
 
 def why_full(stats: Any) -> set[str]:
     return {reason.id.value for reason in stats.full_reasons}
 
 
-def named(name: str) -> Any:
-    from comfy.samplers import sampler_object
-
-    return sampler_object(name).sampler_function
-
-
 @loop("name", ["heun", "res_multistep", "dpmpp_2m", "deis", "uni_pc", "ipndm"])
-def test_samplers_without_new_noise_lose_no_merged_step(
-    trained: Trained, usual: dict[int, float], stats_of: Any, name: str
-) -> None:
-    trained.drawn(trained.merged, named(name))
+def test_samplers_without_new_noise_lose_no_merged_step(trained: Trained, usual: Any, stats_of: Any, name: str) -> None:
+    trained.drawn(trained.merged, sampler_object(name).sampler_function)
     assert stats_of(trained.merged).merged_steps == usual
 
 
@@ -101,33 +101,26 @@ def test_positions_of_another_node(trained: Trained, plain: float, stats_of: Any
         found: Tensor = apply(args["input"], args["timestep"], **args["c"])
         return found
 
-    pictures = []
-    for model in (trained.model, trained.merged):
-        changed = model.clone()
-        changed.add_object_patch("diffusion_model.pe_embedder", embedder)
-        changed.set_model_unet_function_wrapper(scaled)
-        pictures.append(trained.drawn(changed))
-    own, found = pictures
-    assert float((found - own).norm() / own.norm()) < 2 * plain
+    def change(model: Any) -> None:
+        model.add_object_patch("diffusion_model.pe_embedder", embedder)
+        model.set_model_unet_function_wrapper(scaled)
+
+    assert error_of(trained, change) < 2 * plain
     assert "foreign_positions" in why_full(stats_of(trained.merged))
 
 
 def test_positions_that_a_node_scales_in_its_options(trained: Trained, plain: float, stats_of: Any) -> None:
-    from comfy.patcher_extension import WrappersMP
 
     def scaled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         options = args[4]["transformer_options"]
         options["rope_options"] = {"scale_x": 1.0 + 0.4 * float(args[3].flatten()[0]), "scale_y": 1.0}
         return executor(*args, **kwargs)
 
-    pictures = []
-    for model in (trained.model, trained.merged):
-        changed = model.clone()
-        wrappers = changed.model_options["transformer_options"].setdefault("wrappers", {})
+    def change(model: Any) -> None:
+        wrappers = model.model_options["transformer_options"].setdefault("wrappers", {})
         wrappers[WrappersMP.CALC_COND_BATCH] = {"test": [scaled], **wrappers.get(WrappersMP.CALC_COND_BATCH, {})}
-        pictures.append(trained.drawn(changed))
-    own, found = pictures
-    assert float((found - own).norm() / own.norm()) < 2 * plain
+
+    assert error_of(trained, change) < 2 * plain
     assert stats_of(trained.merged).merged_evaluations == 0
 
 
@@ -169,8 +162,6 @@ def test_weights_that_change(trained: Trained, plain: float, stats_of: Any, stre
 
 
 def test_a_step_whose_weights_are_new_is_full(trained: Trained, usual: dict[int, float], stats_of: Any) -> None:
-    from comfy.samplers import calculate_sigmas
-
     sampling = trained.model.get_model_object("model_sampling")
     sigmas = calculate_sigmas(sampling, "simple", trained.steps)
     for step in usual:
@@ -182,20 +173,14 @@ def test_a_step_whose_weights_are_new_is_full(trained: Trained, usual: dict[int,
 
 def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stats_of: Any) -> None:
     """A wrapper shifts the latent between sampler and model, by a different amount in each step."""
-    from comfy.patcher_extension import WrappersMP
 
     def rolled(executor: Any, x: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
         places = round(40 * float(timestep.flatten()[0]))
         return executor(x.roll(places, -1), timestep, *args, **kwargs).roll(-places, -1)
 
     rolled.__module__ = "custom_nodes.another"
-    pictures = []
-    for model in (trained.model, trained.merged):
-        changed = model.clone()
-        changed.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "another", rolled)
-        pictures.append(trained.drawn(changed))
-    own, found = pictures
-    assert float((found - own).norm() / own.norm()) < 2 * plain
+    add = lambda model: model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "another", rolled)  # noqa: E731
+    assert error_of(trained, add) < 2 * plain
     assert "new_noise" in why_full(stats_of(trained.merged))
 
 
@@ -203,8 +188,7 @@ def test_a_latent_that_another_node_changes(trained: Trained, plain: float, stat
 def test_new_noise_within_a_step_is_no_tile(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, when: tuple[int, ...]
 ) -> None:
-    """In the steps of `when`, the sampler takes the mean of two evaluations with different noise. Only these steps may
-    become full, and none of them may count as tiled."""
+    """In the steps of `when`, the sampler takes the mean of two evaluations with different noise."""
 
     def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         generator = torch.Generator().manual_seed(6)

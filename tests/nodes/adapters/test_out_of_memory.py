@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,40 +11,34 @@ import torch
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.compiling import compiled
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
-from tests.nodes.adapters.kv_helpers import preset
+from tests.nodes.adapters.helpers import balanced
+from tests.nodes.adapters.kv_helpers import failing
 
 Reason = pack_module("toma_core.reasons").Reason
 RunState = pack_module("toma_core.run").RunState
-
-
-SELECTED = RunState._selected
+VIDEO: dict[str, Any] = {"frames": 3, "steps": 3, "cfg": 3.0}
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, since: int) -> list[Any]:
     """Raise an out-of-memory error after `since` plans. Return a list that grows with each attempt to make a plan."""
-    made: list[Any] = []
+    made, own = list[Any](), RunState._selected
 
     def selected(*args: Any, **kwargs: Any) -> Any:
         made.append(None)
         if len(made) > since:
             raise torch.OutOfMemoryError
-        return SELECTED(*args, **kwargs)
+        return own(*args, **kwargs)
 
     monkeypatch.setattr(RunState, "_selected", selected)
     return made
 
 
-@loop(("kind", "size"), [("wan", {"frames": 3}), ("hunyuan", {"frames": 3})])
+@loop("kind", ["wan", "hunyuan"])
 @loop("plans", [0, 1])
 def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
-    kind: str,
-    size: dict[str, int],
-    plans: int,
-    model_of: Any,
-    attach: Any,
-    stats_of: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, plans: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
     """plans: number of plans that fit into memory."""
     made, held, close = without_memory(monkeypatch, plans), list[int](), RunState.close
@@ -54,12 +49,12 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
 
     monkeypatch.setattr(RunState, "close", closed)
     merged = attach(model_of(kind), granularity="block", selection_interval=1, weight_interval=1)
-    out = models.sample(merged, HEIGHT, WIDTH, steps=3, cfg=3.0, **size)
+    out = models.sample(merged, HEIGHT, WIDTH, **VIDEO)
     stats = stats_of(merged)
     # If one plan fits, a model with one plan per evaluation merges the first step before memory runs out.
     assert set(stats.merged_steps) <= {0}
     if not stats.merged_steps:
-        assert torch.equal(out, models.sample(model_of(kind), HEIGHT, WIDTH, steps=3, cfg=3.0, **size))
+        assert torch.equal(out, models.sample(model_of(kind), HEIGHT, WIDTH, **VIDEO))
     assert out.isfinite().all()
     assert plans or not stats.merged_steps
     assert held == [0]
@@ -69,51 +64,34 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
 
 @loop("kind", ["flux", "unet", "wan"])
 def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
-    kind: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, model_of: Any, attach: Any, monkeypatch: Any
 ) -> None:
     """The evaluation of a picture is not repeated, because a full evaluation needs more memory than a merged one. The
     evaluation of a video is repeated once, in full."""
-    model, calls = model_of(kind), list[int]()
-
-    def short(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        raise torch.OutOfMemoryError
-
+    model, short = model_of(kind), Mock(side_effect=torch.OutOfMemoryError)
     merged = attach(model)
     monkeypatch.setattr(type(model.model.diffusion_model), "forward", short)
     with pytest.raises(torch.OutOfMemoryError):
         models.sample(merged, HEIGHT, WIDTH, steps=2, cfg=1.0, **({"frames": 3} if kind == "wan" else {}))
-    assert len(calls) == (2 if kind == "wan" else 1)
+    assert short.call_count == (2 if kind == "wan" else 1)
 
 
 @loop("call", [3, 5])
 def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
-    call: int, stats_of: Any, on_two_devices: Any, monkeypatch: pytest.MonkeyPatch
+    call: int, stats_of: Any, on_two_devices: Any, monkeypatch: Any
 ) -> None:
     """If the whole evaluation were repeated, ComfyUI would take the other device's old result for the new one."""
-    one, other, calls = models.wan(), models.wan(), list[int]()
-    network = one.model.diffusion_model
-    forward = type(network).forward
-
-    def short(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is network:
-            calls.append(1)
-            if len(calls) == call:
-                raise torch.OutOfMemoryError
-        return forward(self, *args, **kwargs)
-
+    one, other = models.wan(), models.wan()
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(one, HEIGHT, WIDTH, **asked)
-    merged = on_two_devices(pack_module("nodes.adapters.patch_model").apply_toma(one, preset("balanced")), other)
-    monkeypatch.setattr(type(network), "forward", short)
+    merged = on_two_devices(balanced(one), other)
+    failing(monkeypatch, one.model.diffusion_model, call, torch.OutOfMemoryError())
     found = models.sample(merged, HEIGHT, WIDTH, **asked)
     assert stats_of(merged).cache_disabled
     assert (found - own).norm() < 0.1 * own.norm(), "no result of another evaluation"
 
 
-def test_without_memory_for_a_plan_a_picture_ends_its_run(
-    model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memory_for_a_plan_a_picture_ends_its_run(model_of: Any, attach: Any, monkeypatch: Any) -> None:
     """A picture is not sampled again without merging, because free memory must not change pictures."""
     without_memory(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError):
@@ -124,14 +102,8 @@ def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
     attach: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None
 ) -> None:
     """The compiled graph of full steps repeats the evaluation. The next run, which has enough memory, is merged."""
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
-
     model, asked = models.wan(layers=2), {"frames": 3, "steps": 2, "cfg": 1.0}
-    merged = attach(model)
-    options = {"guard_filter_fn": skip_torch_compile_dict}
-    set_torch_compile_wrapper(model=merged, backend="eager", options=options, keys=["diffusion_model"])
-    merged.model_options["torch_compile_kwargs"]["backend"] = "inductor"  # makes merging treat the backend as Inductor
+    merged = compiled(attach(model), "eager", inside=True)
     torch._dynamo.reset()
     with monkeypatch.context() as patch:
         without_memory(patch, 0)
@@ -141,18 +113,13 @@ def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
     assert torch.equal(out, models.sample(attach(model), HEIGHT, WIDTH, **asked))
 
 
-def test_the_residual_cache_of_a_video_has_a_limit(
-    model_of: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_residual_cache_of_a_video_has_a_limit(model_of: Any, attach: Any, stats_of: Any, monkeypatch: Any) -> None:
     """The residual cache of a picture has no limit."""
-    wan = model_of("wan")
     monkeypatch.setattr(pack_module("toma_core.coverage"), "MAX_CACHE_BYTES", 1)
-    merged = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)
+    merged = attach(model_of("wan"), full_step_interval=2, selection_interval=1, weight_interval=1)
     models.sample(merged, HEIGHT, WIDTH, steps=4, cfg=1.0)
     assert stats_of(merged).cache_bytes
     assert not stats_of(merged).cache_disabled
-    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
+    models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
     assert stats_of(merged).cache_disabled
-    assert sorted(stats_of(merged).merged_steps) == []
-    plainly = attach(wan, full_step_interval=2, selection_interval=1, weight_interval=1)
-    assert torch.equal(out, models.sample(plainly, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0))
+    assert not stats_of(merged).merged_steps

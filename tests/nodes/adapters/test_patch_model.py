@@ -1,5 +1,4 @@
-"""Test complete runs. If nothing is merged, latents are bit-identical to those of the model without ToMA. A run changes
-neither the model nor its clones."""
+"""Test complete runs. Without merging they are bit-identical to runs without ToMA. They change no model or clone."""
 
 from __future__ import annotations
 
@@ -9,12 +8,15 @@ import logging
 import pickle
 from typing import Any
 
+import comfy.model_management
 import pytest
 import torch
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import balanced, every_kind
+from tests.nodes.adapters.kv_helpers import overridden
 
 run = pack_module("nodes.adapters.patch_model")
 Reason = pack_module("toma_core.reasons").Reason
@@ -22,12 +24,8 @@ report_text = pack_module("nodes.adapters.report_text")
 SIDE = 24
 
 
-every_kind = loop("kind", ["unet", "flux"])
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
+def sampled(model: Any, side: int = SIDE, **options: Any) -> torch.Tensor:
+    return models.sample(model, side, side, **options)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -60,7 +58,7 @@ def test_runs_that_never_merge_are_bit_identical(
     model: Any, attach: Any, stats_of: Any, settings: Any, reason: str, no_state_left: None
 ) -> None:
     patched = attach(model, **settings)
-    assert same(models.sample(patched, SIDE, SIDE), models.sample(model, SIDE, SIDE))
+    assert same(sampled(patched), sampled(model))
     assert stats_of(patched).merged_blocks == set()
     assert report_text.summary(stats_of(patched)).startswith("Nothing was merged: ")
     assert report_text.headline(stats_of(patched)).id.value == "nothing_merged"
@@ -68,20 +66,15 @@ def test_runs_that_never_merge_are_bit_identical(
 
 
 @every_kind
-def test_merging_does_change_the_image(model: Any, attach: Any) -> None:
-    assert not same(models.sample(attach(model), SIDE, SIDE), models.sample(model, SIDE, SIDE))
-
-
-@every_kind
 @pytest.mark.compat
 def test_sampling_leaves_the_model_and_its_clones_untouched(model: Any, attach: Any, no_state_left: None) -> None:
     clone = model.clone()
-    before = models.sample(clone, SIDE, SIDE)
+    before = sampled(clone)
     weights = {name: p.clone() for name, p in model.model.diffusion_model.named_parameters()}
-    models.sample(attach(model), SIDE, SIDE)
+    sampled(attach(model))
     assert all(torch.equal(p, weights[name]) for name, p in model.model.diffusion_model.named_parameters())
-    assert same(models.sample(model, SIDE, SIDE), before)
-    assert same(models.sample(clone, SIDE, SIDE), before)
+    assert same(sampled(model), before)
+    assert same(sampled(clone), before)
 
 
 class BlockError(Exception):
@@ -94,8 +87,6 @@ class BlockError(Exception):
 def test_error_inside_a_block_leaves_nothing_behind(
     model: Any, attach: Any, hooks_left: Any, no_state_left: None, interrupt: bool
 ) -> None:
-    import comfy.model_management
-
     kind = comfy.model_management.InterruptProcessingException if interrupt else BlockError
     calls = 0
 
@@ -108,89 +99,56 @@ def test_error_inside_a_block_leaves_nothing_behind(
         return func(*args, **kwargs)
 
     fail_at = 9 if hasattr(model.model.diffusion_model, "double_blocks") else 45
-    broken = model.clone()
-    broken.model_options["transformer_options"]["optimized_attention_override"] = failing
-    patched = attach(broken)
+    patched = attach(overridden(model, failing))
     with pytest.raises(kind):
-        models.sample(patched, SIDE, SIDE)
+        sampled(patched)
     assert hooks_left(model) == []
     assert calls == fail_at
     fail_at = -1
-    assert same(models.sample(patched, SIDE, SIDE), models.sample(attach(model), SIDE, SIDE))
+    assert same(sampled(patched), sampled(attach(model)))
 
 
 @every_kind
 @pytest.mark.compat
 def test_branches_of_one_loader_are_each_as_if_alone(model: Any, attach: Any, stats_of: Any) -> None:
     settings = [{"ratio": 0.25}, {"ratio": 0.75, "granularity": "module"}]
-    alone = [models.sample(attach(model, **s), SIDE, SIDE) for s in settings]
+    alone = [sampled(attach(model, **s)) for s in settings]
     branches = [attach(model, **s) for s in settings]
     for _ in range(2):
         for branch, expected in zip(branches, alone, strict=True):
-            assert same(models.sample(branch, SIDE, SIDE), expected)
+            assert same(sampled(branch), expected)
     assert stats_of(branches[0]) is not stats_of(branches[1])
     assert stats_of(branches[0]).grids != stats_of(branches[1]).grids
 
 
 @every_kind
-def test_two_runs_at_once_keep_their_own_state(model: Any, attach: Any) -> None:
-    kind = models.flux if hasattr(model.model.diffusion_model, "double_blocks") else models.unet
-    first, second = attach(model, ratio=0.25), attach(kind(seed=1), ratio=0.75)
-    alone = [models.sample(m, SIDE, SIDE, steps=2) for m in (first, second)]
-    inner = []
-    out = models.sample(
-        first, SIDE, SIDE, steps=2, callback=lambda *_: inner.append(models.sample(second, SIDE, SIDE, steps=2))
-    )
-    assert same(out, alone[0])
-    assert all(same(i, alone[1]) for i in inner)
-    assert len(inner) == 2
-
-
-@every_kind
 @pytest.mark.compat
-def test_last_settings_count(model: Any, attach: Any, stats_of: Any) -> None:
-    twice = attach(attach(model, ratio=0.75, granularity="module"), ratio=0.25)
-    once = attach(model, ratio=0.25)
-    assert same(models.sample(twice, SIDE, SIDE), models.sample(once, SIDE, SIDE))
+def test_last_settings_count_and_change_no_earlier_ones(model: Any, attach: Any, stats_of: Any) -> None:
+    first = attach(model, ratio=0.75, granularity="module")
+    expected, twice, removed = sampled(first), attach(first, ratio=0.25), attach(first, ratio=0.0)
+    assert same(sampled(twice), sampled(attach(model, ratio=0.25)))
     assert stats_of(twice).evaluations == 3
-
-
-@every_kind
-@pytest.mark.compat
-def test_ratio_zero_takes_it_off_again(model: Any, attach: Any) -> None:
-    removed = attach(attach(model), ratio=0.0)
     assert removed is not model
     assert run.attachment_of(removed) is None
     assert "toma" not in str(removed.wrappers)
-    assert same(models.sample(removed, SIDE, SIDE), models.sample(model, SIDE, SIDE))
-
-
-@every_kind
-def test_first_of_two_settings_is_not_changed_by_the_second(model: Any, attach: Any) -> None:
-    first = attach(model)
-    expected = models.sample(first, SIDE, SIDE)
-    attach(first, ratio=0.0)
-    attach(first, ratio=0.9)
-    assert same(models.sample(first, SIDE, SIDE), expected)
+    assert same(sampled(removed), sampled(model))
+    assert same(sampled(first), expected)
 
 
 @every_kind
 @loop("how", ["clone", "disable_dynamic", "force_deepcopy"])
 def test_clones_carry_it_along(model: Any, kind: str, new_model: Any, attach: Any, how: str) -> None:
-    def load(disable_dynamic: bool = False) -> Any:
-        return new_model(kind)
-
     patched = attach(model)
-    expected = models.sample(patched, SIDE, SIDE)
+    expected = sampled(patched)
     if how == "force_deepcopy":
         if "force_deepcopy" not in patched.clone.__code__.co_varnames:
             pytest.skip("this ComfyUI cannot copy a model deeply")
-        patched.cached_patcher_init = (load, ())
+        patched.cached_patcher_init = (lambda **_: new_model(kind), ())
         clone = patched.clone(force_deepcopy=True)
         assert clone.model is not model.model
     else:
         clone = patched.clone() if how == "clone" else patched.clone(disable_dynamic=True)
-    assert same(models.sample(clone, SIDE, SIDE), expected)
+    assert same(sampled(clone), expected)
 
 
 def pickled(options: dict[str, Any]) -> Any:
@@ -212,11 +170,7 @@ settings_of = loop("preset", ["", "balanced"])
 
 def with_preset(model: Any, preset: str, attach: Any) -> Any:
     """Apply a preset to a model, as the nodes do, or plain settings if `preset` is empty."""
-    return (
-        run.apply_toma(model, pack_module("toma_core").UserSettings(preset, {"min_tokens": 4}))
-        if preset
-        else attach(model)
-    )
+    return balanced(model, preset) if preset else attach(model)
 
 
 @every_kind
@@ -225,13 +179,12 @@ def with_preset(model: Any, preset: str, attach: Any) -> Any:
 def test_options_may_be_copied_before_sampling(
     model: Any, copied: Any, preset: str, attach: Any, stats_of: Any
 ) -> None:
-    """Packs whose nodes come after ToMA copy the model's options. The copy belongs to the same ToMA node and shares its
-    stats."""
+    """Packs copy the model's options. The copy belongs to the same ToMA node and shares its stats."""
     patched = with_preset(model, preset, attach)
-    expected, clone = models.sample(patched, SIDE, SIDE), patched.clone()
+    expected, clone = sampled(patched), patched.clone()
     clone.model_options = copied(patched.model_options)
     assert run.attachment_of(clone) == run.attachment_of(patched)
-    assert same(models.sample(clone, SIDE, SIDE), expected)
+    assert same(sampled(clone), expected)
     assert stats_of(patched) is stats_of(clone)
 
 
@@ -239,8 +192,7 @@ def test_options_may_be_copied_before_sampling(
 @copies
 @settings_of
 def test_options_may_be_copied_while_sampling(model: Any, copied: Any, preset: str, attach: Any, stats_of: Any) -> None:
-    """Some packs copy the options in a guider and inside a block. A copy belongs to the same run as the original
-    options."""
+    """Packs copy the options in a guider and inside a block. A copy belongs to the same run."""
 
     def after_cfg(args: dict[str, Any]) -> torch.Tensor:
         made.append(copied(without_theirs(args["model_options"])))
@@ -253,11 +205,10 @@ def test_options_may_be_copied_while_sampling(model: Any, copied: Any, preset: s
         return func(*args, **kwargs)
 
     made, runs = list[Any](), set[Any]()
-    foreign = model.clone()
+    foreign = overridden(model, override)
     foreign.set_model_sampler_post_cfg_function(after_cfg)
-    foreign.model_options["transformer_options"]["optimized_attention_override"] = override
     patched = with_preset(foreign, preset, attach)
-    assert same(models.sample(patched, SIDE, SIDE), models.sample(with_preset(model, preset, attach), SIDE, SIDE))
+    assert same(sampled(patched), sampled(with_preset(model, preset, attach)))
     assert len(made) > 20
     assert len(runs) == 1
     assert stats_of(patched).evaluations == 3
@@ -270,7 +221,7 @@ def test_a_pickled_run_that_is_over_is_gone(flux: Any, attach: Any, no_state_lef
 
     stored, foreign = list[bytes](), flux.clone()
     foreign.set_model_sampler_post_cfg_function(after_cfg)
-    models.sample(attach(foreign), SIDE, SIDE)
+    sampled(attach(foreign))
     gc.collect()
     assert [pickle.loads(each) for each in stored] == [None] * 3  # noqa: S301 - our own
 
@@ -279,7 +230,7 @@ def test_a_pickled_run_that_is_over_is_gone(flux: Any, attach: Any, no_state_lef
 def test_one_log_line_a_run(model: Any, attach: Any, stats_of: Any, caplog: pytest.LogCaptureFixture) -> None:
     patched = attach(model)
     with caplog.at_level(logging.INFO):
-        models.sample(patched, SIDE, SIDE)
+        sampled(patched)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ToMA")]
     assert lines == [f"ToMA: {report_text.summary(stats_of(patched))}"]
     assert "144 -> 72 (12 x 12)" in lines[0]
@@ -296,8 +247,6 @@ def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_st
     text = torch.randn(1, 7, 48, generator=torch.Generator().manual_seed(2))
 
     def call(patcher: Any) -> torch.Tensor:
-        import comfy.model_management
-
         comfy.model_management.load_models_gpu([patcher])
         options = {**patcher.model_options["transformer_options"], "wrappers": patcher.wrappers}
         extra = {"guidance": torch.tensor([3.5])} if channels == 16 else {}
@@ -311,18 +260,17 @@ def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_st
 
 @every_kind
 def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
-    model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, attach: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
-    """Blocks of the tiny models take an H100 too little time to be merged. On a CPU they are merged from 256 tokens
-    on."""
-    cost_model, side = pack_module("toma_core.cost_model"), 40
+    """The tiny blocks take an H100 too little time to be merged. On a CPU they are merged from 256 tokens on."""
+    cost_model = pack_module("toma_core.cost_model")
     patched = attach(model, min_tokens=0)
-    models.sample(patched, side, side, steps=1)
+    sampled(patched, 40, steps=1)
     stats = stats_of(patched)
     assert stats.grids == {(20, 20): 200}
     assert set(stats.unmerged) <= {Reason.TOO_FEW_TOKENS(least=256)}
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132))
-    assert same(models.sample(patched, side, side, steps=1), models.sample(model, side, side, steps=1))
+    assert same(sampled(patched, 40, steps=1), sampled(model, 40, steps=1))
     auto_stats, reason = stats_of(patched), Reason.TOO_LITTLE_WORK()
     assert auto_stats.unmerged_names()[reason] == stats.merged_blocks
     assert report_text.summary(auto_stats).count(str(reason)) <= 2
@@ -330,11 +278,9 @@ def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
 
 @every_kind
 @pytest.mark.compat
-@loop("order", ["before", "after"])
-def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order: str) -> None:
+def test_weight_patches_may_come_before_or_after(model: Any, attach: Any) -> None:
     names = [n for n in model.model_state_dict() if "transformer_blocks.0.ff.net.2.weight" in n or "img_mlp.0.w" in n]
-    g = torch.Generator().manual_seed(3)
-    weights = model.model_state_dict()
+    g, weights = torch.Generator().manual_seed(3), model.model_state_dict()
     patches = {n: ("diff", (0.1 * torch.randn(weights[n].shape, generator=g),)) for n in names}
 
     def patched(m: Any) -> Any:
@@ -342,10 +288,7 @@ def test_weight_patches_may_come_before_or_after(model: Any, attach: Any, order:
         assert len(m.add_patches(patches, 0.8)) == len(names) > 0
         return m
 
-    plain = models.sample(attach(model), SIDE, SIDE)
-    both = attach(patched(model)) if order == "before" else patched(attach(model))
-    out = models.sample(both, SIDE, SIDE)
-    assert not same(out, plain)
-    reference = models.sample(patched(attach(model)), SIDE, SIDE)
-    assert same(out, reference)
-    assert same(models.sample(attach(model), SIDE, SIDE), plain)
+    plain, before, after = (sampled(each) for each in (attach(model), attach(patched(model)), patched(attach(model))))
+    assert same(before, after)
+    assert not same(before, plain)
+    assert same(sampled(attach(model)), plain)

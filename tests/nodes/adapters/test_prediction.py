@@ -1,5 +1,4 @@
-"""Test plans that are made from the picture that the model predicted in the previous step. The first evaluation is
-full, and a call for an area uses this area of the picture."""
+"""Test plans that are made from the picture that the model predicted in the previous step."""
 
 from __future__ import annotations
 
@@ -7,20 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import every_kind
 
 SETTINGS: dict[str, Any] = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1}
-
-
-every_kind = loop("kind", ["unet", "flux"])
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind).clone()  # a clone, because `predicted` adds a wrapper
 
 
 @pytest.fixture
@@ -37,24 +30,22 @@ def planned(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tens
     return seen
 
 
-@pytest.fixture
-def predicted(model: Any) -> list[torch.Tensor]:
-    """Record the denoised pictures that the sampler receives from `model`, one per evaluation."""
-    from comfy.patcher_extension import WrappersMP
-
-    pictures: list[torch.Tensor] = []
+def watched(model: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Return a clone, and a list of the denoised pictures that the sampler receives from it, one per evaluation."""
+    model, pictures = model.clone(), list[torch.Tensor]()
 
     def record(executor: Any, *args: Any, **kwargs: Any) -> Any:
         pictures.append(executor(*args, **kwargs))
         return pictures[-1]
 
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", record)
-    return pictures
+    return model, pictures
 
 
 @every_kind
 @pytest.mark.compat
-def test_plans_are_of_the_step_before(model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any) -> None:
+def test_plans_are_of_the_step_before(model: Any, attach: Any, stats_of: Any, planned: Any) -> None:
+    model, predicted = watched(model)
     patched = attach(model, **SETTINGS)
     models.sample(patched, steps=3, cfg=4.0)
     stats = stats_of(patched)
@@ -75,9 +66,10 @@ def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any
 @every_kind
 @loop("every", [2, 3])
 def test_the_full_steps_prediction_plans_the_next_step(
-    every: int, model: Any, attach: Any, stats_of: Any, planned: Any, predicted: Any, monkeypatch: pytest.MonkeyPatch
+    every: int, model: Any, attach: Any, stats_of: Any, planned: Any, monkeypatch: Any
 ) -> None:
     """A full step makes no plan."""
+    model, predicted = watched(model)
     monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
     settings = {"similarity_from": "prediction", "selection_interval": every, "weight_interval": every}
     patched = attach(model, **settings, full_step_interval=every)
@@ -87,29 +79,22 @@ def test_the_full_steps_prediction_plans_the_next_step(
     assert stats_of(patched).selections == 2 * len(stats_of(patched).grids)
 
 
-def test_a_picture_of_mostly_noise_is_not_trusted(
-    flux: Any, attach: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Early steps select by the tokens themselves, with an equal budget in every window. Later steps select by the
-    predicted picture."""
-    budgets: list[str] = []
-    state = pack_module("toma_core.run")
-    own = state.RunState._laid_out
+def test_a_picture_of_mostly_noise_is_not_trusted(flux: Any, attach: Any, planned: Any, monkeypatch: Any) -> None:
+    """Early steps select by tokens, with equal budgets in all windows. Later steps select by the predicted picture."""
+    state, budgets = pack_module("toma_core.run").RunState, list[bool]()
+    own = state._laid_out
 
     def laid_out(self: Any, *args: Any) -> Any:
         windows, budget = own(self, *args)
         budgets.append(budget.adaptive)
         return windows, budget
 
-    monkeypatch.setattr(state.RunState, "_laid_out", laid_out)
+    monkeypatch.setattr(state, "_laid_out", laid_out)
     patched = attach(flux, **SETTINGS)
     models.sample(patched, steps=20, cfg=1.0)
-    trusted = [bool(pictures) for pictures in planned]
-    assert not trusted[0]
-    assert trusted[-1]
-    assert trusted == sorted(trusted)
-    assert budgets == sorted(budgets), "equal, then adaptive"
-    assert set(budgets) == {False, True}
+    for switches in ([bool(pictures) for pictures in planned], budgets):
+        assert switches == sorted(switches), "never back"
+        assert set(switches) == {False, True}
 
 
 @loop("model_sampling", [None, object()], ids=["nothing", "something else"])
@@ -119,9 +104,7 @@ def test_sigmas_of_an_unknown_kind_are_no_error(model_sampling: Any, pack: Any) 
 
 
 @every_kind
-def test_nothing_is_held_after_a_run_that_broke_off(
-    model: Any, attach: Any, pack: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_held_after_a_run_that_broke_off(model: Any, attach: Any, monkeypatch: Any) -> None:
     held: list[Any] = []
     sampling = pack_module("nodes.adapters.sampling_run").SamplingRun
     own = sampling.predicted

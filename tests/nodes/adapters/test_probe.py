@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch._inductor.decomposition  # import it first: the import fails after the opcheck of earlier tests
+from comfy.model_management import InterruptProcessingException
 from comfy.patcher_extension import WrappersMP
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import every_kind
 
 probing = pack_module("nodes.adapters.probe")
 run = pack_module("nodes.adapters.patch_model")
@@ -25,30 +28,27 @@ CLOSE = {"selection_interval": 3, "weight_interval": 3}
 RATIOS = len(probing.RATIOS)
 
 
-every_kind = loop("kind", ["unet", "flux"])
+def probes_of(model: Any, sites: int = 12, cancelled: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """Return probes of a model, and the model with these probes."""
+    probes = probing.Probes(probing.sites_of(identity.blocks_of(model), sites), *([cancelled] if cancelled else []))
+    return probes, probes.on(model, core.ToMAConfig(**{"min_tokens": 4, **settings}))
 
 
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
-
-
-def probed(model: Any, steps: int = 8, **settings: Any) -> tuple[Any, torch.Tensor, Any]:
-    sites = probing.sites_of(identity.blocks_of(model), 12)
-    probes = probing.Probes(sites)
-    patched = probes.on(model, core.ToMAConfig(**{"min_tokens": 4, **settings}))
-    return probes, models.sample(patched, SIDE, SIDE, steps=steps), patched
+def check_run(model: Any, sites: int = 12, settings: Any = None, **options: Any) -> Any:
+    """Check that a run with probes equals a run without probes, and measures every site, band and ratio."""
+    probes, patched = probes_of(model, sites, **(settings or {}))
+    assert torch.equal(*(models.sample(each, SIDE, SIDE, **options) for each in (patched, model))), options
+    errors = probes.squared_errors()
+    assert len(errors) == len(probes.sites) * len(probes.bands) * RATIOS, options
+    assert all(error > 0 for error in errors.values()), options
+    return probes
 
 
 @every_kind
 @pytest.mark.compat
 @loop("settings", [{}, CLOSE])
 def test_the_run_is_the_unmerged_one(model: Any, settings: dict[str, Any], no_state_left: None) -> None:
-    probes, latent, _ = probed(model, **settings)
-    assert torch.equal(latent, models.sample(model, SIDE, SIDE, steps=8))
-    errors = probes.squared_errors()
-    assert len(errors) == len(probes.sites) * len(probes.bands) * RATIOS
-    assert all(error > 0 for error in errors.values())
+    check_run(model, settings=settings, steps=8)
 
 
 def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
@@ -58,8 +58,7 @@ def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
         args[4]["transformer_options"][SAMPLING].run.disable(Reason.OUT_OF_MEMORY())
         return executor(*args)
 
-    probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6))
-    patched = probes.on(unet, core.ToMAConfig(min_tokens=4))
+    probes, patched = probes_of(unet, 6)
     patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "test", disable)
     models.sample(patched, SIDE, SIDE, steps=2)
     assert probes.bands
@@ -79,7 +78,8 @@ def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
     listening = flux.clone()
     listening.set_model_sampler_post_cfg_function(record)
     apart(flux)
-    probes, _, _ = probed(listening, steps=3)
+    probes, patched = probes_of(listening)
+    models.sample(patched, SIDE, SIDE, steps=3)
     assert [*probes.bands[0].steps] == [0]
     unmerged, errors = pictures[0], probes.squared_errors()
     for site, blocks in probes.sites.items():
@@ -92,14 +92,8 @@ def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
 
 
 def test_interrupted_without_a_trace(unet: Any, no_state_left: None) -> None:
-    import comfy.model_management
-
-    def cancelled() -> None:
-        raise comfy.model_management.InterruptProcessingException
-
-    probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 12), cancelled)
-    patched = probes.on(unet, core.ToMAConfig(min_tokens=4))
-    with pytest.raises(comfy.model_management.InterruptProcessingException):
+    probes, patched = probes_of(unet, cancelled=Mock(side_effect=InterruptProcessingException))
+    with pytest.raises(InterruptProcessingException):
         models.sample(patched, SIDE, SIDE, steps=4)
     assert probes.squared_errors() == {}
 
@@ -107,31 +101,20 @@ def test_interrupted_without_a_trace(unet: Any, no_state_left: None) -> None:
 def test_samplers_that_read_the_negative_get_the_unmerged_one(unet: Any, no_state_left: None) -> None:
     """CFG++ samplers also read the prediction for the negative prompt. 2S and Heun samplers evaluate twice per step."""
     for sampler in ("euler_cfg_pp", "dpmpp_2m_cfg_pp", "dpmpp_2s_ancestral", "heun"):
-        probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6))
-        patched = probes.on(unet, core.ToMAConfig(min_tokens=4))
-        latent = models.sample(patched, SIDE, SIDE, steps=6, sampler=sampler)
-        assert torch.equal(latent, models.sample(unet, SIDE, SIDE, steps=6, sampler=sampler)), sampler
-        errors = probes.squared_errors()
-        assert len(errors) == len(probes.sites) * len(probes.bands) * RATIOS, sampler
-        assert all(error > 0 for error in errors.values()), sampler
-
-
-def sigmas(steps: int) -> tuple[float, ...]:
-    return tuple(float(steps - n) for n in range(steps))
+        check_run(unet, 6, steps=6, sampler=sampler)
 
 
 def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None) -> None:
     """The error in a range of sigmas is measured at the first step of the range in which the condition is active."""
     late = models.conditioning(unet, seed=3, start_percent=0.3, end_percent=1.0)
-    probes = probing.Probes(probing.sites_of(identity.blocks_of(unet), 6))
-    patched = probes.on(unet, core.ToMAConfig(min_tokens=4))
+    probes, patched = probes_of(unet, 6)
     latent = models.sample(patched, SIDE, SIDE, steps=12, positive=late)
     assert torch.equal(latent, models.sample(unet, SIDE, SIDE, steps=12, positive=late))
     assert {band for _, band, _ in probes.squared_errors()} >= {1, 2}
 
 
 def test_a_site_that_gives_no_numbers_is_left_out(unet: Any) -> None:
-    probes, *_ = probed(unet)
+    probes = check_run(unet, 2, steps=8)
     site = next(iter(probes.sites))
     probes._errors[0, site, 0.5] = torch.tensor(float("nan"))
     errors = probes.squared_errors()
@@ -146,16 +129,16 @@ def test_other_ratios_are_scaled_like_all_sites_together() -> None:
 
 
 def test_bands_of_equal_size() -> None:
-    bands = probing.bands_of(sigmas(8))
+    bands = probing.bands_of((8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0))
     assert [[*band.steps] for band in bands] == [[0, 1, 2], [3, 4], [5, 6, 7]]
     assert [band.above for band in bands] == pytest.approx([(6 * 5) ** 0.5, (4 * 3) ** 0.5, 0.0])
     assert [n for n in range(8) if bands[0].may_probe(n)] == [1, 2]
-    assert [[*band.steps] for band in probing.bands_of(sigmas(2))] == [[0], [1]]
+    assert [[*band.steps] for band in probing.bands_of((2.0, 1.0))] == [[0], [1]]
+    assert probing.bands_of(()) == ()
 
 
 def test_sites_are_stacks() -> None:
-    """If there are more stacks than sites are allowed, neighbouring stacks of one resolution are joined, the smallest
-    first."""
+    """Beyond the allowed number, neighbouring stacks of one resolution are joined, the smallest first."""
     work = pack_module("nodes.adapters.families.unet").COST
     tokens = {"input.1": 64, "input.2": 64, "middle.0": 16, "output.0": 64}
     blocks = [BlockFacts(f"{home}.{n}", home, work, tokens[home], 8) for home in tokens for n in range(2)]
@@ -169,32 +152,21 @@ def test_sites_are_stacks() -> None:
     assert probing.sites_of([], 3) == {}
 
 
-def test_nothing_to_measure() -> None:
-    assert probing.bands_of(()) == ()
-
-
-def test_nothing_to_take_out(unet: Any) -> None:
-    plain = probing.without_caches(unet)
-    assert plain is not unet
-    assert plain.is_clone(unet)
-
-
 def test_step_caches(unet: Any) -> None:
     from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 
-    reference = models.sample(unet, 24, 24, steps=8)
+    reference = models.sample(unet, SIDE, SIDE, steps=8)
     for node in (EasyCacheNode, LazyCacheNode):
         cached = node.execute(unet, 3.0, 0.0, 1.0, False).args[0]
-        hurried = models.sample(cached, 24, 24, steps=8)
+        hurried = models.sample(cached, SIDE, SIDE, steps=8)
         assert not torch.equal(hurried, reference), "it skips evaluations, so that this can fail"
         plain = probing.without_caches(cached)
-        assert torch.equal(models.sample(plain, 24, 24, steps=8), reference)
-        assert torch.equal(models.sample(cached, 24, 24, steps=8), hurried)
+        assert torch.equal(models.sample(plain, SIDE, SIDE, steps=8), reference)
+        assert torch.equal(models.sample(cached, SIDE, SIDE, steps=8), hurried)
 
 
 def test_compiled(unet: Any) -> None:
-    """Mark the model for compilation as ComfyUI's node does, or a single block as other packs do. Nothing is compiled,
-    because compilation is lazy."""
+    """The model is marked as ComfyUI's node does, or one block as other packs do. Compilation is lazy."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     compiled = unet.clone()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import comfy.samplers
 import pytest
 import torch
+from comfy_extras.nodes_model_advanced import ModelSamplingDiscrete
 
 from scripts.comfy_pack import pack_module
 from testbed import models
@@ -16,15 +18,10 @@ identity = pack_module("nodes.adapters.registry")
 ToMAConfig = pack_module("toma_core").ToMAConfig
 Reason = pack_module("toma_core.reasons").Reason
 SIDE, STEPS = 24, 6
-CLOSE = {"selection_interval": 3, "weight_interval": 3}
+CACHED = {"selection_interval": 3, "weight_interval": 3, "full_step_interval": 3}
 
 
 every_kind = loop("kind", ["unet", "flux", "qwen"])
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
 
 
 def names(model: Any) -> list[str]:
@@ -41,16 +38,7 @@ def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
 
 @every_kind
 @pytest.mark.compat
-@loop(
-    "settings",
-    [
-        {},
-        {**CLOSE, "full_step_interval": 3},
-        {"granularity": "module"},
-        {"granularity": "block", "similarity_from": "prediction"},
-    ],
-    ids=["defaults", "balanced", "module", "prediction"],
-)
+@loop("settings", [{}, CACHED, {"granularity": "module"}, {"granularity": "block", "similarity_from": "prediction"}])
 def test_one_ratio_everywhere_is_the_setting_to_the_bit(model: Any, settings: dict[str, Any]) -> None:
     plain = run.apply_toma(model, ToMAConfig(min_tokens=4, ratio=0.4, **settings))
     everywhere = dict.fromkeys(names(model), 0.4)
@@ -86,8 +74,7 @@ def test_skipping_a_kind_equals_the_setting(flux: Any) -> None:
 
 
 def test_blocks_keep_their_plans(unet: Any, stats_of: Any) -> None:
-    """All blocks with the same resolution and ratio share one plan in all steps, so two ratios need two plans per
-    resolution."""
+    """Blocks with the same resolution and ratio share one plan, so two ratios need two plans per resolution."""
     by_ratio = {name: 0.25 + 0.5 * (n % 2) for n, name in enumerate(names(unet))}
     patched = profiled(unet, (0.0, by_ratio), selection_interval=100, weight_interval=100)
     sampled(patched)
@@ -106,43 +93,33 @@ def test_only_blocks_that_use_residuals_cache_them(flux: Any, stats_of: Any) -> 
 
 
 def test_sigmas_not_steps(unet: Any, decisions: list[Any]) -> None:
-    first = names(unet)[0]
+    first, sampling = names(unet)[0], unet.get_model_object("model_sampling")
     patched = profiled(unet, (3.0, {first: 0.5}), (0.0, {}))
     for steps in (6, 12):
         decisions.clear()
         sampled(patched, steps)
         made = [d.ratio for d in decisions]
-        assert made == [0.5 if sigma > 3.0 else 0.0 for sigma in sigmas_of(unet, steps)]
+        sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", steps).tolist()[:-1]
+        assert made == [0.5 if sigma > 3.0 else 0.0 for sigma in sigmas]
         assert 0 < sum(ratio > 0 for ratio in made) < steps
 
 
-def sigmas_of(model: Any, steps: int) -> list[float]:
-    import comfy.samplers
-
-    sampling = model.get_model_object("model_sampling")
-    return comfy.samplers.calculate_sigmas(sampling, "simple", steps).tolist()[:-1]
-
-
 def test_fingerprints(unet: Any, flux: Any) -> None:
+    """A fingerprint also has what the model predicts."""
     ours = identity.fingerprint(unet)
     assert ours == identity.fingerprint(unet.clone())
     assert ours.startswith("unet with blocks input.4 1, ")
     assert identity.fingerprint(flux) == "flux with blocks double 3, single 3 of width 48, noise CONST up to 1"
     assert identity.fingerprint(models.flux(double=2, single=3)) != identity.fingerprint(flux)
-
-
-def test_fingerprints_of_what_a_model_predicts(unet: Any) -> None:
-    from comfy_extras.nodes_model_advanced import ModelSamplingDiscrete
-
     kinds = [("eps", False), ("v_prediction", False), ("v_prediction", True), ("lcm", False)]
     made = [ModelSamplingDiscrete().patch(unet, kind, zsnr)[0] for kind, zsnr in kinds]
     assert [identity.fingerprint(model).partition(", noise ")[2] for model in made] == [
         "EPS up to 15", "V_PREDICTION up to 15", "V_PREDICTION up to 4.5e+03", "LCM up to 15",
     ]  # fmt: skip
-    assert identity.fingerprint(made[0]) == identity.fingerprint(unet)
+    assert identity.fingerprint(made[0]) == ours
 
 
-@loop("settings", [{}, {**CLOSE, "full_step_interval": 3}])
+@loop("settings", [{}, CACHED])
 def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
     wan = model_of("wan")
 

@@ -1,7 +1,7 @@
 """Test public reports about token merging and step caches in ComfyUI, each reproduced by a small input.
 
 The table in docs/reliability.md has a row for each report. `make test` reproduces some of the reports;
-thorough/test_other_reports.py reproduces the others.
+thorough/test_others.py reproduces the others.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import comfy.model_management as management
+import comfy.sample
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import balanced
 from tests.nodes.adapters.test_evaluations import Trained
 
 report_text = pack_module("nodes.adapters.report_text")
@@ -35,7 +39,7 @@ class Lab:
     def __init__(self, stats_of: Any) -> None:
         self.model = models.flux()
         self.stats_of = stats_of
-        self.merged = self.patched(self.model)
+        self.merged = balanced(self.model)
         self.plain, self.first = self.drawn(self.model), self.drawn()
         assert not torch.equal(self.first, self.plain)
 
@@ -43,17 +47,14 @@ class Lab:
     def few(self) -> Trained:
         return Trained("few")
 
-    @staticmethod
-    def patched(model: Any, **settings: Any) -> Any:
-        toma = pack_module("toma_core").UserSettings("balanced", {"min_tokens": 4, **settings})
-        return pack_module("nodes.adapters.patch_model").apply_toma(model, toma)
-
     def drawn(self, model: Any = None, height: int = HEIGHT, width: int = WIDTH, **options: Any) -> Tensor:
         return models.sample(model or self.merged, height, width, **{"steps": STEPS, **options})
 
-    def fresh(self, **options: Any) -> Tensor:
-        """Return the latent of a merged model that has never run before."""
-        return self.drawn(self.patched(models.flux()), **options)
+    def as_fresh(self, **options: Any) -> Tensor:
+        """Check that the latent equals that of a merged model that has never run before. Return the latent."""
+        out = self.drawn(**options)
+        assert torch.equal(out, self.drawn(balanced(models.flux()), **options))
+        return out
 
     def same_again(self) -> None:
         """Check that the merged model's latent is bit-identical to its first latent."""
@@ -77,38 +78,26 @@ def report(*sources: str, quick: bool = True) -> Callable[[Callable[[Lab], None]
 
 @report("welltop-cn/ComfyUI-TeaCache#7")
 def another_resolution_afterwards(lab: Lab) -> None:
-    assert torch.equal(lab.drawn(height=30, width=20), lab.fresh(height=30, width=20))
+    lab.as_fresh(height=30, width=20)
     lab.same_again()
 
 
 @report("welltop-cn/ComfyUI-TeaCache#17", "chengzeyi/Comfy-WaveSpeed#14", quick=False)
 def a_second_sampler_on_the_enlarged_latent(lab: Lab) -> None:
-    def second(model: Any, latent: Tensor) -> Tensor:
-        import comfy.sample
-
-        conds = (models.conditioning(model, seed=seed) for seed in (1, 2))
-        noise = comfy.sample.prepare_noise(latent, 9)
-        with torch.no_grad():
-            return comfy.sample.sample(
-                model, noise, 4, 3.0, "euler", "simple", *conds, latent, denoise=0.5, seed=9, disable_pbar=True
-            )
-
     large = torch.nn.functional.interpolate(lab.first, scale_factor=2)
-    assert torch.equal(second(lab.merged, large), second(lab.patched(models.flux()), large))
+    lab.as_fresh(height=2 * HEIGHT, width=2 * WIDTH, latent=large, steps=4, denoise=0.5, seed=9)
     lab.same_again()
 
 
 @report("welltop-cn/ComfyUI-TeaCache#15")
 def a_detailer_with_fewer_steps(lab: Lab) -> None:
-    options = {"height": 13, "width": 11, "steps": 4, "noise_mask": torch.ones(1, 1, 13, 11).tril()}
-    assert torch.equal(lab.drawn(**options), lab.fresh(**options))
+    lab.as_fresh(height=13, width=11, steps=4, noise_mask=torch.ones(1, 1, 13, 11).tril())
     lab.same_again()
 
 
 @report("welltop-cn/ComfyUI-TeaCache#8")
 def a_strength_of_zero_is_off(lab: Lab) -> None:
-    off = lab.patched(lab.merged, ratio=0.0)
-    assert torch.equal(lab.drawn(off), lab.plain)
+    assert torch.equal(lab.drawn(balanced(lab.merged, ratio=0.0)), lab.plain)
     lab.same_again()
 
 
@@ -119,12 +108,10 @@ def a_node_that_was_taken_out(lab: Lab) -> None:
 
 @report("nunchux-ai/nunchaku#597", "chengzeyi/Comfy-WaveSpeed#57", quick=False)
 def a_batch_of_three(lab: Lab) -> None:
-    import comfy.sample
+    from demo.conditioning import empty_latent, seeded_noise
 
     few, errors = lab.few, []
     for batch in (1, 3):
-        from demo.conditioning import empty_latent, seeded_noise
-
         noise, latent = seeded_noise(list(range(1, batch + 1)), 32, 32), empty_latent(32, 32, batch)
         outs = [
             comfy.sample.sample(
@@ -140,15 +127,12 @@ def a_batch_of_three(lab: Lab) -> None:
 @report("chengzeyi/Comfy-WaveSpeed#40", "chengzeyi/Comfy-WaveSpeed#114")
 def prompts_of_other_lengths(lab: Lab) -> None:
     for tokens in (13, 5):
-        options = {"positive": models.conditioning(lab.model, tokens, seed=3)}
-        assert torch.equal(lab.drawn(**options), lab.fresh(**options))
+        lab.as_fresh(positive=models.conditioning(lab.model, tokens, seed=3))
     lab.same_again()
 
 
 @report("nunchux-ai/ComfyUI-nunchaku#690", "lldacing/ComfyUI_Patches_ll#7")
 def an_interrupted_run(lab: Lab) -> None:
-    import comfy.model_management as management
-
     def stop(step: int, *_: Any) -> None:
         if step == 2:
             management.interrupt_current_processing(True)
@@ -177,9 +161,7 @@ def another_number_of_conditions_in_the_middle(lab: Lab) -> None:
         *models.conditioning(lab.model, seed=1),
         *models.conditioning(lab.model, seed=3, start_percent=0.3, end_percent=0.7, area=(10, 12, 4, 6), strength=1.0),
     ]
-    out = lab.drawn(batch=2, positive=positive)
-    assert torch.equal(out, lab.fresh(batch=2, positive=positive))
-    assert out.isfinite().all()
+    assert lab.as_fresh(batch=2, positive=positive).isfinite().all()
     stats = lab.stats_of(lab.merged)
     assert 0 < stats.merged_evaluations < stats.evaluations
     lab.same_again()
@@ -212,7 +194,7 @@ def a_lora_put_on_and_taken_off(lab: Lab) -> None:
 
     for _ in range(2):
         changed = lab.drawn(with_lora(lab.merged))
-        assert torch.equal(changed, lab.drawn(with_lora(lab.patched(models.flux()))))
+        assert torch.equal(changed, lab.drawn(with_lora(balanced(models.flux()))))
         assert not torch.equal(changed, lab.first)
         lab.same_again()
 
@@ -220,7 +202,7 @@ def a_lora_put_on_and_taken_off(lab: Lab) -> None:
 @report("shiimizu/ComfyUI-TiledDiffusion#67")
 def the_image_of_before_in_the_next_one(lab: Lab) -> None:
     lab.drawn(seed=11, positive=models.conditioning(lab.model, seed=8))
-    assert torch.equal(lab.drawn(seed=12), lab.fresh(seed=12))
+    lab.as_fresh(seed=12)
 
 
 @report("ClownsharkBatwing/RES4LYF#237", "xmarre/ComfyUI-Spectrum-MiniMax-H3#103")
@@ -241,7 +223,7 @@ def step_caches_of_comfyui(lab: Lab) -> None:
     nodes = pytest.importorskip("comfy_extras.nodes_easycache")
     for node in (nodes.EasyCacheNode, nodes.LazyCacheNode):
         options = {"reuse_threshold": 0.5, "start_percent": 0.1, "end_percent": 0.9, "verbose": False}
-        cached = [node.execute(model=m, **options).result[0] for m in (lab.merged, lab.patched(models.flux()))]
+        cached = [node.execute(model=m, **options).result[0] for m in (lab.merged, balanced(models.flux()))]
         outs = [lab.drawn(model, steps=10) for model in cached]
         assert torch.equal(*outs)
         lab.same_again()
@@ -249,29 +231,28 @@ def step_caches_of_comfyui(lab: Lab) -> None:
 
 @report("welltop-cn/ComfyUI-TeaCache#182")
 def another_number_of_frames(lab: Lab) -> None:
-    merged = lab.patched(models.wan())
+    merged = balanced(models.wan())
     first = lab.drawn(merged, frames=3)
-    assert torch.equal(lab.drawn(merged, frames=5), lab.drawn(lab.patched(models.wan()), frames=5))
+    assert torch.equal(lab.drawn(merged, frames=5), lab.drawn(balanced(models.wan()), frames=5))
     assert torch.equal(lab.drawn(merged, frames=3), first)
 
 
 @report("welltop-cn/ComfyUI-TeaCache#159")
 def a_picture_to_edit(lab: Lab) -> None:
-    """With a reference image, merged or unmerged, the error of merging is at most twice the error without a
-    reference."""
+    """With a reference, the error of merging is at most twice the error without."""
     few = lab.few
     picture = few.drawn(few.model)
     plain = float((few.drawn(few.merged) - picture).norm() / picture.norm())
     positive = few.prompt(3, reference_latents=[picture])
     unmerged = few.drawn(few.model, positive=positive)
     for settings in ({}, {"merge_references": True}):
-        merged = few.drawn(lab.patched(few.model, ratio=0.5, **settings), positive=positive)
+        merged = few.drawn(balanced(few.model, ratio=0.5, **settings), positive=positive)
         assert float((merged - unmerged).norm() / unmerged.norm()) < 2 * plain
 
 
 @report("kijai/ComfyUI-KJNodes#210")
 def a_range_in_which_nothing_happens(lab: Lab) -> None:
-    merged = lab.patched(lab.model, start_percent=0.9)
+    merged = balanced(lab.model, start_percent=0.9)
     assert torch.equal(lab.drawn(merged), lab.plain)
     text = report_text.summary(lab.stats_of(merged))
     assert "start percent" in text
@@ -280,9 +261,7 @@ def a_range_in_which_nothing_happens(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#14389", "FearL0rd/ComfyUI-ParallelAnything#1")
 def a_batch_that_another_node_splits(lab: Lab) -> None:
-    """A node passes the halves of the batch to the model one after the other. A half has as many rows as a batch of one
-    picture with both prompts."""
-    from comfy.patcher_extension import WrappersMP
+    """A half of the batch has as many rows as a batch of one picture with both prompts."""
 
     def halves(executor: Any, x: Tensor, timestep: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def part(value: Any, half: slice) -> Any:
@@ -342,7 +321,7 @@ def context_windows(lab: Lab) -> None:
         outs = []
         for _ in range(2):
             windows = nodes.ContextWindowsManualNode.execute(
-                model=lab.patched(models.wan()), **{**options, "context_schedule": schedule}
+                model=balanced(models.wan()), **{**options, "context_schedule": schedule}
             ).result[0]
             outs.append(lab.drawn(windows, frames=7))
             assert lab.stats_of(windows).merged_evaluations

@@ -1,21 +1,20 @@
-"""ComfyUI's compiler records the allocations of an evaluation in some models. ToMA must allocate its caches outside of
-recorded evaluations."""
+"""ComfyUI's compiler records allocations of an evaluation in some models. ToMA's caches must be outside of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from comfy.cli_args import args
+from comfy.model_management import InterruptProcessingException
 
-from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.kv_helpers import failing, preset
-from tests.nodes.adapters.recording import RECORDED, Recording, blocks_of, recorded
+from tests.nodes.adapters.helpers import balanced
+from tests.nodes.adapters.kv_helpers import failing
+from tests.nodes.adapters.recording import RECORDED, blocks_of, recorded
 
 SIZE = {"h3": (12, 16, 5), "ltx_av": (6, 8, 5), "qwen_image21": (12, 16, 1)}
 # Preset, settings, and the first step that is recorded. None: the step after the last merged one.
@@ -31,18 +30,14 @@ def sampled(kind: str, model: Any, **options: Any) -> list[torch.Tensor]:
     return models.sample_streams(model, height, width, **{"frames": frames, "steps": 6, "cfg": 1.0, **options})
 
 
-def with_preset(model: Any, name: str = "balanced", **settings: Any) -> Any:
-    return pack_module("nodes.adapters.patch_model").apply_toma(model, preset(name, **settings))
-
-
 @pytest.mark.compat
 @loop("kind", RECORDED)
 @loop("settings", SETTINGS)
 def test_a_recorded_evaluation_is_the_models_own(
-    kind: str, settings: str, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, settings: str, model_of: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
     model, (name, options, first) = model_of(kind), SETTINGS[settings]
-    merged = with_preset(model, name, **options)
+    merged = balanced(model, name, **options)
     with recorded(kind, monkeypatch) as own:
         sampled(kind, model)
     with recorded(kind, monkeypatch) as found:
@@ -57,34 +52,15 @@ def test_a_recorded_evaluation_is_the_models_own(
 
 
 @loop("kind", RECORDED)
-def test_without_the_mend_caches_outlive_their_blocks(
-    kind: str, model_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If merged evaluations are recorded, the stand-in for the recorder detects caches that outlive their blocks."""
-    merged = with_preset(model_of(kind))
-    monkeypatch.setattr(pack_module("nodes.adapters.merged_call"), "without_replays", nullcontext)
-    with recorded(kind, monkeypatch) as recording:
-        sampled(kind, merged)
-    assert recording.survivors > 50
-    assert recording.otherwise == 5
-
-
-def ran_out(kind: str, model: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Recording, list[torch.Tensor]]:
-    merged = with_preset(model)
-    with monkeypatch.context() as patch, recorded(kind, monkeypatch) as recording:
-        failing(patch, blocks_of(model.model.diffusion_model)[2], at, torch.OutOfMemoryError())
-        return recording, sampled(kind, merged)
-
-
-@loop("kind", RECORDED)
 @loop(("at", "evaluations"), [(1, 6), (2, 5), (6, 2)])
 def test_after_memory_ran_out_the_next_recording_begins_anew(
-    kind: str, at: int, evaluations: int, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, at: int, evaluations: int, model_of: Any, monkeypatch: Any
 ) -> None:
-    """Memory runs out in a refresh, in a merged step, and in the last step, which is full and has begun a recording.
-    The failed evaluation is repeated as a full evaluation, and later evaluations are full."""
+    """Memory runs out in a refresh, in a merged step, and in the last step, which is full and is being recorded."""
     model = model_of(kind)
-    recording, out = ran_out(kind, model, at, monkeypatch)
+    with recorded(kind, monkeypatch) as recording, monkeypatch.context() as patch:
+        failing(patch, blocks_of(model.model.diffusion_model)[2], at, torch.OutOfMemoryError())
+        out = sampled(kind, balanced(model))
     assert (recording.left_open, recording.survivors, len(recording.evaluations)) == (0, 0, evaluations)
     assert [each.ended for each in recording.evaluations] == [at < 6, *[True] * (evaluations - 1)]
     assert all(each.isfinite().all() for each in out)
@@ -92,33 +68,19 @@ def test_after_memory_ran_out_the_next_recording_begins_anew(
         assert all(map(torch.equal, out, sampled(kind, model)))
 
 
-def test_without_the_mend_a_recording_is_left_open(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_module("nodes.adapters.patch_model"), "end_interrupted", lambda **_: None)
-    recording, _ = ran_out("ltx_av", model_of("ltx_av"), 6, monkeypatch)
-    assert recording.left_open == 1
-
-
-def raised(error: str) -> BaseException:
-    from comfy.model_management import InterruptProcessingException
-
-    return InterruptProcessingException() if error == "an interrupt" else ValueError("of another node")
-
-
 @loop("kind", RECORDED)
-@loop("error", ["an interrupt", "an error"])
+@loop("error", [InterruptProcessingException, ValueError])
 @loop("at", [1, 2, 6])
 def test_a_run_that_ends_early_leaves_the_compiler_as_it_was(
-    kind: str, error: str, at: int, model_of: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, error: type[Exception], at: int, model_of: Any, monkeypatch: Any
 ) -> None:
-    from comfy.cli_args import args
-
-    model, ended = model_of(kind), raised(error)
-    merged = with_preset(model)
+    model = model_of(kind)
+    merged = balanced(model)
     with recorded(kind, monkeypatch) as recording:
         whole = sampled(kind, merged)
         with monkeypatch.context() as patch:
-            failing(patch, blocks_of(model.model.diffusion_model)[2], at, ended)
-            with pytest.raises(type(ended)):
+            failing(patch, blocks_of(model.model.diffusion_model)[2], at, error())
+            with pytest.raises(error):
                 sampled(kind, merged)
         assert args.disable_comfy_compiler is False
         import_module("comfy.model_prefetch").cleanup_prefetch_queues()  # ComfyUI calls this when a node ends
@@ -127,14 +89,9 @@ def test_a_run_that_ends_early_leaves_the_compiler_as_it_was(
 
 
 @loop("kind", RECORDED)
-def test_several_devices(
-    kind: str, model_of: Any, stats_of: Any, on_two_devices: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_devices(kind: str, new_model: Any, stats_of: Any, on_two_devices: Any, monkeypatch: Any) -> None:
     """No merged evaluation of either device runs while the compiler is on."""
-    from comfy.cli_args import args
-
-    one, other = models.TRANSFORMERS[kind](), models.TRANSFORMERS[kind]()
-    merged = on_two_devices(with_preset(one), other)
+    merged = on_two_devices(balanced(new_model(kind)), new_model(kind))
     with recorded(kind, monkeypatch) as recording:
         sampled(kind, merged, cfg=3.0)
         assert args.disable_comfy_compiler is False

@@ -16,8 +16,7 @@ RunStats = pack_module("toma_core.stats").RunStats
 
 
 def stats_of_a_run() -> Any:
-    """Return stats of six steps, four of them merged, with grids of 64x64 and 32x32, one unmerged block and one block
-    that is merged in some steps."""
+    """Return stats of six steps, four of them merged, with one unmerged block and one that is merged in some steps."""
     stats = RunStats(total_steps=6)
     for step, ratio in enumerate((0.0, 0.5, 0.5, 0.0, 0.25, 0.25)):
         stats.count_evaluation(step, ratio)
@@ -33,15 +32,6 @@ def stats_of_a_run() -> Any:
     return stats
 
 
-def test_one_line_for_the_log() -> None:
-    assert report_text.summary(stats_of_a_run()) == (
-        "On: 38 % of the tokens merged, 2 of 3 blocks, 4 of 6 steps; tokens: 4096 -> 2048 (64 x 64), 1024 -> 512 "
-        "(32 x 32); merged blocks: input.2, input.10; merged steps: 2-3, 5-6, at ratio 0.5, 0.25; full steps: 1, 4; "
-        "model evaluations: 7, merged: 5; not merged (skip first blocks = 1): middle.0; not merged (an attention patch "
-        "of another custom node needs all tokens): input.2 attn2; 2 selections, 3 weightings"
-    )
-
-
 def test_consecutive_blocks_are_a_range() -> None:
     stats = stats_of_a_run()
     for name in ("output.0", "output.1", "output.2", "output.4", "output.9.0", "output.9.1", "refiner"):
@@ -49,9 +39,9 @@ def test_consecutive_blocks_are_a_range() -> None:
     assert f"({Reason.TOKENS_CHANGED()}): output.0-2, output.4, output.9.0-1, refiner;" in report_text.summary(stats)
 
 
-def test_several_lines_for_a_reader() -> None:
+def test_several_lines_for_a_reader_and_one_line_for_the_log() -> None:
     stats = stats_of_a_run()
-    assert [str(line) for line in report_text.report(stats)] == [
+    lines = [
         "On: 38 % of the tokens merged, 2 of 3 blocks, 4 of 6 steps.",
         "",
         "Where",
@@ -70,6 +60,8 @@ def test_several_lines_for_a_reader() -> None:
         "How",
         "  2 selections, 3 weightings",
     ]
+    assert [str(line) for line in report_text.report(stats)] == lines
+    assert report_text.summary(stats) == "; ".join([lines[0][:-1], *(each[2:] for each in lines if each[:1] == " ")])
     ids = [line if isinstance(line, str) else line.id.value for line in report_text.report(stats)]
     assert ids[:4] == ["sentence", "", "where", "indented"]
 

@@ -1,20 +1,22 @@
-"""Test the residual cache on ComfyUI's blocks. Full steps equal the model's own steps, and merged steps use cached
-residuals."""
+"""Test the residual cache on ComfyUI's blocks."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import comfy.samplers
 import pytest
 import torch
+from comfy.model_patcher import set_model_options_patch_replace
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import Control, every_kind, prompts_of, split_calls
 
 report_text = pack_module("nodes.adapters.report_text")
 
-DELTA_WEIGHT = 0.5
+DELTA_WEIGHT = pack_module("toma_core.propagation").DELTA_WEIGHT
 SIDE = 24
 REUSE = {"full_step_interval": 2}
 # Batches of different sizes round differently. Sharp weights would amplify the difference for tokens with two nearly
@@ -25,39 +27,22 @@ FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
 
-every_kind = loop("kind", ["unet", "flux"])
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
-
-
 @every_kind
 @pytest.mark.compat
 @loop("granularity", ["block", "stack"])
-def test_a_full_step_is_that_of_the_model(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
-    """A full step is bit-identical to the model's own step, although hooks cache its residuals."""
+def test_a_full_step_is_that_of_the_model(
+    model: Any, attach: Any, stats_of: Any, granularity: str, no_state_left: None
+) -> None:
+    """A full step equals the model's own step, although hooks cache its residuals. The next step is merged."""
     patched = attach(model, **REUSE, granularity=granularity)
     assert torch.equal(models.sample(patched, SIDE, SIDE, **FIRST[1]), models.sample(model, SIDE, SIDE, **FIRST[1]))
     stats = stats_of(patched)
     assert (stats.merged_blocks, stats.merged_steps) == (set(), {})
     assert stats.selections > 0
     assert stats.cache_bytes > 0
-
-
-@every_kind
-@pytest.mark.compat
-@loop("granularity", ["block", "stack"])
-def test_merged_steps_change(model: Any, attach: Any, stats_of: Any, granularity: str, no_state_left: None) -> None:
-    patched = attach(model, **REUSE, granularity=granularity)
     assert not torch.equal(*(models.sample(m, SIDE, SIDE, **FIRST[2]) for m in (model, patched)))
     assert stats_of(patched).merged_steps == {1: 0.5}
     assert stats_of(patched).merged_blocks == stats_of(patched).blocks != set()
-
-
-def test_trust_is_as_these_tests_have_it(pack: Any) -> None:
-    assert pack_module("toma_core.propagation").DELTA_WEIGHT == DELTA_WEIGHT
 
 
 def rows_of(plan: Any) -> torch.Tensor:
@@ -101,8 +86,7 @@ def test_flux_blocks(
     name = "img" if kind == "double" else "x"
     block = getattr(flux.model.diffusion_model, f"{kind}_blocks")[0]
     calls = record(block)
-    extra = {"reference_latents": [torch.randn(1, 16, 8, 8)]} if references else {}
-    conds = {side: models.conditioning(flux, seed=seed, **extra) for side, seed in (("positive", 1), ("negative", 2))}
+    conds = prompts_of(flux, **({"reference_latents": [torch.randn(1, 16, 8, 8)]} if references else {}))
     models.sample(attach(flux, **REUSE, granularity="block"), SIDE, SIDE, **FIRST[2], **conds)
     full, merged = calls
     plan = plan_calls[full.first_plan].plan
@@ -132,16 +116,11 @@ def test_flux_blocks(
 @pytest.mark.compat
 @loop("areas", [False, True])
 def test_joined_and_split_calls_agree(model: Any, attach: Any, monkeypatch: Any, areas: bool) -> None:
-    half = (SIDE, SIDE // 2)
-    positive = [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3)]
-    if areas:
-        positive = [
-            *models.conditioning(model, seed=1, area=(*half, 0, 0)),
-            *models.conditioning(model, seed=3, area=(*half, 0, SIDE // 2)),
-        ]
+    halves = [{"area": (SIDE, SIDE // 2, 0, left)} if areas else {} for left in (0, SIDE // 2)]
+    positive = [models.conditioning(model, seed=seed, **half)[0] for seed, half in zip((1, 3), halves, strict=True)]
     patched = attach(model, **REUSE, **SMOOTH)
     joined = models.sample(patched, SIDE, SIDE, **FIRST[2], positive=positive)
-    monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+    split_calls(monkeypatch, model)
     split = models.sample(patched, SIDE, SIDE, **FIRST[2], positive=positive)
     scale = joined.abs().max()
     torch.testing.assert_close(split / scale, joined / scale, rtol=1e-4, atol=1e-4)
@@ -162,8 +141,7 @@ def sampling_of() -> Any:
 
 
 def test_similar_calls_have_separate_caches() -> None:
-    """With tiles, or with guidance by a perturbed model, the second call of a condition at a sigma has its own
-    cache."""
+    """The second call of a condition at a sigma, of a tile or a perturbed model, has its own cache."""
     sampling, options = sampling_of(), {"uuids": ["cond", "uncond"]}
     seen = []
     for sigma in (2.0, 2.0, 1.0):
@@ -191,9 +169,7 @@ def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
     assert len({plain, first, second}) == 3
 
 
-def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
-    attach: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(attach: Any, monkeypatch: Any) -> None:
     """Full steps cache the residuals of exactly those chains of blocks that merged steps run."""
     cache = pack_module("toma_core.cache").Cache
     kept, asked = set(), []
@@ -218,31 +194,15 @@ def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(
 
 
 def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach: Any, stats_of: Any) -> None:
-    """Without the ControlNet, two short chains of blocks become one long chain. The long chain has no cached residual,
-    so the step is full."""
-    import comfy.controlnet
-
-    class Once(comfy.controlnet.ControlBase):
-        calls = 0
-
-        def get_control(self, *args: Any) -> Any:
-            Once.calls += 1
-            return {"input": [torch.zeros(1, 1, 48)] * 3, "output": []} if Once.calls == 1 else None
-
-        def copy(self) -> Any:
-            return self
-
-        def get_models(self) -> list[Any]:
-            return []
-
-    positive = models.conditioning(flux, seed=1)
-    positive[0][1].update(control=Once(), control_apply_to_uncond=True)
+    """Two short chains of blocks become one long chain, which has no cached residual, so the step is full."""
+    residuals = {"input": [torch.zeros(1, 1, 48)] * 3, "output": []}
+    control = Control(lambda x, t: residuals if float(t[0]) == 1 else None)
+    positive = models.conditioning(flux, seed=1, control=control, control_apply_to_uncond=True)
     patched = attach(flux, **REUSE)
     out = models.sample(patched, SIDE, SIDE, **FIRST[2], cfg=1.0, positive=positive)
     stats = stats_of(patched)
     assert (stats.evaluations, stats.merged_evaluations) == (2, 0)
     assert "nothing cached yet" in str(report_text.headline(stats))
-    Once.calls = 0
     assert torch.equal(out, models.sample(flux, SIDE, SIDE, **FIRST[2], cfg=1.0, positive=positive))
 
 
@@ -250,24 +210,16 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach
 def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
     flux: Any, attach: Any, monkeypatch: Any, patched: bool
 ) -> None:
-    """The first call of the guidance refreshes only the guidance's own cache. The other calls of the step use their
-    caches."""
-    import comfy.samplers
-    from comfy.model_patcher import set_model_options_patch_replace
-
+    """The first call of the guidance refreshes its own cache. The other calls of the step use their caches."""
     begins = flux.get_model_object("model_sampling").percent_to_sigma(0.15)
-    found = []
     pipeline = pack_module("toma_core.pipeline").Evaluation
     original = pipeline.cached
+    found, late = list[tuple[int, str]](), list[tuple[int, str]]()
 
     def spy(self: Any, block: str, x: torch.Tensor, **named: Any) -> Any:
         block_cache = original(self, block, x, **named)
-        found.append(
-            (
-                self.step_plan.step,
-                "none" if block_cache is None else "reused" if hasattr(block_cache, "update") else "stored",
-            )
-        )
+        how = "none" if block_cache is None else "reused" if hasattr(block_cache, "update") else "stored"
+        found.append((self.step_plan.step, how))
         return block_cache
 
     def guidance(args: dict[str, Any]) -> torch.Tensor:
@@ -282,7 +234,6 @@ def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
         late.extend(found[start:])
         return args["denoised"] + args["cond_denoised"] - other
 
-    late: list[tuple[int, str]] = []
     monkeypatch.setattr(pipeline, "cached", spy)
     model = attach(flux, full_step_interval=5).clone()
     model.set_model_sampler_post_cfg_function(guidance)

@@ -1,5 +1,4 @@
-"""Every size, batch, guidance and sampler gives a finite latent of the right shape, and each evaluation counts for the
-right step."""
+"""Every size, batch, guidance and sampler gives a finite latent, and each evaluation counts for the right step."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import torch
 
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import every_kind
 
 # By sampler: the step that each evaluation of a four-step run counts for. Heun's second evaluation is at the next
 # step's sigma, and counts for that step. Second-order singlestep samplers also evaluate between two sigmas, which
@@ -28,8 +28,7 @@ SAMPLERS = list(STEPS)
 
 
 def steps_of(sampler: str, model: Any) -> list[int]:
-    """Return the expected step of each evaluation. If the model predicts noise, the midpoint of `dpmpp_2s_ancestral` is
-    below the next sigma, and counts for the next step."""
+    """Return the expected step of each evaluation. `dpmpp_2s_ancestral` has other midpoints with a UNet."""
     flow = hasattr(model.model.diffusion_model, "double_blocks")
     return [0, 1, 1, 2, 2, 3, 3] if sampler == "dpmpp_2s_ancestral" and not flow else STEPS[sampler]
 
@@ -43,11 +42,14 @@ UNET_SIZES = [
 FLUX_SIZES = [(32, 32), (26, 38), (40, 24), (33, 47), (1, 1), (1, 64), (64, 1), (3, 2), (52, 76), (104, 152)]
 
 
-def check(model: Any, size: tuple[int, int], index: int, attach: Any, stats_of: Any, decisions: Any) -> None:
+SIZES = [("unet", *each) for each in enumerate(UNET_SIZES)] + [("flux", *each) for each in enumerate(FLUX_SIZES, 3)]
+
+
+@loop(("kind", "index", "size"), SIZES, ids=str)
+def test_sizes(model: Any, size: tuple[int, int], index: int, attach: Any, stats_of: Any, decisions: Any) -> None:
     batch, cfg, sampler = 1 + index % 3, (1.0, 7.0)[index % 2], SAMPLERS[index % 7]
     granularity = ("stack", "module", "block")[index % 3]
     patched = attach(model, granularity=granularity, ratio=(0.5, 0.3, 0.75)[index % 3])
-    decisions.clear()
     out = models.sample(patched, *size, batch=batch, cfg=cfg, sampler=sampler, steps=2 if sum(size) > 90 else 4)
     assert out.shape == (batch, model.model.latent_format.latent_channels, *size)
     assert out.isfinite().all()
@@ -57,24 +59,11 @@ def check(model: Any, size: tuple[int, int], index: int, attach: Any, stats_of: 
     assert all(stats.merged_blocks or h * w < 4 for h, w in stats.grids)
 
 
-@loop(("index", "size"), list(enumerate(UNET_SIZES)), ids=str)
-def test_unet_sizes(unet: Any, attach: Any, stats_of: Any, decisions: Any, index: int, size: tuple[int, int]) -> None:
-    check(unet, size, index, attach, stats_of, decisions)
-
-
-@loop(("index", "size"), list(enumerate(FLUX_SIZES)), ids=str)
-def test_flux_sizes(flux: Any, attach: Any, stats_of: Any, decisions: Any, index: int, size: tuple[int, int]) -> None:
-    check(flux, size, index + 3, attach, stats_of, decisions)
-
-
 @pytest.mark.compat
 @loop("sampler", SAMPLERS)
-@loop("kind", ["unet", "flux"])
-def test_samplers_and_their_steps(
-    request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, sampler: str, kind: str
-) -> None:
-    model = attach(request.getfixturevalue(kind), selection_interval=2, weight_interval=1)
-    steps = steps_of(sampler, model)
+@every_kind
+def test_samplers_and_their_steps(model: Any, attach: Any, stats_of: Any, decisions: Any, sampler: str) -> None:
+    model, steps = attach(model, selection_interval=2, weight_interval=1), steps_of(sampler, model)
     out = models.sample(model, 16, 16, steps=4, sampler=sampler, scheduler="normal")
     assert out.isfinite().all()
     assert [d.step for d in decisions] == steps
@@ -87,17 +76,14 @@ def test_samplers_and_their_steps(
     assert (stats.selections, stats.weighings) == (2 * scopes, 4 * scopes)
 
 
-@loop("kind", ["unet", "flux"])
+@every_kind
 @loop("scheduler", ["normal", "karras", "simple", "sgm_uniform", "beta", "ddim_uniform"])
 def test_range_counts_noise_and_every_step_is_reported(
-    request: pytest.FixtureRequest, attach: Any, stats_of: Any, decisions: Any, kind: str, scheduler: str
+    model: Any, attach: Any, stats_of: Any, decisions: Any, scheduler: str
 ) -> None:
     """With every scheduler, steps are merged in the first half of the noise schedule."""
-    base = request.getfixturevalue(kind)
-    sampling = base.get_model_object("model_sampling")
-    middle = float(sampling.percent_to_sigma(0.5))
-    model = attach(base, end_percent=0.5)
-    levels: list[float] = []
+    middle = float(model.get_model_object("model_sampling").percent_to_sigma(0.5))
+    model, levels = attach(model, end_percent=0.5), list[float]()
 
     def note(args: dict[str, Any]) -> torch.Tensor:
         levels.append(float(args["sigma"].flatten()[0]))
@@ -110,11 +96,8 @@ def test_range_counts_noise_and_every_step_is_reported(
     assert stats_of(model).steps == set(range(len(levels)))
 
 
-@loop("kind", ["unet", "flux"])
-def test_part_of_a_schedule_keeps_its_clock(
-    request: pytest.FixtureRequest, attach: Any, decisions: Any, kind: str
-) -> None:
+@every_kind
+def test_part_of_a_schedule_keeps_its_clock(model: Any, attach: Any, decisions: Any) -> None:
     """KSamplerAdvanced runs steps 2 and 3 of 6, which ToMA counts as steps 0 and 1."""
-    model = attach(request.getfixturevalue(kind), full_step_interval=2)
-    models.sample(model, 16, 16, steps=6, start_step=2, last_step=4)
+    models.sample(attach(model, full_step_interval=2), 16, 16, steps=6, start_step=2, last_step=4)
     assert [(d.step, d.merged_ratio) for d in decisions] == [(0, 0.0), (1, 0.5)]

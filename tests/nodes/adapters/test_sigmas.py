@@ -1,9 +1,9 @@
-"""Test that ToMA takes sigmas from the schedule, without host syncs, and that they equal the sigmas that the model
-receives."""
+"""Test that ToMA takes the sigmas that the model receives from the schedule, without host syncs."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from inspect import signature
 from types import SimpleNamespace
@@ -11,22 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from comfy.k_diffusion import sampling
+from comfy.patcher_extension import WrappersMP
+from comfy.samplers import KSAMPLER, CFGGuider, calculate_sigmas, ksampler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import balanced, custom_sampled, every_kind
 
 levels = pack_module("nodes.adapters.sigmas")
 SIDE = 16
-
-
-every_kind = loop("kind", ["unet", "flux"])
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
 
 
 @pytest.fixture
@@ -71,8 +67,6 @@ def reads_inside(model: Any, **options: Any) -> int:
         finally:
             trace.__exit__(None, None, None)
 
-    from comfy.patcher_extension import WrappersMP
-
     # Make the wrapper ComfyUI's own: with a wrapper of another pack, ToMA would also read the noise of each latent.
     evaluation.__module__ = "comfy.samplers"
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", evaluation)
@@ -83,7 +77,7 @@ def reads_inside(model: Any, **options: Any) -> int:
 
 
 SAMPLERS = [name.removeprefix("sample_") for name in levels.ONCE_A_STEP]
-# Each sampler with one kind of model and one scheduler. thorough/test_other_sigmas.py has the other combinations.
+# Each sampler with one kind of model and one scheduler. thorough/test_others.py has the other combinations.
 KNOWN = [(sampler, ("unet", "flux")[n % 2], ("simple", "karras")[n // 2 % 2]) for n, sampler in enumerate(SAMPLERS)]
 
 
@@ -92,11 +86,8 @@ KNOWN = [(sampler, ("unet", "flux")[n % 2], ("simple", "karras")[n // 2 % 2]) fo
 def test_known_samplers_keep_to_their_schedule(
     model: Any, attach: Any, received: Any, sampler: str, scheduler: str
 ) -> None:
-    from comfy.k_diffusion import sampling
-
     if not hasattr(sampling, f"sample_{sampler}"):
         pytest.skip("this ComfyUI has no such sampler")
-    received.clear()
     models.sample(attach(model), 8, 8, steps=4, sampler=sampler, scheduler=scheduler)
     taken, truth = map(torch.tensor, zip(*received, strict=True))
     assert len(taken) == 4
@@ -114,16 +105,13 @@ PRESETS = [("balanced", "euler"), ("quality", "dpmpp_2m"), ("paper", "lcm")]
 
 @every_kind
 @loop(("preset", "sampler"), PRESETS)
-def test_nothing_is_read_inside_the_steps(
-    model: Any, kind: str, own_reads: dict[tuple[str, str], int], sampler: str, preset: str
-) -> None:
+def test_nothing_is_read_inside_the_steps(model: Any, kind: str, own_reads: Any, sampler: str, preset: str) -> None:
     """Count the reads that ToMA adds to those of the sampler. With `heun`, ToMA reads the sigma of each evaluation.
 
     With a KV cache, ToMA reads the amount of new noise once per step, but only if the sampler itself waits for the
     device.
     """
-    settings = pack_module("toma_core").UserSettings(preset, {"min_tokens": 4})
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
+    merged = balanced(model, preset)
     models.sample(merged, SIDE, SIDE, steps=4)  # a first run, because layouts are made on the host once per process
     for name in {sampler, "euler", "heun"}:
         if (kind, name) not in own_reads:
@@ -142,12 +130,8 @@ def test_samplers_that_draw_noise_wait_for_the_device_themselves(unet: Any, samp
 
 
 def test_samplers_that_enlarge_errors_are_known_inside_of_others(pack: Any) -> None:
-    from comfy.samplers import KSAMPLER, ksampler
-
-    def wrapper(*_: Any, **__: Any) -> None: ...
-
     assert levels.enlarges(ksampler("lms"))
-    assert levels.enlarges(KSAMPLER(wrapper, {"inner": ksampler("dpmpp_2m_cfg_pp")}))
+    assert levels.enlarges(KSAMPLER(print, {"inner": ksampler("dpmpp_2m_cfg_pp")}))
     assert levels.enlarges(ksampler("gradient_estimation", {"cfg_pp": True}))
     assert not any(map(levels.enlarges, (ksampler("gradient_estimation"), ksampler("euler"), None)))
 
@@ -160,8 +144,6 @@ def test_other_samplers_are_read(model: Any, attach: Any, received: Any) -> None
 
 
 def guider() -> Any:
-    from comfy.samplers import CFGGuider
-
     return CFGGuider(SimpleNamespace(model_options={"transformer_options": {}}))
 
 
@@ -177,8 +159,12 @@ def trusted(sampler: Any, guided: Any = None) -> bool:
     return bool(run.of(received).sigma == 2.0)
 
 
-def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
-    from comfy.samplers import KSAMPLER, ksampler
+def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any, monkeypatch: Any) -> None:
+    original = sampling.sample_euler
+
+    @functools.wraps(original)
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
 
     def sample_euler() -> None:
         """A sampler function that is not ComfyUI's."""
@@ -190,18 +176,6 @@ def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any) -> None:
     assert not trusted(KSAMPLER(sample_euler))
     assert not trusted(Other(ksampler("euler").sampler_function))
     assert not trusted(None)
-
-
-def test_a_function_that_replaces_comfyuis_is_read(pack: Any, monkeypatch: Any) -> None:
-    from comfy.k_diffusion import sampling
-    from comfy.samplers import ksampler
-
-    original = sampling.sample_euler
-
-    @functools.wraps(original)
-    def twice(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
     monkeypatch.setattr(sampling, "sample_euler", twice)
     assert not trusted(ksampler("euler"))
     assert trusted(ksampler("dpmpp_2m"))
@@ -217,49 +191,25 @@ def test_a_function_that_replaces_comfyuis_is_read(pack: Any, monkeypatch: Any) 
     ],
 )
 def test_options_that_are_not_known_are_read(pack: Any, options: dict[str, Any], expected: bool) -> None:
-    from comfy.samplers import ksampler
-
     assert trusted(ksampler("euler", options)) is expected
 
 
-def flipped(name: str) -> list[dict[str, Any]]:
-    from comfy.k_diffusion import sampling
-
-    parameters = signature(getattr(sampling, f"sample_{name}")).parameters if name in known_samplers() else {}
-    return [{p.name: not p.default} for p in parameters.values() if isinstance(p.default, bool) and p.name != "disable"]
-
-
-def known_samplers() -> list[str]:
-    from comfy.k_diffusion import sampling
-
-    return [n.removeprefix("sample_") for n in levels.ONCE_A_STEP if hasattr(sampling, n)]
+def flipped(name: str) -> list[str]:
+    """Return the options of a sampler that are on or off."""
+    parameters = signature(getattr(sampling, name)).parameters.values() if hasattr(sampling, name) else ()
+    return [p.name for p in parameters if isinstance(p.default, bool) and p.name != "disable"]
 
 
-@loop(("sampler", "options"), [(n, o) for n in known_samplers() for o in flipped(n)])
-def test_options_do_not_lead_astray(
-    flux: Any, attach: Any, received: Any, sampler: str, options: dict[str, Any]
-) -> None:
+@loop(("sampler", "option"), [(n.removeprefix("sample_"), o) for n in levels.ONCE_A_STEP for o in flipped(n)])
+def test_options_do_not_lead_astray(flux: Any, attach: Any, received: Any, sampler: str, option: str) -> None:
     """With some options, a sampler evaluates twice per step, such as `sa_solver` with `use_pece`."""
-    received.clear()
-    sample_with(attach(flux), sampler, options)
+    default = signature(getattr(sampling, f"sample_{sampler}")).parameters[option].default
+    sigmas = calculate_sigmas(flux.get_model_object("model_sampling"), "simple", 5)
+    custom_sampled(attach(flux), ksampler(sampler, {option: not default}), sigmas)
     assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in received)
 
 
-def sample_with(model: Any, sampler: str, options: dict[str, Any]) -> torch.Tensor:
-    import comfy.sample
-    from comfy.samplers import calculate_sigmas, ksampler
-
-    latent = torch.zeros(1, model.model.latent_format.latent_channels, SIDE, SIDE)
-    sigmas = calculate_sigmas(model.get_model_object("model_sampling"), "simple", 5)
-    conds = (models.conditioning(model, seed=seed) for seed in (1, 2))
-    noise = comfy.sample.prepare_noise(latent, 5)
-    chosen = ksampler(sampler, options)
-    return comfy.sample.sample_custom(model, noise, 3.0, chosen, sigmas, *conds, latent, seed=5, disable_pbar=True)
-
-
 def test_evaluations_past_the_schedule_and_at_other_sigmas_are_read(pack: Any) -> None:
-    from comfy.samplers import ksampler
-
     run, received = sigmas_of(ksampler("euler")), torch.tensor([1.7])
     assert run.of(received)[:2] == (pytest.approx(1.7), None), "before the sampler has said anything"
     run.next(received)
@@ -271,9 +221,6 @@ def test_evaluations_past_the_schedule_and_at_other_sigmas_are_read(pack: Any) -
 
 
 def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
-    from comfy.patcher_extension import WrappersMP
-    from comfy.samplers import CFGGuider, ksampler
-
     class Skips(CFGGuider):
         def outer_predict_noise(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -294,19 +241,13 @@ def test_evaluations_that_another_wrapper_skips_are_counted(
     model: Any, attach: Any, received: Any, first: bool
 ) -> None:
     """LazyCache skips evaluations. Its node may come before or after ToMA's."""
-    from comfy.patcher_extension import WrappersMP
-
-    count = 0
+    calls = itertools.count()
 
     def skip(executor: Any, x: torch.Tensor, *args: Any) -> Any:
-        nonlocal count
-        count += 1
-        return x * 0.9 if count in (2, 4) else executor(x, *args)
+        return x * 0.9 if next(calls) in (1, 3) else executor(x, *args)
 
-    patched = attach(model) if not first else model.clone()
-    patched = patched.clone()
+    patched = (model if first else attach(model)).clone()
     patched.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", skip)
-    received.clear()
     models.sample(attach(patched) if first else patched, SIDE, SIDE, steps=6)
     assert len(received) == 4
     assert all(taken == pytest.approx(truth, rel=1e-3) for taken, truth in received)
@@ -314,26 +255,15 @@ def test_evaluations_that_another_wrapper_skips_are_counted(
 
 def test_a_repeated_sigma_is_two_steps(flux: Any, attach: Any, decisions: Any) -> None:
     """Restarts repeat a sigma. In very long or strongly shifted schedules, neighbouring sigmas are nearly equal."""
-    import comfy.sample
-    from comfy.samplers import ksampler
-
-    model, latent = attach(flux, full_step_interval=3), torch.zeros(1, 16, 8, 8)
-    conds = [models.conditioning(flux, seed=seed) for seed in (1, 2)]
-    noise = comfy.sample.prepare_noise(latent, 5)
     for sigmas in ([1.0, 1.0, 0.8, 0.8, 0.3, 0.0], [1.0, 0.6, 0.3, 0.8, 0.4, 0.0], [1.0, 0.99995, 0.9999, 0.9, 0.0]):
         decisions.clear()
-        schedule = torch.tensor(sigmas)
-        comfy.sample.sample_custom(
-            model, noise, 3.0, ksampler("euler"), schedule, *conds, latent, seed=5, disable_pbar=True
-        )
+        custom_sampled(attach(flux, full_step_interval=3), ksampler("euler"), torch.tensor(sigmas), 8, 8)
         steps = list(range(len(sigmas) - 1))
         assert [d.step for d in decisions] == steps
         assert [d.mode.merges for d in decisions] == [n % 3 != 0 and n != steps[-1] for n in steps]
 
 
 def test_a_sampler_off_its_schedule_is_reported_and_changes_no_later_run(pack: Any, warnings: Any) -> None:
-    from comfy.samplers import ksampler
-
     for _ in range(2):
         run, received = sigmas_of(ksampler("euler")), torch.tensor([1.25])
         run.next(received)
@@ -347,8 +277,7 @@ def test_a_sampler_off_its_schedule_is_reported_and_changes_no_later_run(pack: A
 def reporting(
     *evaluations: float | int, schedule: Sequence[float] = (4.0, 3.0, 2.0, 1.0, 0.0), sampler: Any = None
 ) -> list[Any]:
-    """Return the step of each evaluation. evaluations: in order, sigmas of evaluations (floats) and steps that the
-    sampler reports (integers)."""
+    """Return the step of each evaluation. evaluations: sigmas of evaluations (floats) and reported steps (integers)."""
     run, steps = sigmas_of(sampler, schedule=schedule), []
     for each in evaluations:
         if isinstance(each, int):
@@ -378,18 +307,10 @@ def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
 
 def test_a_sampler_that_reports_more_steps_than_its_schedule_stays_in_the_last(pack: Any) -> None:
     """All evaluations have the same sigma, so the step cannot be found by the sigma."""
-    tracker = levels.SigmaTracker([3.0, 2.0, 0.0])
-    steps = []
-    for step in range(7):
-        sigma = torch.tensor([2.0])
-        tracker.next(sigma)
-        steps.append(tracker.of(sigma).step)
-        tracker.reported(step)
-    assert steps[-4:] == [1, 1, 1, 1]
+    evaluations = [each for step in range(7) for each in (2.0, step)]
+    assert reporting(*evaluations, schedule=(3.0, 2.0, 0.0))[-4:] == [1, 1, 1, 1]
 
 
 def test_a_wrapped_sampler_that_is_known_makes_one_evaluation_a_step(pack: Any) -> None:
-    from comfy.samplers import KSAMPLER, ksampler
-
-    wrapping = KSAMPLER(lambda *args, **kwargs: None, {"inner": ksampler("euler")})
+    wrapping = KSAMPLER(print, {"inner": ksampler("euler")})
     assert reporting(4.0, 0, 3.8, 1, 2.9, 2, 1.9, 3, sampler=wrapping) == [0, 1, 2, 3]

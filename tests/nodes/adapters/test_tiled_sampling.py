@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from compatibility.tiles import corners, tiled
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import balanced, split_calls
 
 SIDE = 24
 CORNERS = corners(SIDE)
@@ -24,19 +25,9 @@ KINDS = ("unet", "flux", "qwen")
 every_kind = loop("kind", KINDS)
 
 
-@pytest.fixture
-def model(request: pytest.FixtureRequest, kind: str) -> Any:
-    return request.getfixturevalue(kind)
-
-
-@pytest.fixture
-def preset(pack: Any) -> Callable[[Any, str], Any]:
-    """preset(model, name): apply a preset of ToMA that also merges small grids and skips only the first block."""
-    settings_of, attach = pack_module("toma_core").UserSettings, pack_module("nodes.adapters.patch_model").apply_toma
-    # Do not use the sharper weights of `paper`: they would amplify rounding, because tokens of models with random
-    # weights are very similar.
-    small = {"min_tokens": 4, "skip_first_blocks": 1, "sharpness": 300.0}
-    return lambda model, name: attach(model, settings_of(name, small))
+def merged_with(model: Any, name: str) -> Any:
+    # The sharper weights of `paper` would amplify rounding, because tokens of models with random weights are similar.
+    return balanced(model, name, skip_first_blocks=1, sharpness=300.0)
 
 
 def sampled(model: Any, **options: Any) -> torch.Tensor:
@@ -52,16 +43,16 @@ def check_error(result: torch.Tensor, expected: torch.Tensor, name: str) -> None
     assert (result - expected).norm() < (0.01 if name == "paper" else 0.001) * expected.norm()
 
 
-# One preset for each kind of model. thorough/test_other_tiled_sampling.py has the others.
+# One preset for each kind of model. thorough/test_others.py has the others.
 IN_ANY_ORDER = [("unet", "paper"), ("flux", "balanced"), ("qwen", "quality")]
 SPLIT = [("unet", "quality"), ("flux", "paper"), ("qwen", "balanced")]
 
 
 @pytest.mark.compat
 @loop(("kind", "name"), IN_ANY_ORDER)
-def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of: Any, name: str) -> None:
+def test_a_tile_does_not_depend_on_the_others(model: Any, stats_of: Any, name: str) -> None:
     """Compare a run with one tile per call with runs in the reverse order and with several tiles per call."""
-    patched = preset(model, name)
+    patched = merged_with(model, name)
     expected = sampled(tiled(patched, CORNERS))
     assert stats_of(patched).merged_blocks
     for tiles, at_once in ((CORNERS[::-1], 1), (CORNERS, 2), (CORNERS[::-1], 4)):
@@ -69,10 +60,10 @@ def test_a_tile_does_not_depend_on_the_others(model: Any, preset: Any, stats_of:
 
 
 @loop(("kind", "name"), SPLIT)
-def test_joined_and_split_calls_agree_on_tiles(model: Any, preset: Any, monkeypatch: Any, name: str) -> None:
-    patched = tiled(preset(model, name), CORNERS, at_once=2)
+def test_joined_and_split_calls_agree_on_tiles(model: Any, monkeypatch: Any, name: str) -> None:
+    patched = tiled(merged_with(model, name), CORNERS, at_once=2)
     joined = sampled(patched)
-    monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+    split_calls(monkeypatch, model)
     check_error(sampled(patched), joined, name)
 
 
@@ -91,7 +82,7 @@ def test_cond_and_uncond_share_the_plan_of_a_tile(
         assert torch.equal(second, once_more)
         assert not torch.equal(first, second)
     plan_calls.clear()
-    monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+    split_calls(monkeypatch, model)
     sampled(patched, steps=1)
     pairs = list(zip(plan_calls[: len(joined)], plan_calls[len(joined) :], strict=True))
     for one, other in pairs:
@@ -101,25 +92,17 @@ def test_cond_and_uncond_share_the_plan_of_a_tile(
 
 
 @every_kind
-def test_tiles_may_come_in_another_order_for_each_condition(model: Any, preset: Any, monkeypatch: Any) -> None:
+def test_tiles_may_come_in_another_order_for_each_condition(model: Any, monkeypatch: Any) -> None:
     """Conditions have separate calls, and every second condition visits the tiles in reverse order."""
-    calls = 0
+    merged, orders = merged_with(model, "paper"), itertools.cycle((CORNERS[::-1], CORNERS))
 
-    def backwards(patched: Any) -> Any:
-        patched = patched.clone()
+    def evaluate(apply: Any, args: dict[str, Any]) -> torch.Tensor:
+        return tiled(merged, next(orders)).model_options["model_function_wrapper"](apply, args)
 
-        def evaluate(apply: Any, args: dict[str, Any]) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            tiles = CORNERS[:: -1 if calls % 2 else 1]
-            return tiled(patched, tiles).model_options["model_function_wrapper"](apply, args)
-
-        patched.set_model_unet_function_wrapper(evaluate)
-        return patched
-
-    patched = backwards(preset(model, "paper"))
+    patched = merged.clone()
+    patched.set_model_unet_function_wrapper(evaluate)
     joined = sampled(patched, steps=2)
-    monkeypatch.setattr(model.model, "memory_required", lambda *args, **kwargs: 1e30)
+    split_calls(monkeypatch, model)
     torch.testing.assert_close(sampled(patched, steps=2), joined, **NEARLY)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
+from comfy.samplers import KSAMPLER
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import balanced, custom_sampled
 
 report_text = pack_module("nodes.adapters.report_text")
 
@@ -51,9 +52,8 @@ def trained(model: Any, checkpointing: bool) -> tuple[dict[str, torch.Tensor], l
 
 
 @loop(("kind", "checkpointing", "preset"), CASES)
-def test_training_is_as_without(model: Any, pack: Any, stats_of: Any, preset: str, checkpointing: bool) -> None:
-    settings = pack_module("toma_core").UserSettings(preset, {"min_tokens": 4})
-    patched = pack_module("nodes.adapters.patch_model").apply_toma(model, settings)
+def test_training_is_as_without(model: Any, stats_of: Any, preset: str, checkpointing: bool) -> None:
+    patched = balanced(model, preset)
     lora, losses = trained(patched, checkpointing)
     expected, expected_losses = trained(model, checkpointing)
     assert losses == expected_losses
@@ -70,9 +70,6 @@ def test_an_evaluation_with_gradients_is_full_and_leaves_the_others_alone(
     unet: Any, attach: Any, stats_of: Any
 ) -> None:
     """Gradient guidance enables gradients for one evaluation of a run."""
-    from comfy.samplers import KSAMPLER
-
-    counted: list[int] = []
 
     def sampler(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
         for n, sigma in enumerate(sigmas[:-1]):
@@ -80,29 +77,14 @@ def test_an_evaluation_with_gradients_is_full_and_leaves_the_others_alone(
             if n == 2:
                 with torch.inference_mode(False), torch.enable_grad():
                     latent = x.clone().requires_grad_(True)
-                    gradient = torch.autograd.grad(model(latent, level.clone(), **extra_args).square().mean(), latent)[
-                        0
-                    ]
-                    assert gradient.isfinite().all()
+                    model(latent, level.clone(), **extra_args).square().mean().backward()
+                    assert latent.grad.isfinite().all()
             denoised = model(x, level, **extra_args)
             x = denoised + (x - denoised) * sigmas[n + 1] / sigma
-            counted.append(n)
         return x
 
-    settings = {"full_step_interval": 3, "granularity": "stack"}
-    patched = attach(unet, **settings)
-    outs = [sampled(each, KSAMPLER(sampler)) for each in (patched, unet)]
-    assert outs[0].isfinite().all()
+    patched = attach(unet, full_step_interval=3, granularity="stack")
+    assert custom_sampled(patched, KSAMPLER(sampler), torch.linspace(1, 0, 7), cfg=1.0).isfinite().all()
     stats = stats_of(patched)
     assert sorted(stats.merged_steps) == [1, 2, 4]
     assert (stats.evaluations, stats.merged_evaluations) == (7, 3)
-
-
-@torch.no_grad()
-def sampled(model: Any, sampler: Any) -> torch.Tensor:
-    comfy_sample = importlib.import_module("comfy.sample")
-    latent = torch.zeros(1, model.model.latent_format.latent_channels, 16, 16)
-    conds = (models.conditioning(model, seed=seed) for seed in (1, 2))
-    noise, sigmas = comfy_sample.prepare_noise(latent, 5), torch.linspace(1, 0, 7)
-    options = {"seed": 5, "disable_pbar": True}
-    return comfy_sample.sample_custom(model, noise, 1.0, sampler, sigmas, *conds, latent, **options)

@@ -1,5 +1,4 @@
-"""Test a UNet and a transformer under torch.compile. The tests in the folder `compile` cover every family and both
-orders of ToMA's node and the compile node."""
+"""Test a UNet and a transformer under torch.compile. The folder `compile` has the other tests."""
 
 from __future__ import annotations
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from comfy.ldm.modules.attention import SpatialVideoTransformer, optimized_attention
 from torch import Tensor
 
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import Control, prompts_of
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -30,35 +32,24 @@ def options_of(call: Any) -> dict[str, Any]:
 
 
 @pytest.mark.compat
-def test_block_is_computed_on_merged_tokens(
-    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
+@loop("granularity", ["block", "stack"])
+def test_blocks_are_computed_on_merged_tokens(
+    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any, granularity: str
 ) -> None:
-    block = stack.transformer_blocks[1]
-    calls = record(block)
-    models.sample(attach(unet, granularity="block"), SIDE, SIDE, batch=2, steps=1)
-    (call,) = calls
-    M, U = dense(plan_calls[call.first_plan].plan)
-    x = call.args[0]
-    merged = M @ x
-    assert merged.shape == (4, 18, x.shape[2])
-    out = block(merged, context=call.kwargs["context"], transformer_options=options_of(call))
-    torch.testing.assert_close(call.out, x + U @ (out - merged), **CLOSE)
-
-
-@pytest.mark.compat
-def test_stack_stays_merged_between_its_blocks(
-    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
-) -> None:
-    first, last = (record(block) for block in stack.transformer_blocks)
-    models.sample(attach(unet, granularity="stack"), SIDE, SIDE, steps=1)
-    start, end = first[0], last[0]
-    assert start.out.shape[1] == end.args[0].shape[1] == 18
-    M, U = dense(plan_calls[start.first_plan].plan)
-    x = start.args[0]
-    merged = out = M @ x
-    for block in stack.transformer_blocks:
-        out = block(out, context=start.kwargs["context"], transformer_options=options_of(start))
-    torch.testing.assert_close(end.out, x + U @ (out - merged), **CLOSE)
+    """A stack stays merged between its blocks."""
+    blocks = list(stack.transformer_blocks)
+    recorded = [record(block) for block in blocks]
+    models.sample(attach(unet, granularity=granularity), SIDE, SIDE, batch=2, steps=1)
+    calls = [each[0] for each in recorded]
+    for first, last in [(0, 1)] if granularity == "stack" else [(0, 0), (1, 1)]:
+        start, end = calls[first], calls[last]
+        M, U = dense(plan_calls[start.first_plan].plan)
+        x = start.args[0]
+        merged = out = M @ x
+        assert merged.shape == (4, 18, x.shape[2])
+        for block in blocks[first : last + 1]:
+            out = block(out, context=start.kwargs["context"], transformer_options=options_of(start))
+        torch.testing.assert_close(end.out, x + U @ (out - merged), **CLOSE)
 
 
 @pytest.mark.compat
@@ -97,14 +88,9 @@ def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, cha
     """After an attention patch, keys and values need not have the length of queries, but must have equal lengths."""
 
     def patch(n: Tensor, context: Tensor, value: Tensor, extra_options: Any) -> Any:
-        if change == "context":
-            return n, context * 0.5, value
-        if change == "value":
-            return n, context, value * 0.5
-        if change == "query":
-            return n * 0.5, context, value
         longer = torch.cat([context, context * 0.5], 1)
-        return n, longer, longer
+        changed = {"context": (n, context * 0.5, value), "value": (n, context, value * 0.5)}
+        return {**changed, "query": (n * 0.5, context, value), "longer context": (n, longer, longer)}[change]
 
     foreign = unet.clone()
     foreign.set_model_attn1_patch(patch)
@@ -116,8 +102,6 @@ def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, cha
 
 def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, attach: Any, stats_of: Any) -> None:
     """The replacement multiplies by a mask in the shape of the activations, as IPAdapter's replacement does."""
-    from comfy.ldm.modules.attention import optimized_attention
-
     seen = []
 
     def replacement(q: Tensor, k: Tensor, v: Tensor, extra_options: Any) -> Tensor:
@@ -140,15 +124,13 @@ def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, 
 
 def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:
     """Stacks of a video UNet mix the frames, so the frames cannot be merged one by one."""
-    adapter = pack_module("nodes.adapters.families.unet")
-    assert pack_module("nodes.adapters.registry").is_of(adapter, models.unet().model.diffusion_model)
-    assert not pack_module("nodes.adapters.registry").is_of(adapter, models.flux().model.diffusion_model)
-    video = models.unet().model.diffusion_model
-    from comfy.ldm.modules.attention import SpatialVideoTransformer
-
+    is_of, adapter = pack_module("nodes.adapters.registry").is_of, pack_module("nodes.adapters.families.unet")
+    network = models.unet().model.diffusion_model
+    assert is_of(adapter, network)
+    assert not is_of(adapter, models.flux().model.diffusion_model)
     stack = SpatialVideoTransformer(64, 4, 16, depth=1, context_dim=48, use_linear=True, timesteps=2)
-    video.input_blocks[4][1] = stack
-    assert not pack_module("nodes.adapters.registry").is_of(adapter, video)
+    network.input_blocks[4][1] = stack
+    assert not is_of(adapter, network)
 
 
 @pytest.mark.compat
@@ -166,24 +148,13 @@ def test_sag_reads_the_attention_map_of_all_tokens(
 
 def test_control_is_added_to_unmerged_activations(unet: Any, attach: Any, stats_of: Any) -> None:
     """A ControlNet's residuals are added between stacks, where all tokens are present."""
-    import comfy.controlnet
 
-    class Residuals(comfy.controlnet.ControlBase):
-        def get_control(self, x: Tensor, t: Any, cond: Any, batched: int, options: Any) -> Any:
-            coarse = torch.full((x.shape[0], 64, 6, 6), 3.0)
-            return {"middle": [coarse], "output": [None] * 8 + [coarse], "input": []}
+    def residuals(x: Tensor, _: Tensor) -> dict[str, Any]:
+        coarse = torch.full((x.shape[0], 64, 6, 6), 3.0)
+        return {"middle": [coarse], "output": [None] * 8 + [coarse], "input": []}
 
-        def copy(self) -> Any:
-            return self
-
-        def get_models(self) -> list[Any]:
-            return []
-
-    model = attach(unet)
-    positive, negative = (
-        models.conditioning(unet, seed=s, control=Residuals(), control_apply_to_uncond=True) for s in (1, 2)
-    )
-    controlled = models.sample(model, SIDE, SIDE, steps=1, positive=positive, negative=negative)
+    model, conds = attach(unet), prompts_of(unet, control=Control(residuals), control_apply_to_uncond=True)
+    controlled = models.sample(model, SIDE, SIDE, steps=1, **conds)
     assert controlled.isfinite().all()
     assert not torch.equal(controlled, models.sample(model, SIDE, SIDE, steps=1))
     assert len(stats_of(model).merged_blocks) == 17

@@ -6,27 +6,20 @@ import math
 from typing import Any
 
 import torch
+from comfy.samplers import KSAMPLER
 
-from scripts.comfy_pack import pack_module
-from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
-from tests.nodes.adapters.kv_helpers import preset
+from tests.nodes.adapters.helpers import balanced, custom_sampled
 
 STEPS = 20
 
 
 @loop(("change", "evaluations"), [("0.9", 1), ("0.9", 2), ("0.6", 1), ("wave", 1), ("wave", 2)])
-@torch.no_grad()
 def test_as_many_steps_are_merged_as_where_they_are_reported(
-    change: str, evaluations: int, model_of: Any, stats_of: Any
+    change: str, evaluations: int, flux: Any, stats_of: Any
 ) -> None:
-    import comfy.sample
-    from comfy.samplers import KSAMPLER
-
-    model = model_of("flux")
-    merged = pack_module("nodes.adapters.patch_model").apply_toma(model, preset("balanced"))
-    conds = [models.conditioning(model, seed=seed) for seed in (1, 2)]
+    merged = balanced(flux)
 
     def run(reports: bool) -> Any:
         def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
@@ -41,9 +34,7 @@ def test_as_many_steps_are_merged_as_where_they_are_reported(
                 x = denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
             return x
 
-        latent, sigmas = models.empty(model, HEIGHT, WIDTH, 1, 1), torch.linspace(1, 0, STEPS + 1)
-        noise = comfy.sample.prepare_noise(latent, 5)
-        comfy.sample.sample_custom(merged, noise, 3.0, KSAMPLER(function), sigmas, *conds, latent, disable_pbar=True)
+        custom_sampled(merged, KSAMPLER(function), torch.linspace(1, 0, STEPS + 1), HEIGHT, WIDTH)
         return stats_of(merged)
 
     told = run(True)

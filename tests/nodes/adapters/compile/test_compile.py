@@ -108,30 +108,32 @@ def test_a_profile_takes_a_graph_for_each_sigma_range(model: Any) -> None:
         assert backend.graphs == 3
 
 
+def check_graphs(merged: Any, inside: bool, graphs: int, steps: int) -> Any:
+    """Check that the compiled model gives equal latents and compiles nothing in a second run. Return this model."""
+    plain, backend = models.sample(merged, SIDE, SIDE, steps=steps), Counting()
+    model = compiled(merged, backend, inside)
+    assert torch.equal(models.sample(model, SIDE, SIDE, steps=steps), plain)
+    warm = backend.graphs
+    assert warm == graphs if inside else warm > graphs
+    assert torch.equal(models.sample(model, SIDE, SIDE, steps=steps), plain)
+    assert backend.graphs == warm
+    return model
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_residual_cache_is_used_in_a_compiled_run(model: Any, attach: Any, stats_of: Any, inside: bool) -> None:
-    settings = {"full_step_interval": 2}
-    plain_model = attach(model, **settings)
-    plain = models.sample(plain_model, SIDE, SIDE, steps=5)
-    assert stats_of(plain_model).cache_bytes
-    backend = Counting()
-    compiled_model = compiled(attach(model, **settings), backend, inside)
-    assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=5), plain)
-    assert stats_of(compiled_model).cache_bytes == stats_of(plain_model).cache_bytes
-    warm = backend.graphs
-    assert warm == 3 if inside else warm > 3, "full with caches, merged, and full at the end"
-    assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=5), plain)
-    assert backend.graphs == warm
+    """A run has graphs of a refresh, of merged steps, and of the full step at the end."""
+    plain, merged = (attach(model, full_step_interval=2) for _ in range(2))
+    models.sample(plain, SIDE, SIDE, steps=5)
+    compiled_model = check_graphs(merged, inside, 3, steps=5)
+    assert stats_of(compiled_model).cache_bytes == stats_of(plain).cache_bytes > 0
 
 
 def test_a_grid_too_small_to_merge_breaks_no_graph(model: Any, attach: Any, stats_of: Any) -> None:
     """`min_tokens` 0 (Auto) does not merge this grid, so ToMA puts no hooks into the model."""
-    settings = {"min_tokens": 0}
-    plain_model, backend = attach(model, **settings), Counting()
-    compiled_model = compiled(attach(model, **settings), backend, inside=True)
-    plain = models.sample(plain_model, SIDE, SIDE, steps=2)
-    assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=2), plain)
-    assert backend.graphs == 1
+    plain_model, merged = (attach(model, min_tokens=0) for _ in range(2))
+    models.sample(plain_model, SIDE, SIDE, steps=2)
+    compiled_model = check_graphs(merged, True, 1, steps=2)
     assert stats_of(compiled_model).unmerged == stats_of(plain_model).unmerged
 
 
@@ -159,8 +161,7 @@ def test_other_sizes_and_batches_run(model: Any, attach: Any) -> None:
 
 @pytest.mark.parametrize("each", [False, True], ids=["model", "each block"])
 def test_prompts_of_other_lengths(attach: Any, each: bool) -> None:
-    """A second length compiles every graph once more, with the number of text tokens as a variable. Later lengths reuse
-    these graphs."""
+    """A second length compiles every graph again, with a variable text length. Later lengths reuse these graphs."""
     model, backend = models.flux(double=2, single=3), Counting()
     blocks = [f"diffusion_model.{kind}_blocks.{n}" for kind, n in (("double", 2), ("single", 3)) for n in range(n)]
     toma, compiled_model = attach(model), compiled(attach(model), backend, inside=True, keys=blocks if each else None)
@@ -191,14 +192,10 @@ def test_another_size_before_another_prompt(attach: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
-    """Compile one or two blocks, as other packs do. A chain of merged blocks may then begin in the graph of one block
-    and end outside of it."""
+    """A chain of merged blocks may begin in the graph of one block and end outside of it."""
     plain = models.sample(attach(flux), SIDE, SIDE, steps=3)
-    for keys in (
-        ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.2"],
-        ["diffusion_model.single_blocks.0"],
-    ):
-        toma = compiled(attach(flux), Counting(), inside, keys)
+    for blocks in (("double_blocks.0", "single_blocks.2"), ("single_blocks.0",)):
+        toma = compiled(attach(flux), Counting(), inside, [f"diffusion_model.{block}" for block in blocks])
         assert torch.equal(models.sample(toma, SIDE, SIDE, steps=3), plain)
 
 
@@ -244,14 +241,11 @@ def test_inductor(model: Any, attach: Any) -> None:
 
 
 def test_later_runs_without_toma(model: Any, attach: Any) -> None:
-    plain = models.sample(model, SIDE, SIDE, steps=3)
-    settings = {"full_step_interval": 2}
-    toma = models.sample(attach(model, **settings), SIDE, SIDE, steps=3)
+    plain, merged = models.sample(model, SIDE, SIDE, steps=3), attach(model, full_step_interval=2)
+    toma = models.sample(merged, SIDE, SIDE, steps=3)
     for inside in (True, False, True):
         backend = Counting()
-        assert torch.equal(
-            models.sample(compiled(attach(model, **settings), backend, inside), SIDE, SIDE, steps=3), toma
-        )
+        assert torch.equal(models.sample(compiled(merged, backend, inside), SIDE, SIDE, steps=3), toma)
         assert torch.equal(models.sample(compiled(model, backend), SIDE, SIDE, steps=3), plain)
 
 

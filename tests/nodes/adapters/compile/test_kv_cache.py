@@ -10,11 +10,12 @@ import torch
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.nodes.adapters import test_kv_cache as eager
-from tests.nodes.adapters.cards import a_card, balanced, compared, sampled
+from tests.nodes.adapters.cards import a_card, compared, sampled
 from tests.nodes.adapters.compile import test_compile
 from tests.nodes.adapters.compiling import Counting, compiled
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
-from tests.nodes.adapters.kv_helpers import KEYS, preset
+from tests.nodes.adapters.helpers import balanced
+from tests.nodes.adapters.kv_helpers import KEYS
 
 fresh_compiler = test_compile.fresh_compiler
 without_overrides = eager.without_overrides
@@ -22,13 +23,7 @@ without_overrides = eager.without_overrides
 
 @pytest.mark.parametrize(("kind", "packed"), [*((kind, False) for kind in eager.SHOWN), ("flux", True), ("wan", True)])
 def test_the_same_inside_the_graphs_of_a_compiled_model(
-    kind: str,
-    packed: bool,
-    model_of: Any,
-    attach: Any,
-    stats_of: Any,
-    fresh_compiler: None,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, packed: bool, model_of: Any, attach: Any, stats_of: Any, fresh_compiler: None, monkeypatch: Any
 ) -> None:
     """The KV cache is in full precision or in 4 bits (`packed`). Most families need at most three graphs."""
     model_of(kind)  # skips models that this ComfyUI lacks
@@ -61,10 +56,8 @@ def test_the_same_beside_the_prefix_cache_of_qwen_image_21(attach: Any, stats_of
 def test_attention_without_overrides_is_noticed_inside_the_graphs(
     stats_of: Any, without_overrides: None, fresh_compiler: None
 ) -> None:
-    run, asked = pack_module("nodes.adapters.patch_model"), {"frames": 3, "steps": 6, "cfg": 1.0}
-    model = models.wan(layers=2)
-    plain = run.apply_toma(model, preset("balanced"))
-    merged = compiled(run.apply_toma(model, preset("balanced")), Counting(), inside=True)
+    model, asked = models.wan(layers=2), {"frames": 3, "steps": 6, "cfg": 1.0}
+    plain, merged = balanced(model), compiled(balanced(model), Counting(), inside=True)
     assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, plain)))
     assert stats_of(merged).without_kv_cache == stats_of(plain).without_kv_cache == eager.NOT_ASKED
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import comfy.sample
 import pytest
 import torch
+from comfy.samplers import calculate_sigmas, sampler_object
 from torch import Tensor
 
+from demo.conditioning import conditioning, empty_latent, seeded_noise
+from demo.scenes import scene_from_seed
 from tests.loop import loop
 from tests.nodes.adapters import test_evaluations as quick
 from tests.nodes.adapters.test_evaluations import Trained
@@ -25,32 +29,13 @@ def trained(pack: Any) -> Trained:
 
 def errors(trained: Trained, sampler: str) -> Tensor:
     """Return the error of merging for each of three pictures of 64 x 64 pixels."""
-    import comfy.sample
-    from comfy.samplers import calculate_sigmas, sampler_object
-
-    from demo.conditioning import conditioning, empty_latent, seeded_noise
-    from demo.scenes import scene_from_seed
-
-    seeds = range(93_000, 93_003)
-    positive, negative = (
-        conditioning(scenes, trained.guidance) for scenes in (list(map(scene_from_seed, seeds)), [None])
-    )
+    seeds = [93_000, 93_001, 93_002]
+    scenes = list(map(scene_from_seed, seeds)), [None]
+    conds = [conditioning(each, trained.guidance) for each in scenes]
     sigmas = calculate_sigmas(trained.model.get_model_object("model_sampling"), "simple", trained.steps)
+    settings = trained.cfg, sampler_object(sampler), sigmas, *conds, empty_latent(64, 64, len(seeds))
     own, found = (
-        comfy.sample.sample_custom(
-            *(
-                model,
-                seeded_noise(list(seeds), 64, 64),
-                trained.cfg,
-                sampler_object(sampler),
-                sigmas,
-                positive,
-                negative,
-            ),
-            empty_latent(64, 64, len(seeds)),
-            seed=1,
-            disable_pbar=True,
-        )
+        comfy.sample.sample_custom(model, seeded_noise(seeds, 64, 64), *settings, seed=1, disable_pbar=True)
         for model in (trained.model, trained.merged)
     )
     return (found - own).flatten(1).norm(dim=1) / own.flatten(1).norm(dim=1)
@@ -74,8 +59,7 @@ def test_samplers_that_draw_new_noise(trained: Trained, usual: dict[int, float],
 
 
 def test_prompts_that_take_turns_in_a_larger_picture(pack: Any) -> None:
-    """A plan is made from the picture that the previous step with the plan's own prompt predicted. With plans from the
-    other prompt's picture, the error was 0.10."""
+    """With plans from the other prompt's picture, the error was 0.10."""
     larger = Trained("few")
     larger.size = 64
     assert larger.error(positive=by_turns(larger)) < 0.09

@@ -1,0 +1,76 @@
+"""Run tests of `make test` with the models, presets, samplers and settings that it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.loop import loop
+from tests.nodes.adapters import test_evaluations as evaluations
+from tests.nodes.adapters import test_free_memory as free_memory
+from tests.nodes.adapters import test_kv_cache as kv_cache
+from tests.nodes.adapters import test_public_reports as public_reports
+from tests.nodes.adapters import test_sigmas as sigmas
+from tests.nodes.adapters import test_tiled_sampling as tiled
+from tests.nodes.adapters.helpers import every_kind
+
+trained, plain_run, plain, usual = evaluations.trained, evaluations.plain_run, evaluations.plain, evaluations.usual
+unmerged, lab, received, own_reads = free_memory.unmerged, public_reports.lab, sigmas.received, sigmas.own_reads
+compat = pytest.mark.compat
+
+
+def again(test: Any, names: str, values: Iterable[Any]) -> Callable[..., None]:
+    """Return a test with other values. names: of the parameters, with commas."""
+    result: Callable[..., None] = loop(tuple(names.split(",")), values)(test.looped)
+    return result
+
+
+def without(left_out: Iterable[Any], *values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    return [each for each in product(*values) if each not in left_out]
+
+
+CHANGED = without(evaluations.CHANGED, (0.9, 0.6, 1.1), (True, False))
+test_a_sigma_that_is_changed_on_purpose = again(
+    evaluations.test_a_sigma_that_is_changed_on_purpose, "factor,wraps", CHANGED
+)
+test_another_size_in_the_same_run = again(evaluations.test_another_size_in_the_same_run, "shape", [("wide",)])
+
+RUNS = without(free_memory.RUNS, free_memory.PRESETS, ("two", "late"))
+test_joined_and_split_calls_give_one_picture = every_kind(
+    compat(again(free_memory.test_joined_and_split_calls_give_one_picture, "name,prompts", RUNS))
+)
+
+MORE = [kind for kind in kv_cache.SHOWN if kind not in kv_cache.FEW]
+STILL = [(kind, 1, 0) for kind in kv_cache.SHOWN] + [(kind, 2, 0) for kind in MORE if kind not in kv_cache.ALONE]
+test_without_changes_a_merged_step_equals_the_models_own = again(
+    kv_cache.test_without_changes_a_merged_step_equals_the_models_own,
+    "kind,batch,frames",
+    [*STILL, ("hunyuan", 1, 3), ("ltx_av", 1, 3)],
+)
+# families/test_qwen21.py tests Qwen-Image 2.1, because its text and image attend in separate calls.
+test_keys_are_propagated_as_their_destinations_change = again(
+    kv_cache.test_keys_are_propagated_as_their_destinations_change, "kind", without([("qwen_image21",)], MORE)
+)
+KEPT = without([(kind,) for kind in kv_cache.PRESET_KINDS], kv_cache.LAYOUTS)
+test_presets_keep_keys_where_they_can = again(kv_cache.test_presets_keep_keys_where_they_can, "kind", KEPT)
+
+test_report = again(public_reports.test_report, "tried", [(tried,) for tried in public_reports.THOROUGH])
+
+KNOWN = without(sigmas.KNOWN, sigmas.SAMPLERS, ("unet", "flux"), ("simple", "karras"))
+test_known_samplers_keep_to_their_schedule = compat(
+    again(sigmas.test_known_samplers_keep_to_their_schedule, "sampler,kind,scheduler", KNOWN)
+)
+PRESETS = without(sigmas.PRESETS, ("balanced", "quality", "paper"), ("euler", "dpmpp_2m", "er_sde"))
+test_nothing_is_read_inside_the_steps = every_kind(
+    again(sigmas.test_nothing_is_read_inside_the_steps, "preset,sampler", PRESETS)
+)
+
+IN_ANY_ORDER = without(tiled.IN_ANY_ORDER, tiled.KINDS, tiled.PRESETS)
+test_a_tile_does_not_depend_on_the_others = compat(
+    again(tiled.test_a_tile_does_not_depend_on_the_others, "kind,name", IN_ANY_ORDER)
+)
+SPLIT = without(tiled.SPLIT, tiled.KINDS, tiled.PRESETS)
+test_joined_and_split_calls_agree_on_tiles = again(tiled.test_joined_and_split_calls_agree_on_tiles, "kind,name", SPLIT)
