@@ -50,7 +50,7 @@ class Runner:
         config = run.config_for(attachment.settings, self.patched)
         self.looks = bool(config.kv_cache)
         sampling = run.SamplingRun.start(config, None, _LEVELS if self.looks else [1.0, 0.0])
-        sampling.run.quantized = self.variant.packs
+        sampling.run.cache.quantized = self.variant.packs
         if self.variant.in_host_memory:
             sampling.run.cache.host = place.host_memory(self.patched.load_device)
         if self.plain:

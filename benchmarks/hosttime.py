@@ -60,8 +60,8 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     PyTorch."""
     config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
     layout, state = pack_module("toma_core.windows"), pack_module("toma_core.run")
-    propagation, regressing = pack_module("toma_core.propagation"), pack_module("toma_core.latent_regression")
-    windows = layout.make_windows(*_GRID, config.WindowShape.TILE, _WINDOW)
+    propagation, regressing = pack_module("toma_core.pipeline"), pack_module("toma_core.latent_regression")
+    windows = layout.make_windows(*_GRID, _WINDOW)
     toma = config.ToMAConfig(window_size=_WINDOW)
     schedule = pack_module("toma_core.schedule").Schedule(toma)
     trial = pack_module("toma_core.kernels.dispatch")

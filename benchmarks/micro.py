@@ -130,10 +130,10 @@ def operands(
     grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Operands], Any, Any]:
     """Return copies of the operands, more than a cache holds, and the windows and budget."""
-    config, core = pack_module("toma_core.config"), pack_module("toma_core.merge")
+    core = pack_module("toma_core.merge")
     layout, selection = pack_module("toma_core.windows"), pack_module("toma_core.selection")
     x = grid.tokens(batch, dtype, device)
-    windows = layout.make_windows(grid.height, grid.width, config.WindowShape.TILE, 8)
+    windows = layout.make_windows(grid.height, grid.width, 8)
     windows, budget = windows.to(device), layout.make_budget(windows.counts, ratio).to(device)
     similarity = selection.cosine_similarity(windows.split(x))
     picks = selection.select(similarity, windows, budget)
@@ -153,7 +153,7 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     are checked."""
     core = pack_module("toma_core.merge")
     selection = pack_module("toma_core.selection")
-    propagate = pack_module("toma_core.propagation").unmerge_residual_cached
+    propagate = pack_module("toma_core.pipeline").unmerge_residual_cached
     x, plan = first.x, first.plan
     exact = core.weigh(windows.split(x), plan.dest_slots, windows, budget, SCALE, torch.float32)
     (batch, N, C), D, element = x.shape, plan.num_destinations, x.element_size()

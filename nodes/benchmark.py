@@ -13,8 +13,8 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from comfyui_version import __version__ as comfyui
 
 from ..toma_core import UserSettings
+from ..toma_core.config import ConfigError
 from ..toma_core.reasons import Message, MessageId
-from ..toma_core.setting_spec import ConfigError
 from . import timing, widgets
 from .adapters.kv_memory import dtype_of
 from .merge_map_image import as_image

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..toma_core import ToMAConfig, UserSettings
 from ..toma_core.calibration import UNMERGED, Cell, Option, choose, saved_by
+from ..toma_core.config import ConfigError, Refusal, shown
 from ..toma_core.profile import Profile
 from ..toma_core.reasons import Message, MessageId
-from ..toma_core.setting_spec import ConfigError, Refusal, shown
 from . import widgets
 from .adapters.attachment import config_for, last_stats
 from .adapters.blocks import BlockFacts

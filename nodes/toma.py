@@ -10,10 +10,10 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..toma_core import ToMAConfig, UserSettings
+from ..toma_core.config import ConfigError
 from ..toma_core.profile import fitted, parsed
 from ..toma_core.reasons import Message
 from ..toma_core.schedule import RatioSchedule
-from ..toma_core.setting_spec import ConfigError
 from . import validate_inputs, widgets
 from .adapters.patch_model import apply_toma, config_for
 from .adapters.registry import blocks_of, fingerprint

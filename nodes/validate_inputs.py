@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..toma_core.config import ConfigError, shown
 from ..toma_core.reasons import MessageId
-from ..toma_core.setting_spec import ConfigError, shown
 from .adapters.streams import first_of_nested
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..toma_core.config import ToMAConfig, setting_spec
-from ..toma_core.presets import PRESETS, ModelKind
-from ..toma_core.user_settings import UserSettings
+from ..toma_core.presets import PRESETS, ModelKind, UserSettings
 from .adapters.report_text import label
 
 _TEXTS = Path(__file__).parents[1] / "locales" / "en" / "nodeDefs.json"

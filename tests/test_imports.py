@@ -38,8 +38,7 @@ class Room:
 
 # The room of a file is the first one whose path contains the file.
 ROOMS = (
-    Room("toma_core/setting_spec.py", ("toma_core/reasons",), frozenset()),
-    Room("toma_core/config.py", ("toma_core/setting_spec", "toma_core/reasons"), frozenset()),
+    Room("toma_core/config.py", ("toma_core/reasons",), frozenset()),
     Room("toma_core/kernels/triton", ("toma_core",), frozenset({"torch", "triton"})),
     Room("toma_core", ("toma_core",), frozenset({"torch"}), frozenset({"triton"})),
     Room("nodes/adapters", ("nodes/adapters", "toma_core"), None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class _Entry(NamedTuple):
     number: int
     chunks: int
 
-    def chunk(self) -> Stored:
+    def chunk(self) -> Any:
         return self.tensor.chunk(self.chunks)[self.number]
 
 
@@ -43,6 +43,7 @@ class Cache:
     # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. Never set within a
     # merged step, where a block may have read the cached keys of all tokens and would then find no cached values.
     disabled: bool = False
+    quantized: bool = False  # keys and values are stored in four bits per element
     host: HostMemory | None = None  # holds the keys and values that do not fit on the card; None if all fit
     quantize: Callable[[Tensor], Tensor | Int4Tensor] = quantize
     dequantize: Callable[[Int4Tensor], Tensor] = Int4Tensor.dequantize
@@ -52,16 +53,13 @@ class Cache:
 
     @property
     def keys(self) -> Keys:
-        """The keys of all entries."""
         return tuple(self._entries)
 
     def holds(self, keys: Keys) -> bool:
-        """Return whether there is an entry under each key."""
         with self.lock:
             return all(key in self._entries for key in keys)
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Drop the entries under these keys."""
         with self.lock:
             for entry in (self._entries.pop(key) for key in keys if key in self._entries):
                 self._chunks[id(entry.tensor)] -= 1
@@ -71,64 +69,45 @@ class Cache:
                     if self.host is not None:
                         self.host.dropped(entry.tensor)
 
-    def put(self, keys: Keys, given: Tensor, quantized: bool = False, kv: bool = False) -> None:
+    def put(self, keys: Keys, update: Tensor, kv: bool = False) -> None:
         """Split (B, N, C) along the batch into equal chunks, and store one under each key.
 
-        quantized: store four bits per element. kv: whether the tensor holds keys or values, which may lie in main
-        memory. Raises `torch.OutOfMemoryError`.
+        kv: whether the tensor holds keys or values, which may lie in main memory. Raises `torch.OutOfMemoryError`.
         """
         with self.lock:
             if not self.disabled:
-                self._put(keys, self.quantize(given) if quantized else given, self.host if kv else None)
+                self._put(keys, self.quantize(update) if kv and self.quantized else update, self.host if kv else None)
 
     def _put(self, keys: Keys, update: Tensor | Int4Tensor, host: HostMemory | None) -> None:
-        chunks = update.chunk(len(keys))
+        chunks: Sequence[Any] = update.chunk(len(keys))
         before = [self._entries.get(key) for key in keys]
         replaced = Counter(id(entry.tensor) for entry in before if entry)
         # Conditions that were evaluated in one call before, and are evaluated in separate calls now, share a tensor.
         # Write each chunk into the shared tensor, because a new tensor beside it would double the memory.
         apart = any(self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)] for entry in before if entry)
-        if not apart or len(chunks) != len(keys):
-            self._replace(keys, before, update, host)
-        else:
-            for index, key in enumerate(keys):
-                entry, part = before[index], chunks[index]
-                mine: Any = entry.chunk() if entry else None
-                if entry and _alike(mine, part):
+        old = None if host is None else _complete([entry for entry in before if entry], len(keys))
+        if apart and len(chunks) == len(keys):
+            for key, entry, part in zip(keys, before, chunks, strict=True):
+                if entry and _alike(mine := entry.chunk(), part):
                     mine.copy_(part)
                 else:
                     own = part.clone()
                     self._set(key, _Entry(own if host is None else host.place(own), 0, 1))
+        elif isinstance(old, Parked) and old.buffer.fits(update):
+            old.copy_(update)
+        else:
+            stored = update if host is None else host.place(update, instead=old)
+            for index, key in enumerate(keys):
+                self._set(key, _Entry(stored, index, len(keys)))
         self.peak_bytes = max(self.peak_bytes, self.held)
         if host is not None:
             host.note(str(keys[0][0]))
-
-    def _replace(
-        self, keys: Keys, before: list[_Entry | None], update: Tensor | Int4Tensor, host: HostMemory | None
-    ) -> None:
-        stored: Stored = update
-        if host is not None:
-            old = _complete([entry for entry in before if entry], len(keys))
-            if isinstance(old, Parked) and old.buffer.fits(update):
-                old.copy_(update)
-                return
-            stored = host.place(update, instead=old)
-        for index, key in enumerate(keys):
-            self._set(key, _Entry(stored, index, len(keys)))
 
     def _set(self, key: Key, entry: _Entry) -> None:
         self.drop([key])
         self._entries[key] = entry
         self.held += entry.tensor.nbytes if not self._chunks[id(entry.tensor)] else 0
         self._chunks[id(entry.tensor)] += 1
-
-    def disable(self) -> bool:
-        """Drop all entries and store nothing afterwards. Return whether there was any entry."""
-        with self.lock:
-            held = bool(self._entries)
-            self.disabled = True
-            self.clear()
-            return held
 
     def read(self, keys: Keys, like: Tensor) -> Tensor | None:
         """Return the tensors under the keys, concatenated: (B, N, C) with the shape, dtype and device of `like`.
@@ -170,7 +149,6 @@ class Cache:
             self.host.free_staging(device)
 
     def clear(self) -> None:
-        """Drop all entries."""
         with self.lock:
             self._entries.clear()
             self._chunks.clear()
@@ -181,11 +159,8 @@ class Cache:
 
 def _complete(entries: list[_Entry], chunks: int) -> Stored | None:
     """Return the tensor of these entries if they are all of its chunks in order, else None."""
-    if len(entries) < chunks or not all(
-        entry.tensor is entries[0].tensor and entry[1:] == (n, chunks) for n, entry in enumerate(entries)
-    ):
-        return None
-    return entries[0].tensor
+    together = all(e.tensor is entries[0].tensor and e[1:] == (n, chunks) for n, e in enumerate(entries))
+    return entries[0].tensor if together and len(entries) == chunks else None
 
 
 def _alike(a: Stored, b: Stored) -> bool:

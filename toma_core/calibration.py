@@ -1,9 +1,8 @@
 """Choose ratios from measured errors, so that a given share of the work is saved at the least error.
 
 The paper has no calibration. A *site* is a group of adjacent blocks with one ratio, a *band* a range of noise levels,
-and a *cell* a site in a band. Squared errors of blocks add up (docs/fidelity.md), so finding the best ratio for each
-cell is a knapsack problem. Choosing greedily along the lower hull of each cell's options is optimal except for the last
-option chosen.
+and a *cell* a site in a band. Squared errors of blocks add up (docs/fidelity.md), so this is a knapsack problem:
+choosing greedily along the lower hull of each cell's options is optimal except for the last option chosen.
 """
 
 from __future__ import annotations
@@ -51,11 +50,8 @@ def _price(a: Option, b: Option) -> float:
 
 
 def choose(table: Mapping[Cell, Sequence[Option]], saved: float) -> Choice:
-    """Return the choice with the smallest error that saves the share `saved` of the work; if no choice saves as much,
-    the choice that saves most.
-
-    Without its last option, the choice saves less than `saved`. Of equally good options, the first in `table` is taken.
-    """
+    """Return the choice with the smallest error that saves the share `saved` of the work, or else the one that saves
+    most. Of equally good options, the first in `table` is taken."""
     pieces = [(_price(*pair), cell, pair[1]) for cell, options in table.items() for pair in pairwise(hull(options))]
     choice: Choice = {}
     for _, cell, option in sorted(pieces, key=lambda piece: piece[0]):

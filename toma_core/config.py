@@ -1,16 +1,61 @@
-"""Define the field, range, default and tooltip of every setting. Presets override the defaults.
-
-`ToMAConfig` is frozen, because all runs of a model share it. The state of one run is a `run.RunState`.
-"""
+"""Define the field, range, default and tooltip of every setting. Presets override the defaults."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple
 
-from .setting_spec import ConfigError, Refusal, SettingSpec, checked, option
+from .reasons import MessageError, MessageId
+
+
+class Refusal(MessageId):
+    """Why a value or a model is refused, and what to do. Comments describe parameters."""
+
+    NOT_A_SWITCH = "not_a_switch"  # setting: its id; value: what was given
+    OUT_OF_RANGE = "out_of_range"  # setting, value: as above; kind: of number; low, high: its range; usual: its default
+    NOT_A_CHOICE = "not_a_choice"  # setting, value: as above; choices: the values that are allowed
+    START_AFTER_END = "start_after_end"  # start, end: the two fractions
+    FULL_STEP_INTERVAL_ONE = "full_step_interval_one"
+    A_NUMBER = "a_number"
+    A_WHOLE_NUMBER = "a_whole_number"
+    # Profiles.
+    PROFILE_NOT_TEXT = "profile_not_text"
+    PROFILE_DAMAGED = "profile_damaged"  # what: the damage, in English
+    PROFILE_OTHER_MODEL = "profile_other_model"  # made, model: fingerprints of the profile's model and of this model
+    PROFILE_NEWER = "profile_newer"  # schema: version of the profile; known: the newest version that can be read
+    PROFILE_UNUSED = "profile_unused"  # problem: a message
+
+
+class ConfigError(MessageError):
+    """A value that cannot be used. The message names the setting, what is allowed and what to do."""
+
+
+@dataclass(frozen=True)
+class SettingSpec:
+    """Default and help text of a setting; for a number also its range (both ends allowed) and step."""
+
+    default: Any
+    tooltip: str
+    minimum: float = 0.0
+    maximum: float = 0.0
+    step: float = 0.0
+    internal: bool = field(default=False, kw_only=True)  # no node has the setting, only presets set it
+
+
+def option(default: Any, tooltip: str, bounds: tuple[float, ...] = (), *, internal: bool = False) -> Any:
+    """Return a dataclass field with a `SettingSpec`. bounds: a number's minimum, maximum and step."""
+    return field(default=default, metadata={"spec": SettingSpec(default, tooltip, *bounds, internal=internal)})
+
+
+def shown(value: Any) -> str:
+    """Return a value as text for a message, on one line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write integers of thousands of digits
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 class Granularity(str, Enum):
@@ -19,14 +64,6 @@ class Granularity(str, Enum):
     MODULE = "module"
     BLOCK = "block"
     STACK = "stack"
-
-
-class WindowShape(str, Enum):
-    """The shape of the local windows in which destinations are selected and tokens merged."""
-
-    TILE = "tile"
-    STRIPE = "stripe"
-    GLOBAL = "global"
 
 
 class SimilarityFrom(str, Enum):
@@ -51,8 +88,7 @@ TRANSFORMER_RATIOS = RatioAdvice(0.25, 0.5, 0.6)
 
 
 class KVCache(str, Enum):
-    """Whether merged blocks attend to all tokens, and where cached keys and values may lie. `True` converts to `ON` and
-    `False` to `OFF`; as a bool, only `OFF` is false."""
+    """Whether merged blocks attend to all tokens, and where keys and values may lie. Converts from and to bool."""
 
     ON = "on"
     CARD_ONLY = "on the card only"
@@ -68,11 +104,8 @@ class KVCache(str, Enum):
 
 @dataclass(frozen=True)
 class ToMAConfig:
-    """Every setting of the merge for one model. Raises `ConfigError` on a value outside its range.
-
-    Strings are accepted for the enum fields, and a bool for `kv_cache`. The defaults merge every block at every step;
-    nodes default to the preset `balanced`.
-    """
+    """Every setting of the merge for one model, shared by its runs. Strings are accepted for the enum fields, and a
+    bool for `kv_cache`. The defaults merge every block at every step. Raises `ConfigError` on a refused value."""
 
     ratio: float = option(
         UNET_RATIOS.usual,
@@ -138,12 +171,6 @@ class ToMAConfig:
         (1, 1000, 1),
         internal=True,
     )
-    window_shape: WindowShape = option(
-        WindowShape.TILE,
-        "Shape of the local windows in which tokens are selected and merged. 'tile': squares, the best choice. "
-        "'stripe': bands over the full width. 'global': the whole image at once, very slow on large images.",
-        internal=True,
-    )
     window_size: int = option(
         8,
         "Side of a window in tokens; a stripe holds about its square. Selection in windows of twice the side takes "
@@ -180,8 +207,7 @@ class ToMAConfig:
 
     @property
     def uses_cache(self) -> bool:
-        """Whether full steps cache updates. With granularity `MODULE` they do not, because they would have to cache
-        three activations per block."""
+        """Whether full steps cache updates; with granularity `MODULE` a block would need three entries."""
         return self.full_step_interval > 0 and self.granularity is not Granularity.MODULE
 
     @property
@@ -203,12 +229,29 @@ def setting_spec(name: str) -> SettingSpec:
 
 def check(name: str, value: Any) -> Any:
     """Return the value as a field of `ToMAConfig` holds it (enum, int, float or bool). Raises `ConfigError`."""
-    return checked(name, value, setting_spec(name))
+    spec = setting_spec(name)
+    default = spec.default
+    if isinstance(default, Enum):
+        try:
+            return type(default)(value)
+        except ValueError:
+            choices = tuple(str(member.value) for member in type(default))
+            raise ConfigError(Refusal.NOT_A_CHOICE(setting=name, value=shown(value), choices=choices)) from None
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(Refusal.NOT_A_SWITCH(setting=name, value=shown(value)))
+        return value
+    kind = Refusal.A_WHOLE_NUMBER() if isinstance(default, int) else Refusal.A_NUMBER()
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    inside = number and spec.minimum <= value <= spec.maximum  # NaN is in no range
+    if not inside or (isinstance(default, int) and value != int(value)):
+        limits = {"kind": kind, "low": spec.minimum, "high": spec.maximum, "usual": default}
+        raise ConfigError(Refusal.OUT_OF_RANGE(setting=name, value=shown(value), **limits))
+    return int(value) if isinstance(default, int) else float(value)
 
 
 def resolve_count(amount: float, count: int) -> int:
-    """Return how many of `count` blocks `skip_first_blocks` or `skip_last_blocks` skips. amount: the value of the
-    setting; below 1 it is a share of the blocks, rounded up."""
+    """Return how many of `count` blocks are skipped by `amount`, the value of `skip_first_blocks` or
+    `skip_last_blocks`; below 1 it is a share of the blocks, rounded up."""
     wanted = amount * count if amount < 1 else amount
-    # Ignore an excess of less than 1e-9 over an integer, which is rounding.
-    return min(count, math.ceil(wanted - 1e-9))
+    return min(count, math.ceil(wanted - 1e-9))  # an excess of less than 1e-9 over an integer is rounding

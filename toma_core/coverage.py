@@ -12,11 +12,10 @@ from torch import Tensor
 
 from .cache import Cache, Keys
 
-# Limit of the cache in bytes, in addition to its reserved bytes. Without a limit the cache could fill the card: the
-# update of one chain of a 720p video takes 1.5 GB for two conditions, and ControlNets may split a chain into 40.
+# Limit of the cache in bytes, in addition to its reserved bytes, so that it cannot fill the card: the update of one
+# chain of a 720p video takes 1.5 GB for two conditions, and ControlNets may split a chain into 40.
 MAX_CACHE_BYTES = 4 << 30
-# A cached update is used up to this factor times the sigma at which it was cached. At a higher sigma the sampler must
-# have returned to an earlier step.
+# At a sigma above this factor times that of the refresh, the sampler must have returned to an earlier step.
 _SIGMA_FACTOR = 1.5
 
 
@@ -28,6 +27,13 @@ class Origin(NamedTuple):
     state: Hashable  # stands for ControlNets, weights and positions, on which the entries depend too
     other_steps: tuple[int, ...]  # `step` as counted in other ways, see `decision._begin`
 
+    def serves(self, now: Origin, interval: int) -> bool:
+        """Return whether entries of this origin are valid for the origin `now` and younger than `interval` steps."""
+        if now.state != self.state or not 0 <= now.step - self.step < interval:
+            return False
+        ages = [abs(a - b) for a, b in zip(now.other_steps, self.other_steps, strict=True)]
+        return max(ages) < interval and now.falling <= self.falling * _SIGMA_FACTOR
+
 
 @dataclass(eq=False)
 class _Record:
@@ -38,36 +44,30 @@ class _Record:
 
 @dataclass(eq=False)
 class Coverage:
-    """The records of a run, by signature. A signature names the condition, shape and area that were evaluated.
-
-    Several devices may share the object.
-    """
+    """The records of a run, by signature (of condition, shape and area). Several devices share the object."""
 
     cache: Cache
     _records: dict[Hashable, _Record] = field(default_factory=dict)
-    # Origins of the evaluation in progress, by signature. The key None has the origin for signatures without a key.
-    _now: dict[Hashable, Origin] = field(default_factory=dict)
-    # Equal to `_now` from the start of a refresh until the next evaluation begins, else empty.
-    _refreshing: dict[Hashable, Origin] = field(default_factory=dict)
+    _now: dict[Hashable, Origin] = field(default_factory=dict)  # of the evaluation in progress; None: other signatures
+    _refreshing: dict[Hashable, Origin] = field(default_factory=dict)  # `_now` in a refresh, else empty
     _absent: set[Hashable] = field(default_factory=set)  # signatures announced for a refresh that did not evaluate them
     _interval: int = 1  # age in steps at which entries are dropped
 
     def begin(self, states: Mapping[Hashable, Hashable], origin: Origin, interval: int) -> bool:
         """Begin an evaluation of these conditions; return whether the entries of all of them may be used.
 
-        states: `Origin.state` of each condition. origin: origin of all conditions, except for their states; that of
-        conditions that calls evaluate in addition. interval: number of steps for which entries may be used after a
-        refresh.
+        states: `Origin.state` of each condition. origin: that of all conditions, except for their states.
         """
         with self.cache.lock:
-            self._interval = interval
+            self._interval, records = interval, self._records
             # Do not wait for entries of conditions that the last refresh did not evaluate: some nodes skip conditions.
-            # If the refresh recorded no condition at all, another node skipped the refresh itself.
-            if any(s in self._records and self._records[s].origin == each for s, each in self._refreshing.items()):
-                self._absent.update(s for s in self._refreshing if s is not None and s not in self._records)
+            # If it recorded no condition at all, another node skipped the refresh itself.
+            if any(s in records and records[s].origin == each for s, each in self._refreshing.items()):
+                self._absent.update(s for s in self._refreshing if s is not None and s not in records)
             self._refreshing = {}
             self._now = {None: origin, **{s: origin._replace(state=state) for s, state in states.items()}}
-            return all(s in self._absent or self._holds(s, self._now[s]) for s in states)
+            awaited = states.keys() - self._absent
+            return all(s in records and records[s].origin.serves(self._now[s], interval) for s in awaited)
 
     def refresh(self) -> None:
         """Make the evaluation in progress a refresh."""
@@ -80,31 +80,19 @@ class Coverage:
             self._refreshing = {}
             self.forget({signature for signature, record in self._records.items() if record.layout is None})
 
-    def _holds(self, signature: Hashable, now: Origin) -> bool:
-        record = self._records.get(signature)
-        if (
-            record is None
-            or record.origin.state != now.state
-            or not 0 <= now.step - record.origin.step < self._interval
-        ):
-            return False
-        then = record.origin
-        ages = (abs(a - b) for a, b in zip(now.other_steps, then.other_steps, strict=True))
-        return max(ages, default=0) < self._interval and now.falling <= then.falling * _SIGMA_FACTOR
-
     def fits(self, signatures: Iterable[Hashable], layout: Hashable) -> bool:
         """Return whether these conditions were refreshed by calls of this layout."""
         records = map(self._records.get, signatures)
         return all(record is not None and record.layout == layout for record in records)
 
-    def store(self, keys: Keys, update: Tensor, quantized: bool = False, kv: bool = False) -> None:
+    def store(self, keys: Keys, update: Tensor, kv: bool = False) -> None:
         """Cache (B, N, C), unless the refresh has been broken off. The arguments are those of `Cache.put`."""
         with self.cache.lock:
             if self.cache.disabled or not self._refreshing:
                 return
             self._note({signature for _, signature in keys})
             try:
-                self.cache.put(keys, update, quantized, kv)
+                self.cache.put(keys, update, kv)
             except torch.OutOfMemoryError:
                 self.disable()  # the run can finish without its caches
             self.enforce_limit()
@@ -122,16 +110,13 @@ class Coverage:
         self._absent.difference_update(fresh)
 
     def ended(self, signatures: tuple[Hashable, ...], latent: Tensor | None, layout: Hashable = None) -> None:
-        """Note that a call has written the entries of these conditions.
-
-        latent: the latent of the call, (B, C, ..., H, W); None if entries are not propagated. layout: the layout of the
-        call, None if the call is merged.
-        """
+        """Note that a call has written the entries of these conditions from a latent, (B, C, ..., H, W); None if
+        entries are not propagated. layout: that of the call; None if it is merged."""
         parts = [None] * len(signatures) if latent is None else latent.chunk(len(signatures))
         with self.cache.lock:
-            if layout is not None and not self._refreshing:
-                return  # the refresh has been broken off
             if layout is not None:
+                if not self._refreshing:
+                    return  # the refresh has been broken off
                 # Areas with too few tokens have stored nothing in the refresh, but `fits` expects a record of them.
                 self._note(set(signatures))
             for signature, part in zip(signatures, parts, strict=True):
@@ -151,8 +136,6 @@ class Coverage:
         bounded cache that exceeds the limit even then. Must not be called within a merged step."""
         with self.cache.lock:
             limit = MAX_CACHE_BYTES + self.cache.reserved
-            if self.cache.held <= limit:
-                return
             for signature in sorted(self._records, key=lambda s: self._records[s].origin.step):
                 if self.cache.held > limit and signature not in self._refreshing:
                     self.forget({signature})
@@ -168,8 +151,10 @@ class Coverage:
     def disable(self) -> bool:
         """Drop all records and entries, and store nothing afterwards. Return whether there was any entry."""
         with self.cache.lock:
-            self._records.clear()
-            return self.cache.disable()
+            held = bool(self.cache.keys)
+            self.cache.disabled = True
+            self.clear()
+            return held
 
     def clear(self) -> None:
         """Drop all records and entries, and break off a refresh; the next evaluation is then a refresh."""

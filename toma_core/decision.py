@@ -1,12 +1,4 @@
-"""Decide what an evaluation, a model call and a chain of blocks do: adjust the schedule's `StepMode` by the state of
-the run.
-
-decide           once an evaluation: the schedule's plan, adjusted by the state of the run
-decide_call      once a call of the model, when its chains are known and the model has not run
-decide_tiles     once a call on tiles of the latent
-chain_merges     once a chain, when its tokens are known
-out_of_memory    when memory ran out in a call
-"""
+"""Decide the `StepMode` of an evaluation, a model call and a chain: the schedule's, adjusted by the state of a run."""
 
 from __future__ import annotations
 
@@ -20,11 +12,10 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan, step_at
 
-# A KV cache is used while at most this share of the latent's noise is new: not in the latents of the last evaluations
+# A KV cache is used while at most this share of the latent's noise is in none of the last latents
 # (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
-# In runs whose first steps hardly lower sigma (`Schedule.begins_flat`), a KV cache is used in spite of new noise while
-# at most this share of the latent comes from predictions.
+# If a run begins flat, new noise is ignored while at most this share of the latent comes from predictions.
 _SMALL_SHARE = 0.03
 
 
@@ -36,8 +27,7 @@ class Facts:
     step: int | None = None  # 0-based; None if unknown
     model_sigma: float | None = None  # the model's sigma, if it differs from the sampler's
     unreported: int = 0  # how often the sigma has changed while the sampler reported no steps
-    # `Origin.state` of each condition that takes part, by signature; see `coverage`.
-    conditions: Mapping[Hashable, Hashable] = field(default_factory=dict)
+    conditions: Mapping[Hashable, Hashable] = field(default_factory=dict)  # `Origin.state` by signature
     awaits_prediction: bool = False  # merge plans need a predicted picture, and there is none yet
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
     gradients: bool = False  # gradients are computed, so nothing may be merged or cached
@@ -81,9 +71,8 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
     Guidance takes the difference between conditions, so all of them use caches or none does: if the entries of one
-    condition cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, there is at
-    most one such unscheduled refresh between two scheduled ones; later evaluations without usable entries are merged
-    without caches.
+    condition cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, only one
+    step between two scheduled refreshes becomes such a refresh; later ones merge without caches.
     """
     if run.cache.disabled:
         return _without_cache(run, plan, Reason.CACHE_DISABLED()).mode
@@ -99,10 +88,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
         run.unscheduled = None
     elif held:
         return StepMode.MERGED_CACHED
-    elif merges_plainly(run) and run.unscheduled not in (
-        None,
-        plan.step,
-    ):  # the one unscheduled refresh has already been used
+    elif merges_plainly(run) and run.unscheduled not in (None, plan.step):
         return StepMode.MERGED
     else:
         run.unscheduled = plan.step
@@ -127,10 +113,7 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
 
 def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable) -> StepPlan:
     """Return the plan of a model call and of all later calls of its evaluation: a refresh in place of merging if the
-    caches do not fit the call's chains.
-
-    signatures: one per condition. layout: shapes of the call's latents and chains.
-    """
+    caches of these conditions do not fit `layout`, the shapes of the call's latents and chains."""
     if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.coverage.fits(signatures, layout):
         return plan
     run.coverage.refresh()
@@ -146,15 +129,13 @@ def decide_tiles(run: RunState, plan: StepPlan, several_devices: bool) -> StepPl
 
 
 def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
-    """Return whether a chain with these keys may be merged: False if the plan and the settings need cached entries and
-    some are missing."""
+    """Return whether a chain with these keys may be merged: False if it needs cached entries and some are missing."""
     return plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.cache.holds(keys)
 
 
 def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None:
-    """Drop plans and caches after memory ran out, and return the plan of the repeated evaluation: it is full, as are
-    all later evaluations. Return None where repeating would not help: for a picture without a KV cache, and for an
-    evaluation that is full already."""
+    """Drop plans and caches after memory ran out, and return the plan of the repeated evaluation, which is full as are
+    all later ones. None where this would not help: for a picture without a KV cache, and after a full evaluation."""
     dropped = run.kv_cache and run.coverage.disable()
     if not dropped and (not video or run.disabled_by or plan.mode is StepMode.FULL):
         return None
@@ -170,8 +151,7 @@ def _full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
 
 
 def _without_cache(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
-    """Return the plan of an evaluation without caches: merged if the settings are made for merging without caches,
-    else full."""
+    """Return the plan of an evaluation without caches: merged if the settings are made for that, else full."""
     if plan.mode.merges and merges_plainly(run):
         return plan.with_mode(StepMode.MERGED)
     return _full(run, plan, reason)
@@ -179,7 +159,7 @@ def _without_cache(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
 
 def merges_plainly(run: RunState) -> bool:
     """Return whether the settings are made for merging without caches: they cache nothing, or they skip blocks and have
-    no KV cache. Runs with a KV cache also skip blocks, where memory is short."""
+    no KV cache (runs with one skip blocks if memory is short)."""
     config = run.config
     skips = config.skip_first_blocks > 0 or config.skip_last_blocks > 0
     return not config.uses_cache or (skips and not run.kv_cache)

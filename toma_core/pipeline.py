@@ -5,6 +5,10 @@
     y = restore(out, reduced, x, plan)
 
 with `plan = evaluation.plan(x, grid, scope)`: a stored plan, a new plan, or None to compute all tokens.
+
+A refresh stores a block's update, keys and values. A merged step with a KV cache propagates and stores them; without
+one it only reads the update. The paper has no caches. A block's update changes slowly from step to step, above all in
+its fine structure, which merging loses.
 """
 
 from __future__ import annotations
@@ -12,19 +16,66 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from . import cost_model
-from .cache import Keys
+from .cache import Cache, Keys
 from .config import Granularity
-from .latent_regression import LatentChange
-from .merge import MergePlan, gather_destinations, merge, unmerge_residual
-from .propagation import Cached, Refresh, unmerge_residual_cached
+from .coverage import Coverage
+from .latent_regression import LatentChange, Rotation
+from .merge import MergePlan, add_unmerged, gather_destinations, merge, unmerge_residual
 from .reasons import Message, Reason
 from .run import RunState
 from .schedule import LASTING, StepMode, StepPlan
 from .tiles import TileBatch
 from .windows import Grid
+
+# Weight of the change at destinations if the cached update still fits fully (p = 1 in `unmerge_residual_cached`). It is
+# below 1 because part of the change comes from the merge, not from the step ("The residual cache" in
+# benchmarks/results/fidelity/trials.md).
+DELTA_WEIGHT = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Refresh:
+    """A chain's update, or a block's keys or values, in an evaluation that caches it."""
+
+    coverage: Coverage
+    keys: Keys  # one for each equal chunk of the batch
+    kv: bool = False  # keys or values
+
+    def store(self, update: Tensor) -> None:
+        """Cache an update, (B, N, C)."""
+        self.coverage.store(self.keys, update, self.kv)
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """A chain's update, or a block's keys or values, in a merged evaluation that reads it."""
+
+    cache: Cache
+    keys: Keys  # one for each equal chunk of the batch
+    update: Tensor  # (B, N, C), as cached
+    kv: bool = False  # keys or values
+    change: LatentChange | None = None  # change of the latent; None if unknown, and for tokens of reference images
+
+    def propagate(self, fresh: Tensor, plan: MergePlan, rotation: Rotation | None = None) -> Tensor:
+        """Propagate the update by the change at destinations (see `latent_regression`); cache and return the result,
+        (B, N, C): update + unmerge(fresh - update at destinations) if the change of the latent is unknown.
+
+        fresh: (B, D, C), the new values at destinations. rotation: that of keys. Raises `torch.OutOfMemoryError`.
+        """
+        regression = None if self.change is None else self.change.regression(plan)
+        if regression is not None:
+            propagated = regression.propagate(self.update, fresh, rotation)
+        else:
+            propagated = unmerge_residual(fresh, gather_destinations(self.update, plan), self.update, plan)
+        if propagated.dtype is torch.float16:
+            # Clamp, because the next step would subtract an infinity from itself and get NaN.
+            propagated = propagated.clamp_(-65504, 65504)
+        self.cache.put(self.keys, propagated, self.kv)
+        return propagated
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +104,8 @@ class Evaluation:
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
-        """Return the plan for tokens x of (B, N, C). Blocks with one `scope` share a plan. None in a refresh if plans
-        are made from predicted pictures, because the next plan is made from this refresh's prediction."""
+        """Return the plan for tokens x of (B, N, C), shared by blocks with one `scope`. None in a refresh if plans are
+        made from predicted pictures: the next one is made from this refresh's prediction."""
         if self.refreshes:
             self.run.computed(grid, self.plan_keys)
             if self.run.config.uses_prediction:
@@ -73,29 +124,21 @@ class Evaluation:
 
     def cached(self, block: str, x: Tensor, kv: bool = False, of_latent: bool = True) -> Refresh | Cached | None:
         """Return the block's cache entry for tokens x of (B, N, C): one to write in a refresh, one to read in a merged
-        step. None if the evaluation uses no caches, or no cached tensor has the shape, dtype and device of x.
+        step. None without caches, or if no cached tensor has the shape, dtype and device of x.
 
-        kv: whether the entry holds keys or values. of_latent: whether the tokens are the latent's, not a reference
-        image's.
+        kv: whether the entry holds keys or values. of_latent: False for tokens of a reference image.
         """
         if not self.step_plan.mode.caches:
             return None
         run, keys = self.run, self.keys(block)
-        quantized = kv and run.quantized
         if self.refreshes:
-            return Refresh(run.coverage, keys, quantized, kv)
+            return Refresh(run.coverage, keys, kv)
         update = run.cache.read(keys, x)
-        change = self.change if of_latent else None
-        return None if update is None else Cached(run.cache, keys, update, quantized, kv, change)
+        return None if update is None else Cached(run.cache, keys, update, kv, self.change if of_latent else None)
 
     def keys(self, block: str) -> Keys:
         """Return a block's cache keys, one for each condition."""
         return tuple((block, cond) for cond in self.cond_keys)
-
-    @property
-    def kv_cache(self) -> bool:
-        """Whether this evaluation refreshes or uses a KV cache."""
-        return self.run.kv_cache and self.step_plan.mode.caches
 
     @property
     def refreshes(self) -> bool:
@@ -119,8 +162,8 @@ def reduce(x: Tensor, plan: MergePlan | None, cached: Refresh | Cached | None = 
     """Merge (B, N, C) to (B, D, C); return x itself without a plan or in a refresh."""
     if plan is None or isinstance(cached, Refresh):
         return x
-    # With a cached update, blocks compute the destination tokens themselves, not weighted means. Means hold less noise
-    # than the model expects, so their update would differ from the cached one for that reason alone.
+    # With a cached update, do not average tokens: means hold less noise than the model expects, so their update would
+    # differ from the cached one for that reason alone.
     return merge(x, plan) if cached is None else gather_destinations(x, plan)
 
 
@@ -134,9 +177,8 @@ def restore(
 ) -> Tensor:
     """Return x + unmerge(out - reduced), (B, N, C); `out` itself without a plan or in a refresh, which caches out - x.
 
-    Only the block's update is unmerged; x passes unchanged. cached: the block's cache entry. exact: whether
-    destinations attended to all tokens; the change of their update then has weight 1, and the propagated update is
-    cached.
+    cached: the block's cache entry. exact: whether destinations attended to all tokens; the change of their update then
+    has weight 1, and the propagated update is cached.
     """
     if isinstance(cached, Refresh):
         cached.store(out - x)
@@ -148,3 +190,20 @@ def restore(
     if exact:
         return x + cached.propagate(out - reduced, plan)
     return unmerge_residual_cached(out, reduced, x, cached.update, plan)
+
+
+def unmerge_residual_cached(out: Tensor, reduced: Tensor, x: Tensor, cached: Tensor, plan: MergePlan) -> Tensor:
+    """Return x + p * cached + unmerge(w * (out - reduced - p * cached at destinations)), (B, N, C).
+
+    p: for each image, the least-squares share of the cached update in the fresh one, within [0, 1];
+    w = 1 - (1 - DELTA_WEIGHT) * p. out, reduced: (B, D, C); x, cached: (B, N, C).
+    """
+    fresh, old = out - reduced, gather_destinations(cached, plan)
+    # p is close to 1 between neighbouring steps of a run of 20 steps, and close to 0 in a run of 4 steps, whose noise
+    # levels lie far apart.
+    old_fp32 = old.float()
+    common, norm = ((t * old_fp32).sum((1, 2), keepdim=True) for t in (fresh, old_fp32))
+    p = (common / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp(0, 1).to(x.dtype)
+    change = torch.addcmul(fresh, p, old, value=-1)
+    weighted = torch.addcmul(change, p, change, value=DELTA_WEIGHT - 1)  # w * change
+    return add_unmerged(torch.addcmul(x, p, cached), weighted, plan)

@@ -1,12 +1,14 @@
-"""The presets in one table, by kind of model."""
+"""The presets in one table, by kind of model, and the settings of a user: a preset and values that override it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
-from .config import Granularity, SimilarityFrom
+from .config import ConfigError, Granularity, Refusal, SimilarityFrom, ToMAConfig, shown
 
 # Name of the preset -> name of the setting -> value.
 Fields = Mapping[str, Mapping[str, Any]]
@@ -20,28 +22,20 @@ class ModelKind(Enum):
     WITHOUT_KV_CACHE = "transformer without a KV cache"
 
 
+_EVERY_3, _EVERY_2, _EVERY_1 = ({"selection_interval": n, "weight_interval": n} for n in (3, 2, 1))
 # Plans from the predicted picture, with more destinations in its detailed parts, have a smaller error than plans from
 # tokens for equal work.
 _PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
-# With a KV cache no block is skipped and every step selects destinations. Small windows then have a smaller error than
-# large ones as long as each window has enough destinations, so windows have the side `WIDE` only above the ratio
-# `WIDE_ABOVE`.
+# With a KV cache no block is skipped and every step selects destinations. Small windows then have a smaller error if
+# each has enough destinations, so windows have the side `WIDE` only above the ratio `WIDE_ABOVE`.
 WIDE_ABOVE, WIDE = 0.6, 8
-_KV_CACHE: Mapping[str, Any] = {
-    **_PREDICTED,
-    "kv_cache": True,
-    "window_size": 4,
-    "selection_interval": 1,
-    "weight_interval": 1,
-}
+_KV_CACHE: Mapping[str, Any] = {**_PREDICTED, **_EVERY_1, "kv_cache": True, "window_size": 4}
 _SKIPPING: Mapping[str, Any] = {**_PREDICTED, "skip_first_blocks": 0.15}
 _PAPER: Mapping[str, Any] = {"granularity": Granularity.MODULE, "sharpness": 1000.0}
-_EVERY_3, _EVERY_2 = ({"selection_interval": n, "weight_interval": n} for n in (3, 2))
 
 # The settings of each preset, for each kind of model; a model family may override some, see `ModelHooks.own_presets`.
-# Nodes default to the first preset. `paper` follows the paper and its released code; the values of the other presets
-# were chosen by measurement (docs/fidelity.md). In UNets no step has to be full if the last stacks, which change the
-# image most, are not merged. No preset sets `ratio`.
+# Nodes default to the first preset. `paper` follows the paper and its released code; the others were chosen by
+# measurement (docs/fidelity.md). UNets need no full step if the last stacks, which change most, stay unmerged.
 PRESETS: Mapping[str, Mapping[ModelKind, Mapping[str, Any]]] = {
     "balanced": {
         ModelKind.UNET: {**_EVERY_3, "skip_last_blocks": 3},
@@ -59,3 +53,38 @@ PRESETS: Mapping[str, Mapping[ModelKind, Mapping[str, Any]]] = {
         ModelKind.WITHOUT_KV_CACHE: {**_PAPER, "skip_first_blocks": 0.1},
     },
 }
+
+
+@dataclass(frozen=True)
+class UserSettings:
+    """A preset and the values of fields that override it. Raises `ConfigError` for an unknown preset or value."""
+
+    preset: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.preset, str) or self.preset not in PRESETS:
+            given = shown(self.preset)
+            choices = tuple(PRESETS)
+            raise ConfigError(Refusal.NOT_A_CHOICE(setting="preset", value=given, choices=choices))
+        object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides)))
+        self.resolved()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Other nodes copy the settings, and a `MappingProxyType` can be neither copied nor pickled.
+        return UserSettings, (self.preset, dict(self.overrides))
+
+    @property
+    def off(self) -> bool:
+        """Whether nothing is merged whatever the model and the step."""
+        return self.resolved().off
+
+    def resolved(
+        self, kind: ModelKind = ModelKind.UNET, own: Fields = MappingProxyType({}), kv_cache: bool = True
+    ) -> ToMAConfig:
+        """Return the config for a kind of model. With a KV cache, the side of windows depends on the ratio, see
+        `WIDE_ABOVE`. own: fields that the model's family sets. kv_cache: False if the model can have no KV cache."""
+        overrides = self.overrides if kv_cache else {**self.overrides, "kv_cache": False}
+        config = ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **overrides})
+        wide = config.kv_cache and config.ratio > WIDE_ABOVE + 1e-9 and "window_size" not in overrides
+        return replace(config, window_size=WIDE) if wide else config

@@ -1,8 +1,5 @@
-"""Read and write profiles, the results of calibrating a model: a ratio for each block and noise level.
-
-A profile is JSON of less than 2 kB that is saved in a workflow, as the seed is. Each ratio holds for a range of sigma,
-so a profile does not depend on steps, sampler and scheduler. It also names the model with which it was made.
-"""
+"""Read and write profiles, the results of calibrating a model: a ratio for each block and range of sigma, whatever the
+steps, sampler and scheduler. A profile is JSON of less than 2 kB that is saved in a workflow."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from .config import ToMAConfig, check, setting_spec
+from .config import ConfigError, Refusal, ToMAConfig, check, setting_spec, shown
 from .reasons import Message
 from .schedule import RatioSchedule
-from .setting_spec import ConfigError, Refusal, shown
 
 SCHEMA = 1
 _MAX_TEXT = 10_000  # longest profile that is read, in characters; written profiles have less than 2000
@@ -66,7 +62,7 @@ class Profile:
         return tuple(zip(self.above, by_band, strict=True))
 
     def text(self) -> str:
-        """Return the profile as JSON, one line per part. Settings that have `ToMAConfig`'s defaults are left out."""
+        """Return the profile as JSON, one line per part, with the settings that differ from `ToMAConfig`'s defaults."""
         changed = {name: value for name, value in vars(self.config).items() if value != setting_spec(name).default}
         lines = {
             "toma_profile": SCHEMA,
@@ -84,8 +80,7 @@ def entry_of(names: Sequence[str]) -> str:
 
 
 def parsed(text: Any) -> Profile:
-    """Read a profile. Raises `ConfigError`, which names the fault and the settings that are used instead of the
-    profile."""
+    """Read a profile. Raises `ConfigError`, which names the fault."""
     if not isinstance(text, str) or len(text) > _MAX_TEXT:
         raise _unused(Refusal.PROFILE_NOT_TEXT())
     try:
@@ -105,10 +100,7 @@ def parsed(text: Any) -> Profile:
 
 
 def fitted(profile: Profile, model: str, names: Sequence[str]) -> RatioSchedule:
-    """Return the ratios of a profile for a model with this fingerprint and these blocks.
-
-    Raises `ConfigError` if the profile is damaged or was made with another model.
-    """
+    """Return the ratios of a profile for a model with this fingerprint and these blocks. Raises `ConfigError`."""
     if profile.model != model:
         raise _unused(Refusal.PROFILE_OTHER_MODEL(made=_one_line(profile.model), model=_one_line(model)))
     try:

@@ -1,8 +1,7 @@
 """Keep reasons and messages as data: the code compares ids, and text is made where messages are shown.
 
-The core has no texts: used alone, it writes a message as its id and parameters, see `plain`. In the pack,
-`nodes/adapters/report_text.py` sets `reader` to a function that formats messages in English, for errors, log and
-report. ComfyUI's page in the browser formats the same messages in the user's language.
+The core has no texts: used alone, it writes messages by `plain`. In the pack, `nodes/adapters/report_text.py` sets
+`reader` to a function that writes English; ComfyUI's page writes the same messages in the user's language.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ class MessageId(str, Enum):
 
 
 class Reason(MessageId):
-    """Why a block, a step or a run is not merged, or why a cache is not used. Comments describe the parameters of
-    messages."""
+    """Why a block, a step or a run is not merged, or a cache is not used. Comments describe parameters."""
 
     # Settings and profile.
     SETTING = "setting"  # setting: its id; value: its value
@@ -109,8 +107,7 @@ reader: Callable[[Message], str] = plain
 
 
 class MessageError(ValueError):
-    """An error that is shown on a node. The error's text is the name of this pack, then the message, then the details.
-    details: lines that the node shows folded."""
+    """An error that is shown on a node, with the name of this pack. details: lines that the node shows folded."""
 
     prefix = "ToMA: "
 

@@ -36,10 +36,6 @@ class _PlanKey(NamedTuple):
     device: torch.device
 
 
-def _turn_of(key: _PlanKey) -> _PlanKey:
-    return key._replace(selection=0)
-
-
 @dataclass(eq=False)
 class RunState:
     """The state of one run; everything but the schedule is filled in during the run."""
@@ -58,12 +54,10 @@ class RunState:
     coverage: Coverage = field(init=False)  # records the inputs from which the cache's entries were made
     unscheduled: int | None = None  # step of the last unscheduled refresh; a scheduled refresh resets it to None
     kv_cache: bool = field(init=False)  # merged blocks attend to all tokens
-    quantized: bool = False  # the KV cache has four bits per element
     disabled_by: Message | None = None  # why all later steps are full
     tiles: bool = False  # calls of the model show tiles of the latent
     references: bool = False  # calls of the model have reference images
-    # Whether a block's attention has called ToMA's hook; None until a chain with a KV cache has ended.
-    attention_hook_called: bool | None = None
+    attention_hook_called: bool | None = None  # by a block; None until a chain with a KV cache has ended
 
     def __post_init__(self) -> None:
         self.kv_cache = bool(self.config.kv_cache) and self.config.uses_cache
@@ -81,12 +75,10 @@ class RunState:
         if self.kv_cache and (self.tiles or self.attention_hook_called is False):
             self.stats.without_kv_cache = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION()
             self.schedule, self.kv_cache = replace(self.schedule, config=config_for(kv_cache=False)), False
-            self.quantized = False
             self._clear()
 
     def computed(self, grid: Grid, plan_keys: tuple[Hashable, ...]) -> None:
-        """Forget which tokens of these parts of the latent were destinations last, because a refresh computes all
-        tokens."""
+        """Forget the last destinations in these parts of the latent, because a refresh computes all tokens."""
         for key in [key for key in list(self._recent) if key.grid == grid and key.scope[1] in plan_keys]:
             self._recent.pop(key, None)
 
@@ -115,7 +107,7 @@ class RunState:
 
         scope: blocks with the same scope share a plan.
         plan_keys: for each equal chunk of the batch, the part of the latent that it shows. Chunks with one key (cond
-        and uncond) hold the same images under different conditions and share the plan of the first of these chunks.
+        and uncond) hold the same images and share the plan of the first of these chunks.
         tile: the images of a call on tiles, whose plan serves this evaluation only.
         pictures: one per chunk, (b, C', ..., H', W'); plans are made from these in place of x, for all scopes.
         """
@@ -168,13 +160,13 @@ class RunState:
         if old is not None:
             plan = self._reweighed(x, old, features)
         else:
-            # Without a predicted picture, windows get destinations in proportion to their tokens, because tokens are
-            # mostly noise, which varies alike in all windows. Reference images hold no noise.
+            # Tokens are mostly noise, which varies alike in all windows; predictions and reference images hold none.
             even = picture is None and step.selection != LASTING
-            turns = self._by_latents(step) and step.mode is StepMode.MERGED_CACHED
-            plan = self._selected(x, features, grid, step, even, self._taking_turns(key) if turns else None)
-            if turns:
-                self._recent[_turn_of(key)] = plan.destinations
+            propagates = self._by_latents(step) and step.mode is StepMode.MERGED_CACHED
+            turn = key._replace(selection=0)
+            plan = self._selected(x, features, grid, step, even, self._recent.get(turn) if propagates else None)
+            if propagates:
+                self._recent[turn] = plan.destinations
         self.stats.count_plan(grid, plan.num_destinations, selected=old is None)
         self._remember(key, plan, step)
         return plan
@@ -182,58 +174,34 @@ class RunState:
     def _remember(self, key: _PlanKey, plan: MergePlan, step: StepPlan) -> None:
         """Store a plan; several devices may do so at once.
 
-        Drop plans of the same grid that are of another generation or have none of the step's ratios: they would
-        accumulate where context windows move over a batch. Lasting plans do not replace plans that do not last, and
-        vice versa.
+        Drop plans of the same grid and kind (lasting or not) that are of another generation or have none of the step's
+        ratios: they would accumulate where context windows move over a batch.
         """
-        ratios = step.in_use
-        old = [
-            other
-            for other in list(self._plans)
-            if other.grid == key.grid
-            and (other.selection != key.selection or other.ratio not in ratios)
-            and (other.selection == LASTING) == (key.selection == LASTING)
-        ]
+        lasts, ratios = key.selection == LASTING, step.in_use
+        rivals = [each for each in list(self._plans) if (each.grid, each.selection == LASTING) == (key.grid, lasts)]
+        old = [each for each in rivals if each.selection != key.selection or each.ratio not in ratios]
         # The plan goes to the end of the dict, so that `draw` finds the latest plan of each grid.
         for other in (*old, key):
             self._plans.pop(other, None)
         self._plans[key] = plan, step.weighing
-        gone = {(other.scope[0], other.grid, other.ratio) for other in old}
-        if gone:
+        if gone := {(other.scope[0], other.grid, other.ratio) for other in old}:
             self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
 
-    def _taking_turns(self, key: _PlanKey) -> Tensor:
-        """Return the priority of tokens as destinations in a merged step that propagates caches, (B, N) fp32. Tokens
-        that were selected last for this part of the latent have a lower priority, unless a refresh has computed all
-        tokens since then."""
-        priority = self._no_priority(key.images, key.grid, key.device)
-        recent = self._recent.get(_turn_of(key))
-        return priority if recent is None else priority.scatter_(1, recent, RECENT)
-
-    @staticmethod
-    def _no_priority(images: int, grid: Grid, device: torch.device) -> Tensor:
-        return torch.ones(images, prod(grid), device=device)
-
     def _selected(
-        self,
-        x: Tensor,
-        features: Tensor,
-        grid: Grid,
-        step: StepPlan,
-        even: bool,
-        priority: Tensor | None = None,
+        self, x: Tensor, features: Tensor, grid: Grid, step: StepPlan, even: bool, recent: Tensor | None = None
     ) -> MergePlan:
         """Return a plan with new destinations. even: all windows get destinations in proportion to their tokens,
-        whatever the settings say. priority: see `select`."""
-        config = self.config
-        if priority is None and self.kv_cache:  # runs with a KV cache compile only the kernel with a priority
-            priority = self._no_priority(len(features), grid, features.device)
+        whatever the settings say. recent: destinations of lower priority, (B, D), only in runs with a KV cache."""
+        config, priority = self.config, None
+        if self.kv_cache:  # runs with a KV cache compile only the kernel with a priority
+            priority = torch.ones(len(features), prod(grid), device=features.device)
+            if recent is not None:
+                priority.scatter_(1, recent, RECENT)
         even = even or not config.uses_prediction
         windows, budget = self._laid_out(features, grid, step, even)
         choice = self._choose(x, features, windows, budget, even)
         self.stats.kernels.add(choice.message)
-        kernels = choice.kernels
-        if kernels is not None:
+        if (kernels := choice.kernels) is not None:
             parts = kernels.select_weigh(features, windows, budget, config.sharpness, priority)
             return MergePlan(windows, budget, *parts, kernels)
         tokens = windows.split(features)
@@ -241,8 +209,7 @@ class RunState:
         return weigh(tokens, slots, windows, budget, config.sharpness, x.dtype)
 
     def _choose(self, x: Tensor, features: Tensor, windows: Windows, budget: Budget, even: bool) -> Choice:
-        """Return the kernels that compute a plan. The first step compiles and tries the kernels that all later steps
-        need."""
+        """Return the kernels that compute a plan; compile and try those that later steps need in the first step."""
         config, dispatch = self.config, self.dispatch
         weighs = config.weight_interval % config.selection_interval != 0
         choice = dispatch.choose(x, windows, budget, features, weighs, self.kv_cache)
@@ -268,8 +235,7 @@ class RunState:
         return windows, allocate(budget, spread(windows.split(features), windows), windows, self._by_latents(step))
 
     def _by_latents(self, step: StepPlan) -> bool:
-        """Return whether merged steps can propagate cached tensors by the change of the latent. They cannot for tokens
-        of reference images, which are no part of the latent."""
+        """Return whether merged steps can propagate by the latent's change, of which reference images have none."""
         return self.kv_cache and step.selection != LASTING
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:
@@ -279,18 +245,13 @@ class RunState:
         key = (grid, step.ratio, shifted, device)
         if key not in self._layouts:
             *frames, height, width = grid
-            windows = make_windows(height, width, config.window_shape, config.window_size, shifted, *frames)
+            windows = make_windows(height, width, config.window_size, shifted, *frames)
             budget = make_budget(windows.counts, step.ratio, windows.frames)
             self._layouts[key] = windows.to(device), budget.to(device)
         return self._layouts[key]
 
-    def __deepcopy__(self, memo: dict[int, object]) -> RunState:
-        # `transformer_options` carry the run. Other nodes deep-copy them; all copies share this run.
-        return self
-
     def draw(self) -> None:
-        """Store a map of the last plan of each grid in the stats. If that fails, only log a warning, because the image
-        is finished."""
+        """Store a map of the last plan of each grid in the stats. If that fails, only log a warning."""
         last = {key.grid: plan for key, (plan, _) in self._plans.items() if key.selection != LASTING}
         try:
             self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}

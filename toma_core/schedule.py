@@ -1,7 +1,7 @@
 """Decide when to merge, how much, and when a plan is too old, from numbers alone, without tensors or state.
 
-Steps come from sigma, not from a count of calls: samplers of higher order evaluate the model several times a step, at
-sigmas between scheduled sigmas. Callers that know the step index pass it, because two steps may share a sigma.
+Steps come from sigma, because samplers of higher order evaluate the model several times a step, at sigmas between
+scheduled ones. Callers that know the step pass it, because two steps may share a sigma.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from functools import cached_property
 from .config import ToMAConfig
 from .reasons import Message, Reason
 
-# From high noise to low: (sigma, ratio of every block above this sigma); the last ratios also apply below the last
-# sigma.
+# From high noise to low: (sigma, ratio of every block above it); the last ratios also apply below the last sigma.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
 # A run "begins flat" if it has at most _FLAT_STEPS steps and the first two lower sigma by less than the _FLAT_SHARE.
@@ -53,22 +52,14 @@ class StepPlan:
     ratio: float = 0.0  # share of tokens merged away in merged steps, the largest of all blocks; 0.0 if FULL
     selection: int = 0  # generation of destinations; a plan of another generation is too old
     weighing: int = 0  # generation of weights; weights of another generation are too old
-    # Ratio of each block if the ratios of blocks differ, else None; blocks that are not listed are not merged.
-    ratios: Mapping[str, float] | None = None
-
-    def ratio_of(self, block: str) -> float:
-        """Return the ratio of a block."""
-        return self.ratio if self.ratios is None else self.ratios.get(block, 0.0)
+    ratios: Mapping[str, float] | None = None  # by block, if they differ; blocks that are not listed are not merged
 
     def of(self, block: str) -> StepPlan:
-        """Return the plan for a block."""
-        return self if self.ratios is None else replace(self, ratio=self.ratio_of(block))
+        return self if self.ratios is None else replace(self, ratio=self.ratios.get(block, 0.0))
 
     def with_mode(self, mode: StepMode) -> StepPlan:
-        """Return the same plan in another mode."""
-        if mode is StepMode.FULL:
-            return replace(self, mode=mode, ratio=0.0, ratios=None)
-        return self if mode is self.mode else replace(self, mode=mode)
+        full = mode is StepMode.FULL
+        return replace(self, mode=mode, ratio=0.0, ratios=None) if full else replace(self, mode=mode)
 
     def joins(self, before: str, block: str) -> bool:
         """Return whether tokens may stay merged from one block to the next."""
@@ -76,7 +67,6 @@ class StepPlan:
 
     @property
     def in_use(self) -> frozenset[float]:
-        """The ratios of this evaluation."""
         return frozenset((self.ratio,) if self.ratios is None else self.ratios.values())
 
     @property
@@ -99,7 +89,6 @@ class Schedule:
     ratio_schedule: RatioSchedule = ()  # ratios of blocks by sigma; empty: all blocks have the setting's ratio
 
     def in_range(self, sigma: float) -> bool:
-        """Return whether merging is active at this sigma."""
         return self.sigma_end < sigma <= self.sigma_start
 
     @property
@@ -113,18 +102,10 @@ class Schedule:
         steps = [step for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]
         return (steps[0], steps[-1]) if steps else (0, 0)
 
-    @property
-    def _merges_last(self) -> bool:
-        """Whether the last step is merged: only in the second half of a four-step run that two models share, with a KV
-        cache. The second half would otherwise merge no step, and merging one step has less error than a run of three
-        full steps (benchmarks/results/fidelity/trials.md)."""
-        config = self.config
-        return self.continues_run and len(self.sigmas) == 2 and config.full_step_interval > 2 and bool(config.kv_cache)
-
     @cached_property
     def begins_flat(self) -> bool:
         """Whether a short run begins with steps that hardly lower the noise level, as runs of distilled LTX models do.
-        Caches can be used throughout these steps, and full steps lower the error more at the end of the run than here
+        Caches hold throughout these steps, and full steps lower the error more at the end of the run
         (benchmarks/results/fidelity/trials.md)."""
         sigmas = self.sigmas
         if not (self.finishes and self.config.uses_cache and 2 < len(sigmas) <= _FLAT_STEPS) or self.ratio_schedule:
@@ -137,14 +118,13 @@ class Schedule:
         return len(self.sigmas) if self.begins_flat else self.config.full_step_interval
 
     def predicted_share(self, step: int) -> float:
-        """Return the share of the latent that comes from predictions after this step, by Euler's method; the share is 1
-        at the end."""
+        """Return the share of the latent that comes from predictions after this step, by Euler's method."""
         following = (*self.sigmas, 0.0)[min(step + 1, len(self.sigmas))]
         return 1 - following / self.sigmas[0] if self.sigmas and following <= self.sigmas[0] else 1.0
 
     def _is_full(self, step: int, age: int) -> bool:
-        """Return whether `full_step_interval` makes a step full. A run that begins flat has as many full steps as any
-        run of its length, but all except the first are at its end."""
+        """Return whether `full_step_interval` makes a step full. If a run begins flat, its full steps, except for the
+        first, are at its end."""
         every, last = self.config.full_step_interval, len(self.sigmas) - 1
         if not self.begins_flat:
             return age % every == 0
@@ -152,14 +132,14 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> tuple[StepPlan, ...]:
-        """A step plan for each ratio and parity of selection that merged steps of this run have."""
+        """A step plan for each ratio and parity of selection in this run."""
         plans = [plan for step, sigma in enumerate(self.sigmas) if (plan := self.decide(sigma, step)).ratio]
         each = [replace(plan, ratio=ratio) for plan in plans for ratio in sorted(plan.in_use) if ratio]
         return tuple({(plan.ratio, plan.selection % 2): plan for plan in each}.values())
 
     def ratios_at(self, sigma: float, step: int) -> Mapping[str, float] | None:
-        """Return the ratio of every block at this step, None if all blocks have the ratio of the settings. Ratios are
-        constant from one full step to the next, so that the caches fit."""
+        """Return the ratio of every block at this step, constant from one full step to the next so that caches fit.
+        None if all blocks have the ratio of the settings."""
         if not self.ratio_schedule:
             return None
         every = self.config.full_step_interval
@@ -172,53 +152,46 @@ class Schedule:
     def why_full(self) -> tuple[Message, ...]:
         """Return why steps are full, for the report."""
         config = self.config
-        limits = {
-            "full_step_interval": config.full_step_interval > 0,
-            "start_percent": config.start_percent > 0.0,
-            "end_percent": config.end_percent < 1.0,
-        }
-        named = [name for name, limited in limits.items() if limited]
+        limits = "full_step_interval", "start_percent", "end_percent"
+        named = [name for name in limits if getattr(config, name) != getattr(ToMAConfig, name)]
         found = [Reason.SETTING(setting=name, value=getattr(config, name)) for name in named]
         if config.uses_prediction and not named:
             found = [Reason.SETTING(setting="similarity_from", value=config.similarity_from.value)]
-        steps = [(sigma, step) for step, sigma in enumerate(self.sigmas)]
+        steps = list(enumerate(self.sigmas))
         if self.ratio_schedule:
-            inside = [self.ratios_at(*each) or {} for each in steps if self.in_range(each[0])]
+            inside = [self.ratios_at(sigma, step) or {} for step, sigma in steps if self.in_range(sigma)]
             return (*found, Reason.PROFILE()) if any(not any(each.values()) for each in inside) else tuple(found)
-        # Do not count a first step that is full because it makes the first prediction.
-        merged = [step for sigma, step in steps if self.decide(sigma, step).merged_ratio]
-        if config.uses_prediction and merged[:1] == [0]:
-            del merged[0]
-        too_few = config.ratio and steps and found and not limits["start_percent"] and not limits["end_percent"]
-        return (Reason.TOO_FEW_STEPS(),) if too_few and not merged else tuple(found)
+        # If plans are made from predictions, the first step is full, because it makes the first one.
+        first = int(config.uses_prediction)
+        merges = any(self.decide(sigma, step).merged_ratio for step, sigma in steps[first:])
+        too_few = config.ratio and steps and found and not {"start_percent", "end_percent"} & {*named}
+        return (Reason.TOO_FEW_STEPS(),) if too_few and not merges else tuple(found)
 
     def decide(self, sigma: float, step: int | None = None) -> StepPlan:
         """Return the plan of an evaluation by the settings; `decision.decide` adjusts the plan. step: index of the
         sampling step, if known."""
         config, step = self.config, step_at(self.sigmas, sigma) if step is None else step
         age = max(0, step - self.span[0])
-        # Make the first step full, because it decides the composition, and the last, because no later step can mend
-        # seams.
-        counted = bool(config.full_step_interval and self.sigmas)
+        # The first step is full because it decides the composition, the last because no later one can mend seams.
+        steps = len(self.sigmas)
+        counted = bool(config.full_step_interval and steps)
         full = counted and self._is_full(step, age)
-        final = counted and self.finishes and step == len(self.sigmas) - 1 and not self._merges_last
+        # Merge the last step of the second half of a four-step run that two models share, with a KV cache: the half
+        # would else merge no step, and has less error than three full steps (benchmarks/results/fidelity/trials.md).
+        half = self.continues_run and steps == 2 and config.full_step_interval > 2 and bool(config.kv_cache)
+        final = counted and self.finishes and step == steps - 1 and not half
         generations = age // config.selection_interval, age // config.weight_interval
-        plan = StepPlan(step, StepMode.FULL, 0.0, *generations)
-        if not self.in_range(sigma) or final or (full and not config.uses_cache):
-            return plan
         ratios = self.ratios_at(sigma, step)
         ratio = config.ratio if ratios is None else max(ratios.values(), default=0.0)
-        if not ratio:
-            return plan
+        if not ratio or not self.in_range(sigma) or final or (full and not config.uses_cache):
+            return StepPlan(step, StepMode.FULL, 0.0, *generations)
         merged = StepMode.MERGED_CACHED if config.uses_cache else StepMode.MERGED
-        mode = StepMode.REFRESH if full else merged
-        return replace(plan, mode=mode, ratio=ratio, ratios=ratios)
+        return StepPlan(step, StepMode.REFRESH if full else merged, ratio, *generations, ratios)
 
 
 def step_at(sigmas: Sequence[float], sigma: float) -> int:
     """Return the step of a sigma in a schedule; sigmas between two steps belong to the earlier one."""
-    # Compare with a tolerance: dpmpp_2s_ancestral computes scheduled sigmas by exp and log in fp32, with relative
-    # errors of a few millionths.
+    # With a tolerance, because dpmpp_2s_ancestral computes scheduled sigmas by exp and log in fp32.
     if sigmas and sigmas[-1] > sigmas[0]:
         begun = sum(begin <= sigma * (1 + 1e-4) for begin in sigmas)
     else:

@@ -40,8 +40,7 @@ class RunStats:
     weighings: int = 0
     kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch did
     full_by: tuple[Message, ...] = ()  # settings that make steps full
-    # Steps that are full although the schedule merges them, by reason.
-    full_reasons: dict[Message, set[int]] = field(default_factory=dict)
+    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full steps that the schedule merges
     by_profile: bool = False  # whether ratios differ by block: grids and merged_steps are then for the largest ratio
     cache_bytes: int = 0  # largest size of the residual and KV caches
     cache_disabled: bool = False
@@ -49,8 +48,7 @@ class RunStats:
     kv_place: tuple[int, int] = (0, 0)  # peak bytes of keys and values, on the card and in main memory
     kv_pinned: bool = True  # whether main memory for keys and values could be pinned
     kv_skipped: float = 0.0  # share of blocks, counted from the first, that run unmerged because memory is short
-    # For each attention that another node overrides: (whether tokens are merged, whether that node passed the call on
-    # to ComfyUI).
+    # Of attention that another node overrides: (tokens are merged, that node passed the call on to ComfyUI).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of an unmerged run over those of this run; None if unknown
     comfyui: tuple[Message, ...] = ()  # messages on the installed ComfyUI
@@ -59,7 +57,7 @@ class RunStats:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # several devices may share a run
 
     def count_evaluation(self, step: int, ratio: float) -> None:
-        """Count a model evaluation of this step; a ratio of 0 means a full evaluation."""
+        """Count an evaluation of this step, which is full if the ratio is 0."""
         with self.lock:
             self.evaluations += 1
             self.steps.add(step)
@@ -93,33 +91,28 @@ class RunStats:
             self.weighings += 1
 
     def merged(self, block: str, step: int) -> None:
-        """Record that a block ran on merged tokens in a step, at least in part."""
+        """Record that a block ran at least in part on merged tokens in a step."""
         self.blocks.add(block)
         self.merged_at.setdefault(block, set()).add(step)
 
     @property
     def merged_blocks(self) -> set[str]:
-        """The blocks that were merged in some step."""
         return {block for block, steps in self.merged_at.items() if steps}
 
     @property
     def ratios_in_blocks(self) -> dict[int, float]:
-        """The ratio of each step in which some block was merged. A merged step is missing if every block had a reason
-        against merging, or if a step cache skipped all blocks."""
+        """The ratio of each step in which some block was merged."""
         found = set[int]().union(*self.merged_at.values())
         return {step: ratio for step, ratio in self.merged_steps.items() if step in found}
 
-    def not_merged(self, block: str, reason: Message, part: str = "") -> None:
-        """Record why a block, or a named part of it, ran on all tokens."""
-        self.blocks.add(block)
+    def not_merged(self, block: str | None, reason: Message, part: str = "") -> None:
+        """Record why a block, a named part of it or, with None, the reference image `part` ran on all tokens."""
+        if block is not None:
+            self.blocks.add(block)
         self.unmerged.setdefault(reason, set()).add(Unmerged(block, part))
 
-    def reference_not_merged(self, number: int, reason: Message) -> None:
-        """Record why a reference image is not merged. number: of the image, from 1."""
-        self.unmerged.setdefault(reason, set()).add(Unmerged(None, f"reference {number}"))
-
     def call_not_merged(self, reason: Message) -> None:
-        """Record why a call of the model ran on all tokens, whatever its blocks."""
+        """Record why a call of the model ran on all tokens."""
         self.unmerged_calls[reason] = None
 
     def unmerged_names(self) -> dict[Message, set[str]]:
@@ -128,7 +121,6 @@ class RunStats:
 
     def unmerged_reasons(self) -> list[Message]:
         """Return why blocks and reference images were not merged, the most frequent reason first."""
-        # In a run without merged steps, leave out the blocks that the profile skips: they would not have been merged
-        # without the profile either.
+        # Without a merged step, leave out blocks that the profile skips: they would not merge without it either.
         found = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]
         return sorted(found, key=lambda reason: -len(self.unmerged[reason]))

@@ -1,8 +1,5 @@
-"""Identify the images of a call by comparing latents on the device.
-
-Tiled sampling cuts the latent into tiles, several per call, in any order and without a name. Two images are the same
-tile under different conditions if all their elements are equal.
-"""
+"""Identify the images of a call on tiles, which tiled sampling passes in any order and without a name: images are the
+same tile under different conditions if all their elements are equal."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ class TileBatch:
         self.first = _same(self.latent, self.latent).fill_diagonal_(True).int().argmax(1)
 
     def resolve(self, key: Hashable, plan: MergePlan) -> MergePlan:
-        """Store and return the plan of the blocks that share `key`. Images that earlier calls have shown keep their
-        destinations and weights from those calls."""
+        """Store and return the plan of the blocks that share `key`; images of earlier calls keep their plans."""
         before = [batch for batch in self.earlier if key in batch.plans]
         if before:
             same = _same(self.latent, torch.cat([batch.latent for batch in before]))

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import WindowShape
-
 Grid = tuple[int, ...]  # (rows, columns), or (frames, rows, columns) of a video
 
 
@@ -136,24 +134,16 @@ def upload(t: Tensor, device: torch.device) -> Tensor:
 # Make layouts outside of inference mode, because they outlive a run and may be used for training.
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def make_windows(
-    height: int, width: int, kind: WindowShape, size: int, shifted: bool = False, frames: int = 1
-) -> Windows:
+def make_windows(height: int, width: int, size: int, shifted: bool = False, frames: int = 1) -> Windows:
     """Return windows over `frames` grids of `height` x `width` tokens, on the CPU. Raises ValueError.
 
-    Tiles are `size` x `size`, or smaller where a side of the grid is not a multiple of `size`: cuts are spread evenly,
-    so 52 rows at size 8 become seven windows of 7 or 8 rows. Stripes are full-width bands of about size^2 tokens.
-    shifted: cuts are offset by half a window.
+    Windows are `size` x `size`, or smaller where a side of the grid is not a multiple of `size`: cuts are spread
+    evenly, so 52 rows at size 8 become seven windows of 7 or 8 rows. shifted: cuts are offset by half a window.
     """
     if height < 1 or width < 1 or frames < 1:
         raise ValueError(f"a token grid needs at least one row and one column, got {frames} x {height} x {width}")
-    if kind == WindowShape.TILE:
-        rows = _cuts(height, size, shifted)
-        columns = _cuts(width, size, shifted)
-    elif kind == WindowShape.STRIPE:
-        rows, columns = _cuts(height, max(1, round(size * size / width)), shifted), (0, width)
-    else:
-        rows, columns = (0, height), (0, width)
+    rows = _cuts(height, size, shifted)
+    columns = _cuts(width, size, shifted)
     # Frames are stacked along the rows, so cut at the borders of frames too.
     rows = (0, *(frame * height + row for frame in range(frames) for row in rows[1:]))
 

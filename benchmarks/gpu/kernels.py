@@ -48,9 +48,9 @@ class Case:
 
     def layout(self, device: torch.device) -> tuple[Any, Any]:
         """Return the windows and the budget."""
-        config, module = pack_module("toma_core.config"), pack_module("toma_core.windows")
+        module = pack_module("toma_core.windows")
         *frames, height, width = self.grid
-        windows = module.make_windows(height, width, config.WindowShape.TILE, self.window, False, *frames).to(device)
+        windows = module.make_windows(height, width, self.window, False, *frames).to(device)
         return windows, module.make_budget(windows.counts, self.ratio, windows.frames).to(device)
 
     def noise(self, count: int, device: torch.device, seed: int = 0) -> Tensor:

@@ -23,7 +23,7 @@ from ...toma_core.config import Granularity
 from ...toma_core.cost_model import Block
 from ...toma_core.decision import chain_merges
 from ...toma_core.latent_regression import Rotation
-from ...toma_core.propagation import Cached, Refresh
+from ...toma_core.pipeline import Cached, Refresh
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 from .attention_override import from_btc, to_btc
@@ -144,7 +144,7 @@ class Reduction:
         t is returned unchanged or, with `always`, unmerged.
         """
         evaluation, lengths = self.chain.evaluation, [count for _, count in self.lengths]
-        quantized = evaluation.run.quantized
+        quantized = evaluation.run.cache.quantized
         tokens_btc = to_btc(t.narrow(axis, before, sum(lengths)), axis)
         own = quantized or (tokens_btc.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
         parts, seen = split(tokens_btc, lengths), []

@@ -71,7 +71,7 @@ def merged_blocks(
     for index, (hook, reason) in enumerate(zip(hooks, skips, strict=True)):
         if reason is None and not (own and is_original(modules[index])):
             reason = Reason.BLOCK_REPLACED()
-        if reason is None and not evaluation.step_plan.ratio_of(hook.name):
+        if reason is None and not evaluation.step_plan.of(hook.name).ratio:
             reason = Reason.PROFILE_SKIPS_BLOCK()
         if reason is None:
             hook.module, merged[index] = unwrapped(modules[index]), hook

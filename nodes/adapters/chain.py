@@ -66,7 +66,7 @@ class ChainSite:
 
     def begin(self, chain: ActiveChain) -> None:
         """Begin an evaluation with a chain."""
-        self.attends = chain.evaluation.kv_cache
+        self.attends = chain.evaluation.run.kv_cache and chain.evaluation.step_plan.mode.caches
         self.activate(chain)
 
     def activate(self, chain: ActiveChain) -> None:

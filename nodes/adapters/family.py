@@ -224,7 +224,7 @@ class Transformer(ModelHooks, ABC):
             elif not round(evaluation.step_plan.ratio * count):
                 reason = Reason.NOTHING_TO_MERGE()
             if reason is not None:
-                stats.reference_not_merged(n, reason)
+                stats.not_merged(None, reason, f"reference {n}")
             grids.append(grid if reason is None else (prod(grid),))
         return grids if any(map(is_merged, grids)) else []
 

@@ -1,5 +1,4 @@
-"""One call of the model with hooks in its blocks: select hooks, decide the mode, install the hooks, and note what was
-cached."""
+"""One call of the model with hooks in its blocks."""
 
 from __future__ import annotations
 
@@ -51,10 +50,10 @@ def merged_call(
         with warned(), own_code():
             sampling.run.cache.free_staging(x.device)
             sites = _sites(hooks)
-            missed = [site for site in sites if not site.reached or site.pair]
-            begun = any(site.reached for site in sites) and not evaluation.refreshes
-            if len(missed) < len(sites) or begun or not sites:  # else another node has skipped all chains
-                sampling.ended(evaluation, x, layout, [site.chain.name for site in missed if site.chain is not None])
+            missed = [site.chain.name for site in sites if site.chain is not None and (not site.reached or site.pair)]
+            left = [site for site in sites if site.reached and (not site.pair or not evaluation.refreshes)]
+            if left or not sites:  # else another node has skipped all chains
+                sampling.ended(evaluation, x, layout, missed)
         return result
 
 
@@ -63,8 +62,7 @@ def _sites(hooks: Iterable[Hook]) -> list[ChainSite]:
 
 
 def _layout(hooks: Iterable[Hook], evaluation: Evaluation, x: Tensor) -> tuple[Hashable, ...]:
-    """Return the properties of a call, besides its conditions, on which its caches depend: shape, dtype and device of
-    x, and chains."""
+    """Return the properties of a call on which its caches depend, besides its conditions and positions."""
     chains = [site.chain for site in _sites(hooks) if site.chain is not None]
     images = len(x) // len(evaluation.cond_keys)
     return x.shape[1:], images, x.dtype, x.device, tuple((*chain.names, chain.grids) for chain in chains)

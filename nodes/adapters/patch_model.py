@@ -116,7 +116,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, video)
             sampling.shapes = shapes
             sampling.config_for = partial(config_for, attachment.settings, model)
-            cache, sampling.run.quantized = sampling.run.cache, kv_plan.quantized
+            cache = sampling.run.cache
+            cache.quantized = kv_plan.quantized
             cache.reserved, cache.on_card = kv_plan.bytes, kv_plan.on_card
             cache.host = host_of(kv_plan, model.load_device)
             sampling.contents = Contents(conds)

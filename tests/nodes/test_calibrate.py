@@ -97,7 +97,7 @@ def test_a_prompt_that_begins_later(unet: Any, calibrated: Any) -> None:
 
 
 def test_a_word_that_is_none_is_refused(unet: Any, calibrated: Any) -> None:
-    error = pack_module("toma_core.setting_spec").ConfigError
+    error = pack_module("toma_core.config").ConfigError
     with pytest.raises(error, match=r"target is 'nope'\. Allowed: quality, balanced, fast\. Choose one"):
         calibrated(unet, target="nope")
 

@@ -32,7 +32,7 @@ KINDS = {
     ("toma_core.pipeline", "Evaluation"),
     ("toma_core.cache", "Cache"),
     ("toma_core.coverage", "Coverage"),
-    ("toma_core.propagation", "Cached"),
+    ("toma_core.pipeline", "Cached"),
     ("nodes.adapters.sampling_run", "SamplingRun"),
 }
 

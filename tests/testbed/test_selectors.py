@@ -3,8 +3,6 @@ best at its own objective."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,6 @@ from testbed.selectors import (
 )
 
 core, selection, layout = (pack_module(name) for name in ("toma_core", "toma_core.selection", "toma_core.windows"))
-WindowShape = pack_module("toma_core.config").WindowShape
 cosine_similarity = selection.cosine_similarity
 make_budget, make_windows = layout.make_budget, layout.make_windows
 ALL = ("facility location", *RIVALS)
@@ -40,16 +37,15 @@ def smooth(seed: int, batch: int, height: int, width: int, channels: int = 12) -
 @given(
     st.integers(1, 12),
     st.integers(1, 12),
-    st.sampled_from(list(WindowShape)),
     st.integers(2, 9),
     st.booleans(),
     st.floats(0.01, 0.95),
     st.integers(0, 2**31),
 )
 def test_distinct_real_tokens_as_many_as_asked(
-    kind: str, height: int, width: int, shape: Any, size: int, shifted: bool, ratio: float, seed: int
+    kind: str, height: int, width: int, size: int, shifted: bool, ratio: float, seed: int
 ) -> None:
-    windows = make_windows(height, width, shape, size, shifted)
+    windows = make_windows(height, width, size, shifted)
     budget = make_budget(windows.counts, ratio)
     x = torch.randn(2, height * width, 4, generator=torch.Generator().manual_seed(seed))
     picks = rule(kind, seed)(cosine_similarity(windows.split(x)), windows, budget)
@@ -66,7 +62,7 @@ def test_distinct_real_tokens_as_many_as_asked(
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
 def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -> None:
     """Compare means over 16 windows, because greedy search may lose in a single window."""
-    windows = make_windows(16, 16, WindowShape.TILE, 8)
+    windows = make_windows(16, 16, 8)
     budget = make_budget(windows.counts, ratio)
     for x in (smooth(0, 4, 16, 16), torch.randn(4, 256, 12, generator=torch.Generator().manual_seed(1))):
         S = cosine_similarity(windows.split(x))
@@ -122,7 +118,7 @@ def test_inside_it_picks_for_every_run(kind: str) -> None:
         with selecting(one):
             run = core.RunState(core.Schedule(core.ToMAConfig()))
             picks.append(run.plan(x, (16, 16), "a", step, (None,)).dest_slots)
-    windows = make_windows(16, 16, WindowShape.TILE, 8)
+    windows = make_windows(16, 16, 8)
     expected = rule(kind)(cosine_similarity(windows.split(x)), windows, make_budget(windows.counts, 0.5))
     assert torch.equal(picks[0], expected)
     assert not torch.equal(*picks)

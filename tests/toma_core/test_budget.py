@@ -29,7 +29,7 @@ def of(x: torch.Tensor, windows: Windows, ratio: float) -> Budget:
 @loop("ratio", [0.1, 0.5, 0.75, 0.95])
 @loop("grid", GRIDS, ids=str)
 def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int], ratio: float) -> None:
-    windows = make_windows(*grid, "tile", 8)
+    windows = make_windows(*grid, 8)
     even = make_budget(windows.counts, ratio)
     budget = of(picture(*grid), windows, ratio)
     counts = budget.valid.sum(-1)
@@ -45,7 +45,7 @@ def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int]
 
 
 def test_budgets_are_in_proportion_to_the_spread_or_its_root() -> None:
-    windows = make_windows(8, 32, "tile", 8)
+    windows = make_windows(8, 32, 8)
     counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.5, 0.25, 0.125, 0.125]]), windows, True)
     assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
     counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.16, 0.04, 0.01, 0.01]]), windows)
@@ -57,7 +57,7 @@ def test_budgets_are_in_proportion_to_the_spread_or_its_root() -> None:
 
 @loop(("side", "size", "ratio", "most"), [(64, 32, 0.95, 202), (64, 64, 0.5, 2048), (16, 8, 0.5, 64), (8, 4, 0.95, 1)])
 def test_no_window_has_more_slots_than_the_others_leave(side: int, size: int, ratio: float, most: int) -> None:
-    windows = make_windows(side, side, "tile", size)
+    windows = make_windows(side, side, size)
     spread_first = torch.tensor([[1.0, *[0.0] * (len(windows.counts) - 1)]])
     budget = allocate(make_budget(windows.counts, ratio), spread_first, windows)
     assert budget.slots == most == int(budget.valid.sum(-1).max())
@@ -81,7 +81,7 @@ def test_flat_windows_are_left_to_the_latents_only_where_these_explain_them(
 
 def test_rounding_does_not_decide_who_gets_destinations() -> None:
     """If windows differ only by rounding, all get equal budgets."""
-    windows = make_windows(32, 32, "tile", 8)
+    windows = make_windows(32, 32, 8)
     flat = 1 + 1e-4 * torch.randn(1, 32 * 32, 12, generator=torch.Generator().manual_seed(0))
     assert spread(windows.split(flat), windows).unique().numel() > 1
     assert of(flat, windows, 0.5).valid.sum(-1).tolist() == [[32] * 16]
@@ -91,11 +91,11 @@ def test_rounding_does_not_decide_who_gets_destinations() -> None:
 def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
     """Each frame has the budget that it would have as a single picture."""
     frames = [picture(*grid, seed=seed) for seed in range(3)]
-    windows = make_windows(*grid, "tile", 8, frames=3)
+    windows = make_windows(*grid, 8, frames=3)
     even = make_budget(windows.counts, 0.5, 3)
     x = torch.cat(frames, 1)
     budget = allocate(even, spread(windows.split(x), windows), windows)
-    alone = [of(frame, make_windows(*grid, "tile", 8), 0.5) for frame in frames]
+    alone = [of(frame, make_windows(*grid, 8), 0.5) for frame in frames]
     assert torch.equal(budget.valid, torch.cat([one.valid for one in alone], 1))
     K = torch.arange(budget.valid.numel()).view(budget.valid.shape)
     assert torch.equal(budget.pack(K), torch.stack([k[v] for k, v in zip(K, budget.valid, strict=True)]))
@@ -105,7 +105,7 @@ def test_frames_of_a_video_share_nothing(grid: tuple[int, int]) -> None:
 
 @loop("poison", [0.0, float("nan"), float("inf")])
 def test_whatever_the_tokens_hold(poison: float) -> None:
-    windows = make_windows(13, 19, "tile", 8)
+    windows = make_windows(13, 19, 8)
     x = picture(13, 19)
     x[0] = poison
     budget = of(x, windows, 0.5)
@@ -114,7 +114,7 @@ def test_whatever_the_tokens_hold(poison: float) -> None:
 
 
 def test_spread_is_the_variance_of_directions() -> None:
-    windows = make_windows(5, 7, "tile", 4)
+    windows = make_windows(5, 7, 4)
     x = torch.randn(1, 35, 6)
     found = spread(windows.split(x), windows)
     for w, count in enumerate(windows.counts):

@@ -77,12 +77,13 @@ def test_a_residual_is_held_and_counted_as_long_as_one_of_its_parts() -> None:
 def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
     """Two conditions come in one call at first and in separate calls later. The memory in use must not grow."""
     run, first = run_of(), torch.randn(2, 8, 64)
-    run.cache.put((("", "a"), ("", "b")), first.clone(), packs)
+    run.cache.quantized = packs
+    run.cache.put((("", "a"), ("", "b")), first.clone(), kv=True)
     held = run.cache.peak_bytes
     for step in range(2):
         for n, key in enumerate("ab"):
             moved = first[n : n + 1] * (step + 2)
-            run.cache.put((("", key),), moved, packs)
+            run.cache.put((("", key),), moved, kv=True)
             torch.testing.assert_close(
                 read(run.cache, (("", key),), moved), moved, rtol=0, atol=0.3 * (step + 2) if packs else 0.0
             )
@@ -96,9 +97,10 @@ def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
 def test_a_condition_that_takes_the_place_of_another_holds_its_own_memory_alone(quantized: bool) -> None:
     """Two prompts alternate with the same negative prompt. The cache must hold one tensor for each of the three."""
     cache, (one, two) = RunState(Schedule(ToMAConfig())).cache, torch.randn(2, 2, 8, 64)
-    cache.put((("a", "negative"), ("a", "first")), one, quantized)
+    cache.quantized = quantized
+    cache.put((("a", "negative"), ("a", "first")), one, kv=True)
     each = cache.held // 2
-    cache.put((("a", "negative"), ("a", "second")), two, quantized)
+    cache.put((("a", "negative"), ("a", "second")), two, kv=True)
     assert (cache.held, cache.peak_bytes) == (3 * each, 3 * each)
     for name, wanted in (("negative", two[:1]), ("first", one[1:]), ("second", two[1:])):
         assert torch.allclose(read(cache, (("a", name),), wanted), wanted, atol=0.4 if quantized else 0)

@@ -121,7 +121,7 @@ def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyP
     """If the cache were disabled in the middle of a step, a block could get the keys of all tokens but the values of
     destinations only."""
     run = run_of()
-    run.coverage.store((("", "key"),), features(0))
+    run.cache.put((("", "key"),), features(0))
     run.cache.bounded = True
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 1)
     run.cache.put((("", "key"),), features(1))

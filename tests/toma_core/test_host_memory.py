@@ -71,9 +71,9 @@ def check_empty(copies: Copies, cache: Cache, host: HostMemory) -> None:
 def run(cache: Cache, quantized: bool, steps: int = 3, split: bool = False) -> list[Tensor]:
     """Run a refresh and `steps` merged steps, and return the tensors that the merged steps read. Each merged step also
     writes new tensors. split: each condition comes in a separate call."""
-    seen = []
+    seen, cache.quantized = [], quantized
     for n, name in enumerate(NAMES):
-        cache.put(keys_of(name), tensor(n), quantized, kv=True)
+        cache.put(keys_of(name), tensor(n), kv=True)
     cache.free_staging(torch.device("cpu"))
     for step in range(steps):
         for conditions in [(c,) for c in CONDITIONS] if split else [CONDITIONS]:
@@ -83,7 +83,7 @@ def run(cache: Cache, quantized: bool, steps: int = 3, split: bool = False) -> l
                 assert found is not None
                 seen.append(found.clone())
                 fresh = found.roll(step + 1, 2).mul(0.5)
-                cache.put(keys_of(name, conditions), fresh, quantized, kv=True)
+                cache.put(keys_of(name, conditions), fresh, kv=True)
                 del found, fresh
             cache.free_staging(torch.device("cpu"))
     return seen
@@ -162,7 +162,7 @@ def test_buffers_are_made_once_and_used_again() -> None:
     assert copies.pinned == made
     cache.drop([key for key in cache.keys if key[0] in NAMES[:4]])
     for n, name in enumerate(NAMES[:4]):
-        cache.put(keys_of(f"{name} of another", ("c", "d")), tensor(n), True, kv=True)
+        cache.put(keys_of(f"{name} of another", ("c", "d")), tensor(n), kv=True)
     assert (copies.pinned, host.in_main) == (made, held)
     copies.check()
 
@@ -205,7 +205,7 @@ def test_another_order_than_that_of_the_refresh(order: Any) -> None:
     both = cache.read(((NAMES[1], "b"), (NAMES[1], "a")), tensor(0))
     assert both is not None
     assert torch.equal(both, tensor(1).flip(0))
-    assert cache.disable()
+    cache.clear()
     copies.check()
     assert copies.pinned == set()
 

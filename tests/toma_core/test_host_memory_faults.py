@@ -142,9 +142,10 @@ def test_another_condition_beside_one_of_two_lies_in_main_memory_too(order: Any,
     copies, on_host, _ = caching(Copies(order))
     seen = list[list[torch.Tensor]]()
     for cache in (on_host, Cache()):
+        cache.quantized = quantized
         for conditions, seed in ((CONDITIONS, 0), (("a", "c"), 50)):
             for n, name in enumerate(NAMES):
-                cache.put(keys_of(name, conditions), tensor(n + seed), quantized, kv=True)
+                cache.put(keys_of(name, conditions), tensor(n + seed), kv=True)
         assert all(isinstance(entry.tensor, Parked) is (cache is on_host) for entry in cache._entries.values())
         found = [cache.read(keys_of(name, ("a", "c")), tensor(0)) for name in NAMES]
         seen.append([each for each in found if each is not None])

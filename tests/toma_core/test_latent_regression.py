@@ -12,7 +12,7 @@ from toma_core.latent_regression import REST_WEIGHT, LatentChange, Regression, R
 from toma_core.merge import MergePlan, gather_destinations, unmerge, weigh
 from toma_core.prediction import picture_tokens
 from toma_core.selection import cosine_similarity, in_parts, select
-from toma_core.windows import WindowShape, make_budget, make_windows
+from toma_core.windows import make_budget, make_windows
 
 CHANNELS, WIDTH = 3, 10
 
@@ -22,7 +22,7 @@ def made(
 ) -> MergePlan:
     """Return a plan for random tokens. Grids whose sides are not multiples of 4 have windows of several sizes."""
     *frames, height, width = grid
-    windows = make_windows(height, width, WindowShape.TILE, 4, False, *frames)
+    windows = make_windows(height, width, 4, False, *frames)
     budget = make_budget(windows.counts, ratio, windows.frames)
     x = windows.split(torch.randn(images, windows.tokens, 8))
     return weigh(x, select(in_parts(cosine_similarity, x), windows, budget), windows, budget, 100.0, dtype)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.loop import loop
 from tests.toma_core.plans import image_of, randn, run_of, step_of
 from toma_core.budget import allocate, spread
-from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, draw_map, merge, stacked, unmerge, unmerge_residual, weigh
 from toma_core.selection import cosine_similarity, select
 from toma_core.windows import make_budget, make_windows
@@ -30,12 +29,11 @@ def plan_of(
     *,
     ratio: float = 0.5,
     size: int = 4,
-    kind: WindowShape = WindowShape.TILE,
     shifted: bool = False,
     sharpness: float = 30.0,
     adaptive: bool = False,
 ) -> MergePlan:
-    windows = make_windows(height, width, kind, size, shifted)
+    windows = make_windows(height, width, size, shifted)
     budget = make_budget(windows.counts, ratio)
     tokens = windows.split(x)
     if adaptive:
@@ -68,7 +66,6 @@ def dense(x: torch.Tensor, plan: MergePlan, sharpness: float) -> tuple[torch.Ten
 @settings(max_examples=40)
 @given(
     st.tuples(st.integers(1, 10), st.integers(1, 10)),
-    st.sampled_from(list(WindowShape)),
     st.integers(2, 6),
     st.booleans(),
     st.booleans(),
@@ -77,11 +74,11 @@ def dense(x: torch.Tensor, plan: MergePlan, sharpness: float) -> tuple[torch.Ten
     st.integers(0, 2**31),
 )
 def test_equal_to_the_dense_matrices_of_each_image(
-    grid: tuple[int, int], kind: WindowShape, size: int, shifted: bool, adaptive: bool, ratio: float, sharpness: float,
+    grid: tuple[int, int], size: int, shifted: bool, adaptive: bool, ratio: float, sharpness: float,
     seed: int,
 ) -> None:  # fmt: skip
     x = randn(seed, 2, math.prod(grid), 6)
-    plan = plan_of(x, *grid, ratio=ratio, size=size, kind=kind, shifted=shifted, sharpness=sharpness, adaptive=adaptive)
+    plan = plan_of(x, *grid, ratio=ratio, size=size, shifted=shifted, sharpness=sharpness, adaptive=adaptive)
     merged, y = merge(x, plan), randn(seed + 1, 2, plan.num_destinations, 6)
     back, updated = unmerge(y, plan), unmerge_residual(y, merged, x, plan)
     for n in range(2):

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.loop import loop
-from toma_core.config import ToMAConfig
+from toma_core.config import ConfigError, ToMAConfig
+from toma_core.presets import UserSettings
 from toma_core.profile import Profile, entry_of, fitted, parsed
-from toma_core.setting_spec import ConfigError
-from toma_core.user_settings import UserSettings
 
 FLUX = "flux with blocks double 4, single 8 of width 3072, noise CONST up to 1"
 NAMES = [*(f"double.{n}" for n in range(4)), *(f"single.{n}" for n in range(8))]

@@ -12,7 +12,7 @@ from tests.toma_core.cached_runs import GRID, at, block, features, merging, pass
 from tests.toma_core.plans import plan_for
 from toma_core import StepMode, merge, reduce, restore, unmerge
 from toma_core.merge import MergePlan, gather_destinations
-from toma_core.propagation import DELTA_WEIGHT, Cached
+from toma_core.pipeline import DELTA_WEIGHT, Cached
 from toma_core.reasons import Reason
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from toma_core.config import ConfigError, Refusal, shown
 from toma_core.reasons import Message, Reason
-from toma_core.setting_spec import ConfigError, Refusal, shown
 
 
 def test_a_message_is_its_id_and_values() -> None:

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from tests.loop import loop
-from toma_core.config import Granularity, setting_spec
-from toma_core.presets import PRESETS, ModelKind
-from toma_core.setting_spec import ConfigError
-from toma_core.user_settings import UserSettings
+from toma_core.config import ConfigError, Granularity, setting_spec
+from toma_core.presets import PRESETS, ModelKind, UserSettings
 
 OWN = {"balanced": {"skip_first_blocks": 0.15, "full_step_interval": 3}, "quality": {"granularity": "block"}}
 

@@ -10,10 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.loop import loop
-from toma_core.config import WindowShape
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
-kinds = st.sampled_from(list(WindowShape))
 sides = st.integers(1, 40)
 
 
@@ -30,9 +28,9 @@ def check_partition(windows: Windows) -> None:
     assert (windows.source == windows.source[:, :1])[~real].all()
 
 
-@given(sides, sides, kinds, st.integers(2, 64), st.booleans())
-def test_any_grid_is_partitioned(height: int, width: int, kind: WindowShape, size: int, shifted: bool) -> None:
-    windows = make_windows(height, width, kind, size, shifted)
+@given(sides, sides, st.integers(2, 64), st.booleans())
+def test_any_grid_is_partitioned(height: int, width: int, size: int, shifted: bool) -> None:
+    windows = make_windows(height, width, size, shifted)
     check_partition(windows)
     x = torch.arange(2 * windows.tokens * 3).view(2, windows.tokens, 3)
     assert torch.equal(windows.join(windows.split(x)), x)
@@ -54,7 +52,7 @@ def test_any_grid_is_partitioned(height: int, width: int, kind: WindowShape, siz
 
 @given(sides, sides, st.integers(2, 16), st.booleans())
 def test_tiles_are_rectangles_no_larger_than_asked(height: int, width: int, size: int, shifted: bool) -> None:
-    windows = make_windows(height, width, WindowShape.TILE, size, shifted)
+    windows = make_windows(height, width, size, shifted)
     for slots, count in zip(windows.source.tolist(), windows.counts, strict=True):
         rows = {token // width for token in slots}
         columns = {token % width for token in slots}
@@ -67,18 +65,12 @@ def test_tiles_are_rectangles_no_larger_than_asked(height: int, width: int, size
 
 
 def test_shifting_moves_the_cuts_by_half_a_window() -> None:
-    assert make_windows(32, 24, WindowShape.TILE, 8, True).cuts == ((0, 4, 12, 20, 28, 32), (0, 4, 12, 20, 24))
-    assert make_windows(8, 8, WindowShape.TILE, 8, True).cuts == ((0, 8), (0, 8)), "one window has no border to move"
+    assert make_windows(32, 24, 8, True).cuts == ((0, 4, 12, 20, 28, 32), (0, 4, 12, 20, 24))
+    assert make_windows(8, 8, 8, True).cuts == ((0, 8), (0, 8)), "one window has no border to move"
 
 
-def test_stripes_are_bands_of_about_a_tile_s_tokens() -> None:
-    windows = make_windows(64, 16, WindowShape.STRIPE, 8)
-    assert windows.cuts == (tuple(range(0, 65, 4)), (0, 16))
-    assert set(make_windows(64, 100, WindowShape.STRIPE, 8).counts) == {100}, "never thinner than a row"
-
-
-def test_global_is_one_window_without_a_copy() -> None:
-    windows = make_windows(5, 7, WindowShape.GLOBAL, 8)
+def test_one_window_needs_no_copy() -> None:
+    windows = make_windows(5, 7, 8)
     x = torch.randn(2, 35, 3)
     assert windows.counts == (35,)
     assert windows.split(x).data_ptr() == x.data_ptr() == windows.join(windows.split(x)).data_ptr()
@@ -87,15 +79,15 @@ def test_global_is_one_window_without_a_copy() -> None:
 @loop(("height", "width"), [(0, 4), (4, 0), (-1, 4)])
 def test_an_empty_grid_is_refused(height: int, width: int) -> None:
     with pytest.raises(ValueError, match="at least one row and one column"):
-        make_windows(height, width, WindowShape.TILE, 8)
+        make_windows(height, width, 8)
 
 
 def test_layouts_made_in_inference_mode_serve_training_later() -> None:
     """One process may first sample in inference mode and then train outside of it. Cached layouts must serve both."""
     grid = (11, 23)
     with torch.inference_mode():
-        budget = make_budget(make_windows(*grid, WindowShape.TILE, 4).counts, 0.41)
-    windows = make_windows(*grid, WindowShape.TILE, 4)
+        budget = make_budget(make_windows(*grid, 4).counts, 0.41)
+    windows = make_windows(*grid, 4)
     x = torch.randn(1, 253, 2, requires_grad=True)
     windows.join(windows.split(x)).sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
@@ -104,12 +96,11 @@ def test_layouts_made_in_inference_mode_serve_training_later() -> None:
     assert torch.equal(y.grad, torch.ones_like(y))
 
 
-@loop("kind", list(WindowShape), ids=lambda kind: kind.value)
 @loop("shifted", [False, True], ids=["still", "shifted"])
 @loop(("height", "width"), [(8, 12), (13, 9)])
-def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shifted: bool, kind: WindowShape) -> None:
-    one = make_windows(height, width, kind, 4, shifted)
-    windows = make_windows(height, width, kind, 4, shifted, 3)
+def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shifted: bool) -> None:
+    one = make_windows(height, width, 4, shifted)
+    windows = make_windows(height, width, 4, shifted, 3)
     check_partition(windows)
     assert (windows.grid, one.grid) == ((3, height, width), (height, width))
     assert windows.tokens == 3 * one.tokens
@@ -123,7 +114,7 @@ def test_windows_of_a_video_are_those_of_each_frame(height: int, width: int, shi
 @loop("ratio", [0.0, 0.33, 0.5, 0.9])
 def test_frames_keep_as_many_tokens_each(ratio: float) -> None:
     """All frames have equal budgets, even if the ratio does not give a whole number of tokens per frame."""
-    counts = make_windows(13, 9, WindowShape.TILE, 4).counts
+    counts = make_windows(13, 9, 4).counts
     one, budget = make_budget(counts, ratio), make_budget(counts * 3, ratio, 3)
     assert budget.counts == one.counts * 3
     assert budget.total == 3 * one.total

@@ -259,8 +259,8 @@ def test_the_stand_in_for_kernels_has_their_shapes() -> None:
     """Results of `cost.Fused` must have the shapes and strides of the kernels' results."""
     pytest.importorskip("triton", reason="Triton has no build for this system")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    layout, kinds = pack_module("toma_core.windows"), pack_module("toma_core.config").WindowShape
-    windows = layout.make_windows(5, 7, kinds.TILE, 4).to(torch.device(device))
+    layout = pack_module("toma_core.windows")
+    windows = layout.make_windows(5, 7, 4).to(torch.device(device))
     budget = layout.make_budget(windows.counts, 0.5).to(torch.device(device))
     assert windows.valid is not None
     assert budget.valid is not None

@@ -82,7 +82,7 @@ def test_the_headline_counts_blocks_alone() -> None:
     for n in range(7):
         stats.merged(f"double {n}", 0)
     stats.call_not_merged(Reason.OUT_OF_MEMORY())
-    stats.reference_not_merged(2, Reason.TOO_FEW_TOKENS(least=9))
+    stats.not_merged(None, Reason.TOO_FEW_TOKENS(least=9), "reference 2")
     stats.not_merged("double 3", Reason.ATTENTION_PATCH(), "attention")
     assert str(report_text.headline(stats)) == "On: 50 % of the tokens merged, 7 of 7 blocks, 1 of 1 steps"
     assert Line.UNMERGED_CALLS(reason=Reason.OUT_OF_MEMORY()) in report_text.details(stats)

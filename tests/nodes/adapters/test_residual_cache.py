@@ -16,7 +16,7 @@ from tests.nodes.adapters.helpers import Control, every_kind, prompts_of, split_
 
 report_text = pack_module("nodes.adapters.report_text")
 
-DELTA_WEIGHT = pack_module("toma_core.propagation").DELTA_WEIGHT
+DELTA_WEIGHT = pack_module("toma_core.pipeline").DELTA_WEIGHT
 SIDE = 24
 REUSE = {"full_step_interval": 2}
 # Batches of different sizes round differently. Sharp weights would amplify the difference for tokens with two nearly

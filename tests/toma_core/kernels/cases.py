@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from toma_core.budget import allocate, spread
-from toma_core.config import WindowShape
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,12 +28,11 @@ class Case:
     channels: int
     dtype: torch.dtype = torch.float32
     batch: int = 1
-    kind: WindowShape = WindowShape.TILE
     adaptive: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        name = f"{self.height}x{self.width}-{self.kind.value}{self.size}-r{self.ratio}-C{self.channels}"
+        name = f"{self.height}x{self.width}-{self.size}-r{self.ratio}-C{self.channels}"
         return f"{name}-B{self.batch}-{dtype}" + ("-adaptive" if self.adaptive else "")
 
     def tokens(self, seed: int = 0) -> Tensor:
@@ -47,7 +45,7 @@ class Case:
     def layout(self) -> tuple[Windows, Budget]:
         """Return windows and budget. An adaptive budget is made for tokens that hardly differ in the left half."""
         device = torch.device(DEVICE)
-        windows = make_windows(self.height, self.width, self.kind, self.size).to(device)
+        windows = make_windows(self.height, self.width, self.size).to(device)
         budget = make_budget(windows.counts, self.ratio).to(device)
         if not self.adaptive:
             return windows, budget

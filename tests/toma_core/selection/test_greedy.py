@@ -19,7 +19,6 @@ from tests.loop import loop
 from tests.toma_core.kernels.cases import check_slots
 from tests.toma_core.plans import randn
 from tests.toma_core.selection.reference import best_value, naive_greedy, naive_value
-from toma_core.config import WindowShape
 from toma_core.selection import RECENT, cosine_similarity, greedy_facility_location, select, tie_step
 from toma_core.windows import make_budget, make_windows
 
@@ -45,7 +44,7 @@ def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, dest_sl
 @loop(("height", "width", "size"), [(5, 7, 4), (13, 9, 5), (3, 1, 2), (1, 11, 3), (6, 6, 3)])
 @loop("ratio", [0.25, 0.6])
 def test_ragged_windows_of_a_batch_each_as_good_as_the_loops(height: int, width: int, size: int, ratio: float) -> None:
-    windows = make_windows(height, width, WindowShape.TILE, size)
+    windows = make_windows(height, width, size)
     budget = make_budget(windows.counts, ratio)
     S = cosine_similarity(windows.split(randn(7, 3, height * width, 5)))
     dest_slots = select(S, windows, budget)

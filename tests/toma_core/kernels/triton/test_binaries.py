@@ -19,7 +19,7 @@ from tests.toma_core.plans import plan_for
 from toma_core import Evaluation, Facts, RunState, Schedule, UserSettings, decide, reduce, restore
 from toma_core.kernels.triton import change, product, select
 from toma_core.latent_regression import LatentChange, Rotation
-from toma_core.propagation import Cached
+from toma_core.pipeline import Cached
 
 # Nothing computes anything: dest_slots are the first slots, and every trial goes well.
 empty = torch.empty

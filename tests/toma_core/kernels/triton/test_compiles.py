@@ -76,12 +76,11 @@ WEIGHTS = """
 import json, re
 import torch
 from testbed import offline
-from toma_core.config import WindowShape
 from toma_core.kernels.layout import joined, room
 from toma_core.kernels.triton import TritonKernels, product
 from toma_core.windows import make_budget, make_windows
 
-windows = make_windows(26, 38, WindowShape.TILE, 8)
+windows = make_windows(26, 38, 8)
 budget = make_budget(windows.counts, 0.5)
 assert (windows.slots, budget.slots) == (56, 28)
 x, y = (torch.zeros(2, tokens, 1280, dtype=torch.float16) for tokens in (windows.tokens, budget.total))

@@ -12,7 +12,6 @@ from tests.toma_core.kernels.cases import printed
 PROGRAM = """
 import torch, triton
 from testbed import offline
-from toma_core.config import WindowShape
 from toma_core.kernels.triton import TritonKernels
 from toma_core.kernels.triton.product import _merge_kernel
 from toma_core.windows import make_budget, make_windows
@@ -29,7 +28,7 @@ class Driver(offline.Stub):
     def get_current_stream(self, device):
         return self.stream
 
-windows = make_windows(16, 16, WindowShape.TILE, 8)
+windows = make_windows(16, 16, 8)
 layout = windows, make_budget(windows.counts, 0.5)
 kernels = TritonKernels()
 weights = torch.zeros(1, 4, 32, 64, dtype=torch.float16)

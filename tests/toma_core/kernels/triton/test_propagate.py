@@ -12,7 +12,6 @@ from torch import Tensor
 from testbed.meter import Meter
 from tests.toma_core.kernels.cases import DEVICE, Case, each
 from tests.toma_core.kernels.triton.test_product import BRAIN, FULL, HALF, in_fp32, normal, random_plan
-from toma_core.config import WindowShape
 from toma_core.kernels.triton.launch import Launch
 from toma_core.latent_regression import Regression, Rotation, regress
 from toma_core.merge import stacked
@@ -26,7 +25,6 @@ CASES = (
     (Case(13, 19, 8, 0.75, 77, BRAIN), 16, 0, 0),
     (Case(13, 19, 8, 0.9, 64, FULL), 65, 32, 1),
     (Case(16, 24, 8, 0.25, 320, HALF), 129, 32, 1),
-    (Case(9, 11, 4, 0.5, 40, HALF, kind=WindowShape.STRIPE), 33, 20, 1),
     (Case(13, 19, 16, 0.25, 40, BRAIN), 31, 4, 1),
     (Case(20, 17, 32, 0.5, 77, FULL, batch=3), 129, 0, 0),
     (Case(1, 3, 2, 0.5, 2, FULL), 3, 1, 1),

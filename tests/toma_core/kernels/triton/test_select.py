@@ -12,7 +12,6 @@ from torch import Tensor
 from testbed.selectors import facility_location, random_order
 from tests.toma_core.kernels.cases import DEVICE, Case, destinations_of, each
 from tests.toma_core.selection.reference import naive_greedy
-from toma_core.config import WindowShape
 from toma_core.merge import MergePlan, weigh
 from toma_core.selection import RECENT, cosine_similarity, in_reading_order, select, tie_step
 from toma_core.windows import Budget, Windows
@@ -27,7 +26,6 @@ CASES = (
     Case(13, 19, 8, 0.75, 64, BRAIN, batch=3),
     Case(13, 19, 8, 0.9, 77, FULL),
     Case(16, 8, 8, 0.5, 640, HALF),
-    Case(9, 11, 4, 0.5, 40, HALF, kind=WindowShape.STRIPE),
     Case(9, 10, 16, 0.75, 40, BRAIN),
     Case(3, 3, 2, 0.9, 5, FULL),
     # In these two cases nearly every token of a window is a destination: 61 of 64 and 81 of 90.
