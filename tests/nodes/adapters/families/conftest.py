@@ -1,4 +1,4 @@
-"""Provide a fixture that compares a merged block with the same block on tokens that are merged by plain indexing."""
+"""Provide fixtures that compare merged blocks and runs with expected ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.nodes.adapters.families.layouts import CLOSE, Layout, arguments, merged_call, restored, run
+from testbed import models
+from tests.nodes.adapters.families.layouts import (
+    CLOSE,
+    HEIGHT,
+    WIDTH,
+    Layout,
+    arguments,
+    merged_call,
+    restored,
+    run,
+)
 
 
 class MergedBlock:
-    """A call of a block that ran merged.
+    """A call of a block that ran merged, to be compared with the block on tokens that are merged by plain indexing.
 
     call, given: the recorded call, and its arguments by name.
     planned: the requests for plans since the call began, and their plans.
@@ -75,3 +85,34 @@ def merged_block(attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of
         return MergedBlock(layout, block, call, plan_calls[call.first_plan :], dense, stats_of(patched))
 
     return merged
+
+
+@pytest.fixture
+def run_merged(attach: Any, stats_of: Any) -> Callable[..., Any]:
+    """run_merged(model, settings, **options of sampling): check that a run is merged in all blocks, is finite, and
+    repeats; return its report."""
+
+    def checked(model: Any, settings: Any, height: int = HEIGHT, width: int = WIDTH, **asked: Any) -> Any:
+        merged = attach(model, **settings)
+        out, again, plain = (models.sample(each, height, width, **asked) for each in (merged, merged, model))
+        assert out.isfinite().all()
+        assert out.shape == plain.shape
+        assert not torch.equal(out, plain)
+        assert torch.equal(out, again)
+        assert stats_of(merged).unmerged == {}
+        return stats_of(merged)
+
+    return checked
+
+
+@pytest.fixture
+def run_unmerged(attach: Any, stats_of: Any) -> Callable[..., Any]:
+    """run_unmerged(model, **options of sampling): check that ToMA changes nothing in a run; return its report."""
+
+    def checked(model: Any, **asked: Any) -> Any:
+        merged = attach(model)
+        out, plain = (models.sample(each, HEIGHT, WIDTH, cfg=1.0, steps=1, **asked) for each in (merged, model))
+        assert torch.equal(out, plain)
+        return stats_of(merged)
+
+    return checked

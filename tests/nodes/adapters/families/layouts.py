@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from scripts import comfyui
+from testbed import models
 
 HEIGHT, WIDTH, TEXT = 20, 28, 7
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, so changing the order of an fp32 sum changes it by 1e-5
@@ -195,6 +196,18 @@ def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, A
 
 def noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(9))
+
+
+def first_fixed(frames: int, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
+    """Return a mask that fixes the first frame, as in image to video."""
+    mask = torch.ones(1, 1, frames, height, width)
+    mask[:, :, 0] = 0
+    return mask
+
+
+def prompts(model: Any, **options: Any) -> dict[str, Any]:
+    names = {"positive": 1, "negative": 2}
+    return {name: models.conditioning(model, seed=seed, **options) for name, seed in names.items()}
 
 
 def errors(streams: list[Tensor], others: list[Tensor]) -> list[float]:

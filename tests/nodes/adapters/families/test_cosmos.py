@@ -9,16 +9,14 @@ import torch
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.nodes.adapters.cards import balanced
-from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
+from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH, first_fixed
 
 
 def test_presets_merge_a_video_of_a_picture(model_of: Any, stats_of: Any) -> None:
     """In image to video, the first frame is fixed and has its own sigma."""
     model = model_of("cosmos")
     merged = balanced(model)
-    mask = torch.ones(1, 1, 5, HEIGHT, WIDTH)
-    mask[:, :, 0] = 0
-    asked: dict[str, Any] = {"frames": 5, "steps": 4, "cfg": 1.0, "noise_mask": mask}
+    asked: dict[str, Any] = {"frames": 5, "steps": 4, "cfg": 1.0, "noise_mask": first_fixed(5)}
     out, plain = (models.sample(each, HEIGHT, WIDTH, **asked) for each in (merged, model))
     stats = stats_of(merged)
     assert (stats.unmerged, stats.without_kv_cache, sorted(stats.merged_steps)) == ({}, None, [1, 2])

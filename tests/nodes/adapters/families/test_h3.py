@@ -13,7 +13,7 @@ from torch import Tensor
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.cards import balanced
-from tests.nodes.adapters.families.layouts import LAYOUTS, TEXT, errors, noise
+from tests.nodes.adapters.families.layouts import LAYOUTS, TEXT, errors, noise, prompts
 
 HEIGHT, WIDTH, FRAMES = 12, 16, 5
 FRAME = HEIGHT // 2 * (WIDTH // 2)
@@ -86,8 +86,7 @@ def check_preset(model: Any, stats_of: Any, most: float = 0.05, **asked: Any) ->
 @loop(("sampler", "cfg"), [("euler", 1.0), ("res_multistep", 1.0), ("res_multistep", 3.0)])
 def test_runs_of_the_preset(what: str, sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
     model, (options, _) = model_of("h3"), BEFORE[what]
-    conds = {n: models.conditioning(model, seed=seed, **options) for n, seed in (("positive", 1), ("negative", 2))}
-    check_preset(model, stats_of, sampler=sampler, cfg=cfg, **conds)
+    check_preset(model, stats_of, sampler=sampler, cfg=cfg, **prompts(model, **options))
 
 
 def in_int8(model: Any) -> Any:

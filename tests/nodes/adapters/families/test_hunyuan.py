@@ -72,26 +72,19 @@ def test_a_block_of_a_video(kind: str, masked: bool, reference: bool, hunyuan: A
 @loop("settings", [{}, PREDICTED, {"full_step_interval": 2}], ids=repr)
 @loop(("height", "width", "frames", "cfg"), [(20, 28, 5, 4.0), (18, 16, 1, 1.0), (16, 34, 21, 4.0)])
 def test_videos_and_guidance(
-    height: int, width: int, frames: int, cfg: float, settings: Any, hunyuan: Any, attach: Any, stats_of: Any
+    height: int, width: int, frames: int, cfg: float, settings: Any, hunyuan: Any, run_merged: Any
 ) -> None:
-    merged, asked = attach(hunyuan, **settings), {"frames": frames, "steps": 3, "cfg": cfg}
-    out = models.sample(merged, height, width, **asked)
-    assert out.isfinite().all()
-    assert not torch.equal(out, models.sample(hunyuan, height, width, **asked))
-    (grid,) = stats_of(merged).grids
+    stats = run_merged(hunyuan, settings, height, width, frames=frames, steps=3, cfg=cfg)
+    (grid,) = stats.grids
     assert grid[-2:] == (height // 2, width // 2)
-    assert stats_of(merged).grids[grid] % frames == 0
-    assert stats_of(merged).unmerged == {}
-    assert torch.equal(models.sample(merged, height, width, **asked), out)
+    assert stats.grids[grid] % frames == 0
 
 
-def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, attach: Any, stats_of: Any) -> None:
+def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, run_unmerged: Any) -> None:
     """In single blocks, which begin with text, ComfyUI's separate modulation of the first frame ends inside of a
     frame."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
-    merged, asked = attach(hunyuan), {"frames": 3, "steps": 1, "cfg": 1.0, **conds}
-    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), models.sample(hunyuan, HEIGHT, WIDTH, **asked))
-    assert set(stats_of(merged).unmerged) == {
+    assert set(run_unmerged(hunyuan, frames=3, **conds).unmerged) == {
         Reason.ARGUMENT_IN_USE(arguments=("modulation_dims_img", "modulation_dims_txt")),
         Reason.ARGUMENT_IN_USE(arguments=("modulation_dims",)),
     }
@@ -116,19 +109,13 @@ def test_hunyuan_video_1_5(attach: Any, stats_of: Any) -> None:
     assert stats_of(merged).unmerged_names() == {Reason.SKIP_LAST_BLOCKS(count=1): {"double.2"}}
 
 
-def test_hunyuan_image(attach: Any, stats_of: Any) -> None:
+def test_hunyuan_image(run_merged: Any) -> None:
     """Latents of HunyuanImage have four dimensions, and positions have two axes."""
     model = models.hunyuan(
         base="HunyuanImage21", kind="HunyuanImage21", patch_size=[1, 1], axes_dim=[12, 12], vec_in_dim=None,
         in_channels=64, out_channels=64, guidance_embed=False,
     )  # fmt: skip
-    merged = attach(model)
-    out = models.sample(merged, HEIGHT, WIDTH, steps=2)
-    assert out.isfinite().all()
-    assert out.ndim == 4
-    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, steps=2))
-    assert stats_of(merged).unmerged == {}
-    assert stats_of(merged).grids == {(HEIGHT, WIDTH): HEIGHT * WIDTH // 2}
+    assert run_merged(model, {}, steps=2).grids == {(HEIGHT, WIDTH): HEIGHT * WIDTH // 2}
 
 
 def test_another_patch_of_frames_is_not_known(pack: Any) -> None:

@@ -14,7 +14,7 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.cards import balanced
-from tests.nodes.adapters.families.layouts import LAYOUTS, errors, noise
+from tests.nodes.adapters.families.layouts import LAYOUTS, errors, first_fixed, noise
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -29,11 +29,10 @@ def sampled(model: Any, **options: Any) -> list[Tensor]:
 
 def video_mask(kind: str) -> Tensor:
     """Return a mask that fixes the first frame ("frame"), or partly fixes the left half of every frame ("half")."""
-    mask = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
     if kind == "frame":
-        mask[:, :, 0] = 0
-    else:
-        mask[..., : WIDTH // 2] = 0.3
+        return first_fixed(FRAMES, HEIGHT, WIDTH)
+    mask = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
+    mask[..., : WIDTH // 2] = 0.3
     return mask
 
 

@@ -19,6 +19,7 @@ from tests.nodes.adapters.families.layouts import (
     current,
     grid_of,
     of_references,
+    prompts,
 )
 
 report_text = pack_module("nodes.adapters.report_text")
@@ -99,8 +100,7 @@ def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: 
     """Each reference of a condition has one plan, which all calls and blocks of the run use."""
     model = model_of(family)
     options = of_references(model, LAYOUTS[family][0], "index" if family == "krea2" else None)
-    names = {"positive": 1, "negative": 2}
-    conds = {name: models.conditioning(model, seed=seed, **options) for name, seed in names.items()}
+    conds = prompts(model, **options)
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1}
     out = models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds)
     assert out.isfinite().all()
@@ -126,8 +126,7 @@ def test_reference_as_large_as_the_image(
     channels, five = model.model.latent_format.latent_channels, family == "qwen_image"
     size = (1, channels, *((1,) if five else ()), HEIGHT, WIDTH)
     options = {"reference_latents": [torch.randn(size, generator=torch.Generator().manual_seed(9))]}
-    names = {"positive": 1, "negative": 2}
-    conds = {name: models.conditioning(model, seed=seed, **options) for name, seed in names.items()}
+    conds = prompts(model, **options)
     # Destinations are on a fixed grid, because rounding in split calls could change a selection by nearly equal gains.
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1, "selector": "grid"}
     joined = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)

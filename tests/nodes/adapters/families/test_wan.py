@@ -13,7 +13,7 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.cards import balanced
-from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, PREDICTED, WIDTH, noise
+from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, PREDICTED, WIDTH, first_fixed, noise
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -32,17 +32,11 @@ def destinations_of(frames: int) -> int:
     return frames * FRAME // 2
 
 
-def held_first(model: Any, frames: int, **options: Any) -> Tensor:
-    """Sample with a fixed first frame, as Wan 2.2 5B does in image to video."""
-    mask = torch.ones(1, 1, frames, HEIGHT, WIDTH)
-    mask[:, :, 0] = 0
-    return models.sample(model, HEIGHT, WIDTH, frames=frames, noise_mask=mask, **options)
-
-
 def test_modulation_by_frame(merged_block: Any) -> None:
     """Merged tokens have the sigma of their frame."""
     frames = 4
-    block = merged_block(models.wan(**WAN22), LAYOUT, lambda m: held_first(m, frames, steps=1, cfg=1.0))
+    asked = {"frames": frames, "noise_mask": first_fixed(frames), "steps": 1, "cfg": 1.0}
+    block = merged_block(models.wan(**WAN22), LAYOUT, lambda m: models.sample(m, HEIGHT, WIDTH, **asked))
     e, frame = block.given["e"], block.plan.destinations[0] // FRAME
     assert e.shape[:3] == (1, frames, 6)
     assert frame.bincount().tolist() == [FRAME // 2] * frames
@@ -51,18 +45,15 @@ def test_modulation_by_frame(merged_block: Any) -> None:
     block.needs(e=e[:, frame.flip(0)])
 
 
-def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, stats_of: Any) -> None:
+def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(run_merged: Any, run_unmerged: Any) -> None:
     """Frames behind the video have no sigmas. ComfyUI stretches the video's sigmas over all frames, so tokens have the
     sigmas of wrong frames."""
     model = models.wan(**WAN22)
-    conds = {"positive": models.conditioning(model, seed=1, time_dim_concat=noise(1, 48, 1, HEIGHT, WIDTH))}
-    merged = attach(model)
-    out = held_first(merged, 3, steps=1, cfg=1.0, **conds)
-    assert list(stats_of(merged).unmerged) == [Reason.OWN_MODULATION()]
-    assert torch.equal(out, held_first(model, 3, steps=1, cfg=1.0, **conds))
+    behind = models.conditioning(model, seed=1, time_dim_concat=noise(1, 48, 1, HEIGHT, WIDTH))
+    asked = {"frames": 3, "positive": behind}
+    assert list(run_unmerged(model, noise_mask=first_fixed(3), **asked).unmerged) == [Reason.OWN_MODULATION()]
     # Without a fixed first frame, all frames have the same sigma, so blocks are merged.
-    models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
-    assert stats_of(merged).unmerged == {}
+    run_merged(model, {}, steps=1, cfg=1.0, **asked)
 
 
 @pytest.mark.compat
@@ -70,22 +61,14 @@ def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(attach: Any, 
 @loop(("height", "width", "batch", "cfg"), [(20, 28, 1, 1.0), (19, 15, 1, 5.0), (33, 8, 2, 5.0)])
 @loop("family", ["wan", "cosmos"])
 def test_frames_odd_sizes_and_guidance(
-    family: str, frames: int, height: int, width: int, batch: int, cfg: float, model_of: Any, attach: Any, stats_of: Any
+    family: str, frames: int, height: int, width: int, batch: int, cfg: float, model_of: Any, run_merged: Any
 ) -> None:
-    model = model_of(family)
-    merged, asked = attach(model), {"frames": frames, "batch": batch, "steps": 2, "cfg": cfg}
-    out = models.sample(merged, height, width, **asked)
-    plain = models.sample(model, height, width, **asked)
-    assert out.isfinite().all()
-    assert out.shape == plain.shape == (batch, 16, frames, height, width)
-    assert not torch.equal(out, plain)
-    stats, sides = stats_of(merged), (-(-height // 2), -(-width // 2))
+    asked = {"frames": frames, "batch": batch, "steps": 2, "cfg": cfg}
+    stats, sides = run_merged(model_of(family), {}, height, width, **asked), (-(-height // 2), -(-width // 2))
     (grid,) = stats.grids
     assert grid == (sides if frames == 1 else (frames, *sides))
     assert stats.grids[grid] % frames == 0
-    assert stats.unmerged == {}
     assert len(stats.merged_blocks) == 4
-    assert torch.equal(models.sample(merged, height, width, **asked), out)
 
 
 def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
@@ -147,20 +130,15 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
 
 
 @loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
-def test_context_windows_over_frames(settings: Any, wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
+def test_context_windows_over_frames(settings: Any, wan: Any, run_merged: Any, plan_calls: Any) -> None:
     """A plan belongs to the frames of one context window. Both conditions share it."""
-    merged, asked = attach(windowed(wan), **settings), {"frames": 7, "steps": 2, "cfg": 5.0}
-    out = models.sample(merged, HEIGHT, WIDTH, **asked)
-    assert out.isfinite().all()
-    assert not torch.equal(out, models.sample(windowed(wan), HEIGHT, WIDTH, **asked))
-    assert stats_of(merged).unmerged == {}
+    run_merged(windowed(wan), settings, frames=7, steps=2, cfg=5.0)
     grids = {call.grid[0] for call in plan_calls}
     assert grids in ({5}, {5, 6})
     shown = {frames for call in plan_calls for _, frames in call.copies}
     assert (0, 1, 2, 3, 4) in shown
     assert len(shown) > 1
     assert all(len({frames for _, frames in call.copies}) == 1 for call in plan_calls)
-    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), out)
 
 
 def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
@@ -203,10 +181,7 @@ def test_attention_receives_the_number_of_tokens_per_frame(wan: Any, attach: Any
     assert seen == {(destinations_of(3), (3, 1, FRAME // 2))}
 
 
-def test_a_video_that_is_no_video_of_this_model(attach: Any, model_of: Any, stats_of: Any) -> None:
+def test_a_video_that_is_no_video_of_this_model(model_of: Any, run_unmerged: Any) -> None:
     """Latents of Qwen-Image have an axis of frames. A latent with several frames is not merged."""
-    model = model_of("qwen_image")
-    merged = attach(model)
-    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
-    assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0))
-    assert [reason.id.value for reason in stats_of(merged).unmerged_calls] == ["unknown_latent"]
+    stats = run_unmerged(model_of("qwen_image"), frames=3)
+    assert [reason.id.value for reason in stats.unmerged_calls] == ["unknown_latent"]

@@ -13,7 +13,7 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.cards import balanced
-from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH, current, noise
+from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH, current, first_fixed, noise
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -48,33 +48,24 @@ class Seen:
     penultimate_hidden_states = noise(1, 257, 1280)
 
 
-def test_blocks_are_not_merged_with_reference_and_context(attach: Any, stats_of: Any) -> None:
+def test_blocks_are_not_merged_with_reference_and_context(run_unmerged: Any) -> None:
     """Blocks do not receive the number of reference and context tokens, so ToMA cannot know where the video begins."""
     if not current():
         pytest.skip("this ComfyUI may have no context latents")
     model = models.wan(in_dim_ref_conv=16)
     options = {"reference_latents": [noise(1, 16, 1, HEIGHT, WIDTH)], "context_latents": [noise(1, 16, 1, 8, 12)]}
     conds = {"positive": models.conditioning(model, seed=1, **options)}
-    merged = attach(model)
-    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds)
-    assert list(stats_of(merged).unmerged) == [Reason.UNKNOWN_IMAGE_POSITION()]
-    assert torch.equal(out, models.sample(model, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0, **conds))
+    stats = run_unmerged(model, frames=3, **conds)
+    assert list(stats.unmerged) == [Reason.UNKNOWN_IMAGE_POSITION()]
 
 
-def test_an_image_to_video_model(attach: Any, stats_of: Any) -> None:
+def test_an_image_to_video_model(run_merged: Any) -> None:
     """The first frame and its mask are channels of the latent. The frame's CLIP vision output is treated as text."""
     model = models.wan(kind="WAN21_I2V", model_type="i2v", in_dim=36)
     model.model.image_to_video = True
-    first = noise(1, 16, 5, HEIGHT, WIDTH)
-    mask = torch.ones(1, 1, 5, HEIGHT, WIDTH)
-    mask[:, :, 0] = 0
-    options = {"concat_latent_image": first, "concat_mask": mask, "clip_vision_output": Seen()}
-    conds = {"positive": models.conditioning(model, seed=1, **options)}
-    merged, asked = attach(model), {"frames": 5, "steps": 2, "cfg": 1.0, **conds}
-    out = models.sample(merged, HEIGHT, WIDTH, **asked)
-    assert out.isfinite().all()
-    assert stats_of(merged).unmerged == {}
-    assert not torch.equal(out, models.sample(model, HEIGHT, WIDTH, **asked))
+    options = {"concat_latent_image": noise(1, 16, 5, HEIGHT, WIDTH), "concat_mask": first_fixed(5)}
+    positive = models.conditioning(model, seed=1, **options, clip_vision_output=Seen())
+    run_merged(model, {}, frames=5, steps=2, cfg=1.0, positive=positive)
 
 
 KINDS: dict[str, dict[str, Any]] = {
