@@ -19,7 +19,7 @@ from scripts.api_check.compare import Kind
 from scripts.api_check.facts import GONE, UNSEEN, facts_of
 from scripts.api_check.families import Family, uses_of
 from scripts.api_check.source import Source
-from scripts.api_check.uses import VARIABLES, StandIn, Uses, uses_in
+from scripts.api_check.uses import StandIn, Uses, uses_in
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import RELEASES, ROOT, ComfyUI
 from testbed import models
@@ -83,40 +83,6 @@ def test_data_has_every_release_and_nothing_else(all_of_it: Pack) -> None:
 
 
 # --- what is read from the pack -------------------------------------------------------------------------------------
-
-
-def test_uses_are_found(all_of_it: Pack) -> None:
-    source = """
-import comfy.utils
-from comfy.samplers import CFGGuider
-from comfy.patcher_extension import WrappersMP
-import sys
-
-def f(patcher: CFGGuider, other, guider):
-    patcher.cfg, other.cfg, getattr(guider, "more", None)
-    bar = comfy.utils.ProgressBar(3, node_id=1)
-    bar.update(1)
-    sys.modules["server"].PromptServer.instance.send_sync("a", {})
-    guider.model_patcher.clone().load_device
-    options.get("img_slice"), options["block"]
-
-def _sampled(executor, *args, **kwargs):
-    argument(args, kwargs, 3, "sigmas")
-
-wrappers = {WrappersMP.OUTER_SAMPLE: _sampled}
-"""
-    found: Uses = {}
-    uses_in(source, found, VARIABLES, words=True)
-    assert {
-        *("name comfy.samplers.CFGGuider.cfg", "name comfy.samplers.CFGGuider.more", "name comfy.utils.ProgressBar"),
-        *("call comfy.utils.ProgressBar.update", "call server.PromptServer.send_sync", "key img_slice", "key block"),
-        *("name comfy.model_patcher.ModelPatcher.load_device", "name comfy.patcher_extension.WrappersMP.OUTER_SAMPLE"),
-    } <= set(found)
-    bar = found["call comfy.utils.ProgressBar"]
-    assert (bar.places, bar.named) == (1, {"node_id"})
-    assert found["wrapper OUTER_SAMPLE"].read == {(3, "sigmas")}
-    assert [found[f"name comfy.samplers.CFGGuider.{name}"].optional for name in ("cfg", "more")] == [False, True]
-    assert all_of_it.uses["wrapper CALC_COND_BATCH"].read >= {(1, "conds"), (3, "timestep"), (4, "model_options")}
 
 
 @pytest.mark.compat

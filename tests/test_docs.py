@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from enum import Enum
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -31,6 +32,11 @@ LINK = re.compile(r'!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*\bsrc="([^"]+)"')
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 
+@cache
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
 def links(text: str) -> Iterator[str]:
     for markdown, html in LINK.findall(CODE.sub("", text)):
         yield markdown or html
@@ -43,14 +49,11 @@ def anchors(text: str) -> set[str]:
 
 def broken(path: Path) -> Iterator[str]:
     """Yield the links of a page to files and headings that do not exist."""
-    text = path.read_text(encoding="utf-8")
-    for link in links(text):
+    for link in links(read(path)):
         target, _, anchor = link.partition("#")
         file = (path.parent / target) if target else path
         there = file.exists() and ROOT in file.resolve().parents
-        if not re.match(r"[a-z]+:", link) and not (
-            there and (not anchor or anchor in anchors(file.read_text(encoding="utf-8")))
-        ):
+        if not re.match(r"[a-z]+:", link) and not (there and (not anchor or anchor in anchors(read(file)))):
             yield link
 
 
@@ -62,13 +65,10 @@ def test_links_lead_somewhere() -> None:
     assert anchors("## And ComfyUI's own token merging node?\n") == {"and-comfyuis-own-token-merging-node"}
 
 
-def test_index_lists_every_page() -> None:
-    listed = set(links((DOCS / "README.md").read_text(encoding="utf-8")))
+def test_every_page_is_listed_and_every_picture_is_shown_and_opens() -> None:
+    listed = set(links(read(DOCS / "README.md")))
     assert {path.name for path in DOCS.glob("*.md")} - {"README.md"} <= listed
-
-
-def test_every_picture_is_shown_and_opens() -> None:
-    shown = {(path.parent / link).resolve() for path in TEXTS for link in links(path.read_text(encoding="utf-8"))}
+    shown = {(path.parent / link).resolve() for path in TEXTS for link in links(read(path))}
     for picture in (DOCS / "images").iterdir():
         assert picture.resolve() in shown, f"{picture.name} is on no page"
         with Image.open(picture) as image:
@@ -76,11 +76,10 @@ def test_every_picture_is_shown_and_opens() -> None:
 
 
 def test_every_template_is_described_in_the_order_of_need() -> None:
-    text = (DOCS / "templates.md").read_text(encoding="utf-8")
-    rows = [(name.strip("*"), use) for name, use in table(DOCS / "templates.md", "| template |")]
-    assert [name for name, _ in rows] == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
+    names = [name.strip("*") for name, _ in table(DOCS / "templates.md", "| template |")]
+    assert names == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
     for path in (ROOT / "subgraphs").glob("*.json"):
-        assert f"*{path.stem}*" in text
+        assert f"*{path.stem}*" in read(DOCS / "templates.md")
 
 
 def words(text: str) -> int:
@@ -90,37 +89,33 @@ def words(text: str) -> int:
 
 def table(page: Path, head: str) -> list[list[str]]:
     """Return the rows, as lists of cells, of the first table whose header line begins with `head`."""
-    lines = page.read_text(encoding="utf-8").split("\n")
+    lines = read(page).split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith(head)) + 2
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]
 
 
 def test_pages_are_short() -> None:
-    by_hand = {page.relative_to(ROOT).as_posix(): words(page.read_text(encoding="utf-8")) for page in PAGES}
+    by_hand = {page.relative_to(ROOT).as_posix(): words(read(page)) for page in PAGES}
     assert sum(by_hand.values()) <= MAX_WORDS, by_hand
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+    assert len(read(ROOT / "README.md").splitlines()) <= MAX_README_LINES
     assert words("a b | - | `c`\n<!-- runs -->\nd e\n<!-- end -->\nf") == 4
 
 
 def test_nodes_on_pages_exist() -> None:
-    nodes = json.loads((ROOT / "locales" / "en" / "nodeDefs.json").read_text(encoding="utf-8"))
-    names = {
-        name for node in nodes for name in (nodes[node]["display_name"], nodes[node]["display_name"].split(" (")[0])
-    }
+    nodes = json.loads(read(ROOT / "locales" / "en" / "nodeDefs.json"))
+    displayed = {node["display_name"] for node in nodes.values()}
+    names = displayed | {name.split(" (")[0] for name in displayed}
     for page in PAGES:
-        named = set(re.findall(r"\*\*(ToMA(?: [^*]+)?)\*\*", page.read_text(encoding="utf-8")))
-        assert named <= names, page.name
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in names if f"**{name}**" not in readme] == []
+        assert set(re.findall(r"\*\*(ToMA(?: [^*]+)?)\*\*", read(page))) <= names, page.name
+    assert [name for name in names if f"**{name}**" not in read(ROOT / "README.md")] == []
 
 
 def test_presets_on_pages_exist() -> None:
     presets = list(pack_module("toma_core.presets").PRESETS)
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        assert set(re.findall(r"[Pp]reset(?:\*\*)? `(\w+)`", text)) <= set(presets), page.name
+        assert set(re.findall(r"[Pp]reset(?:\*\*)? `(\w+)`", read(page))) <= set(presets), page.name
     assert [row[0].strip("`") for row in table(DOCS / "settings.md", "| preset |")] == presets
-    assert re.findall(r"\| \*\*preset\*\* `(\w+)` \|", (ROOT / "README.md").read_text(encoding="utf-8")) == presets
+    assert re.findall(r"\| \*\*preset\*\* `(\w+)` \|", read(ROOT / "README.md")) == presets
 
 
 def test_the_table_of_settings_is_the_codes() -> None:
@@ -148,12 +143,12 @@ def _shown(value: object) -> str:
 
 def test_tables_of_the_readme_are_the_counted_ones() -> None:
     for page in (readme.README, CHINESE):
-        text = page.read_text(encoding="utf-8")
+        text = read(page)
         assert readme.written(text, page) == text, "python -m benchmarks.readme"
 
 
 def test_the_chinese_readme_is_the_english_one() -> None:
-    english, theirs = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+    english, theirs = (read(ROOT / name) for name in ("README.md", "README.zh.md"))
     assert "[中文](README.zh.md)" in english
     assert "[English](README.md)" in theirs
 
@@ -168,7 +163,7 @@ def test_the_chinese_readme_is_the_english_one() -> None:
     assert targets(theirs) == targets(english)
     figure = re.compile(r"(?<![\w.])\d+\.\d+|\d+ (?:GB|MB|%)")
     assert set(figure.findall(theirs)) == set(figure.findall(english))
-    nodes = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
+    nodes = json.loads(read(ROOT / "locales" / "zh" / "nodeDefs.json"))
     joined = re.sub(r"\n", " ", theirs)
     assert [n["display_name"] for n in nodes.values() if n["display_name"] not in joined] == []
 
@@ -176,18 +171,18 @@ def test_the_chinese_readme_is_the_english_one() -> None:
 def test_what_code_and_pages_name_exists() -> None:
     for folder in FOLDERS.split("|"):
         for path in (ROOT / folder).rglob("*.py"):
-            text = path.read_text(encoding="utf-8")
+            text = read(path)
             for page in re.findall(r"(?<![\w/])(?:docs|benchmarks/results)/[\w/-]+\.md", text):
                 assert (ROOT / page).exists(), f"{path.name} names {page}"
     for page in TEXTS:
-        text = page.read_text(encoding="utf-8")
+        text = read(page)
         for name in re.findall(rf"(?<=[`=\"])((?:{FOLDERS})/[\w/.-]+)(?=[`\" ])", text):
             assert (ROOT / name).exists() or "x.py" in name, f"{page.name} names {name}"
         for file, function in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
-            assert f"def {function}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), function
+            assert f"def {function}(" in read(ROOT / "tests" / file), function
         for file, member in re.findall(r"`([\w/]+\.py):[\w.]*?(\w+)`", text):
             named = rf"^ *(?:(?:class|def) {member}\b|{member}:)"
-            assert re.search(named, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), f"{file}: {member}"
+            assert re.search(named, read(ROOT / file), re.MULTILINE), f"{file}: {member}"
 
 
 def test_add_a_model_names_what_a_family_has() -> None:
@@ -198,7 +193,7 @@ def test_add_a_model_names_what_a_family_has() -> None:
     answers = [row[1] for row in table(DOCS / "add-a-model.md", "| question | answer in |")]
     named = {name for cell in answers for name in re.findall(r"`(\w+)`", cell)}
     assert set() < named <= known, named - known
-    code = (DOCS / "add-a-model.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    code = read(DOCS / "add-a-model.md").split("```python\n")[1].split("```")[0]
     source = Path(str(example.__file__)).read_text(encoding="utf-8")
     shown = [line.strip() for line in code.splitlines() if line.startswith("    ") and "def " not in line]
     assert [line for line in shown if line not in source] == []

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomlkit
 import yaml
 
 from scripts import release
@@ -80,11 +79,3 @@ def test_files_of_github_have_what_it_asks_for() -> None:
             (field,) = [field for field in content["body"] if field.get("id") == "report"]
             assert field["validations"]["required"]
     assert "run: .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-
-
-def test_comfy_test_knows_the_namespace_of_the_page_extension() -> None:
-    config = tomlkit.parse((ROOT / "comfy-test.toml").read_text(encoding="utf-8")).unwrap()["test"]
-    assert {"install", "registration", "javascript"} <= set(config["levels"])
-    (namespace,) = config["javascript"]["namespaces"]
-    names = re.findall(r"name: ['\"]([\w.-]+)['\"]", (ROOT / "web" / "toma.js").read_text(encoding="utf-8"))
-    assert any(name.startswith(f"{namespace}.") for name in names)

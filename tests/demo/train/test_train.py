@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from demo import models
-from demo.data import THINGS_WEIGH, Batches, Plan, View
+from demo.data import Batches, Plan, View
 from demo.objectives import FewStepsObjective
 from demo.train import Trainer, arguments, plan_of, run
 
@@ -131,15 +131,6 @@ def test_crops_keep_their_positions() -> None:
     assert len({batch.view.offset for batch in batches}) > 4
 
 
-@pytest.mark.parametrize("shares", [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)], ids=["half", "full", "crop"])
-def test_shape_and_small_objects_weigh_more(shares: tuple[float, float]) -> None:
-    batch = Batches(Plan("unet", 1, early_shares=shares, crop_batch=12, full_batch=12))[0]
-    assert batch.weight.shape == (12, 1, *batch.clean.shape[2:])
-    assert batch.weight.max() / batch.weight.min() == pytest.approx(THINGS_WEIGH)
-    if batch.sort != "crop":
-        assert batch.weight.mean() == pytest.approx(1)
-
-
 def test_workers_change_nothing() -> None:
     plan = _plan("dit", steps=4)
     ahead = Batches(plan).from_step(1, workers=2)
@@ -242,11 +233,3 @@ def test_the_deep_unet_learns_the_answers_of_the_shallow_one(tmp_path: Path) -> 
     deep = _trainer("unet", config=models.DEEP_UNET_CONFIG, teacher=shallow)
     assert math.isfinite(deep.train_step(batch))
     assert not any(value.grad is not None for value in deep.objective.teacher.parameters())
-
-
-def test_clips_are_shown_a_frame_at_a_time_first() -> None:
-    plan = Plan("wan", 8, crop_batch=3, full_batch=2, early_shares=(1.0, 0.0), late_shares=(0.0, 1.0), late=0.5)
-    batches = [Batches(plan)[step] for step in range(8)]
-    assert [batch.sort for batch in batches] == ["still"] * 4 + ["clip"] * 4
-    assert batches[0].clean.shape == (3, 16, 1, 16, 16)
-    assert batches[-1].clean.shape == (2, 16, 5, 16, 16)
