@@ -44,9 +44,6 @@ def all_of_it() -> Pack:
     return Pack(uses, families, compare.read(), facts_of(here, uses, families), here)
 
 
-# --- the data -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.compat
 def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
     """Every method of a model that runs its blocks must be listed, because the pack would not notice if a step cache
@@ -82,9 +79,6 @@ def test_data_has_every_release_and_nothing_else(all_of_it: Pack) -> None:
         assert use.optional or later or GONE not in texts.values(), item
 
 
-# --- what is read from the pack -------------------------------------------------------------------------------------
-
-
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_blocks_are_those_that_hooks_stand_in_for(kind: str, all_of_it: Pack) -> None:
@@ -112,8 +106,6 @@ def test_blocks_are_those_that_hooks_stand_in_for(kind: str, all_of_it: Pack) ->
             stand_in = StandIn(tuple(known.positional_args), frozenset(known.required_kwargs), frozenset())
             assert stand_in in [StandIn(each.places, each.required, frozenset()) for each in forms[form].stand_ins]
 
-
-# --- a ComfyUI that has changed -------------------------------------------------------------------------------------
 
 FILES = ("comfy/ldm/flux/model.py", "comfy/ldm/flux/layers.py", "comfy/samplers.py", "comfy/model_patcher.py")
 MODEL, LAYERS, SAMPLERS, PATCHER = FILES

@@ -197,8 +197,6 @@ def test_thumbnail_is_of_this_workflow(path: Path) -> None:
     assert not thumbnail.runs or not counts or list(thumbnail.runs) == counts
 
 
-# --- the blueprint ---------------------------------------------------------------------------------------------------
-
 BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
 INPUT, OUTPUT = -10, -20  # ids of the subgraph's input and output nodes
 
