@@ -140,7 +140,7 @@ class Cache:
                 found = [self._entries[key] for c in conditions if (key := (name, c)) in self._entries]
             complete = _complete(found, len(conditions))
             for part in [entry.chunk() for entry in found] if complete is None else [complete]:
-                if isinstance(part, Parked) and not part.buffer.lane.read_ahead(part):
+                if isinstance(part, Parked) and not part.read_ahead():
                     return
 
     def free_staging(self, device: torch.device) -> None:

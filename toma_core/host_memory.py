@@ -1,8 +1,8 @@
 """Decide which keys and values of a run lie in main memory, and hold the buffers for them.
 
-A refresh writes keys and values to main memory while the next blocks compute. A merged step reads the keys and values
-of the next block while the current block computes, and writes propagated keys and values back. A tensor has the same
-bits on the card and in main memory.
+A refresh writes keys and values to main memory while the next blocks compute. A merged step reads those of the next
+block while the current block computes, and writes propagated ones back. A tensor has the same bits on the card and in
+main memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from .parked import Buffer, CudaCopier, Lane, Parked, parts_of
+from .parked import Buffer, CudaCopier, Lane, Parked, joined, parts_of
 from .quant4 import Int4Tensor
 
 _PAGE = 4096  # bytes
@@ -41,12 +41,9 @@ class HostMemory:
     _order: dict[str, int] = field(default_factory=dict)  # names in the order of the refresh
 
     def place(self, t: Tensor | Int4Tensor, instead: object = None) -> Tensor | Int4Tensor | Parked:
-        """Place a new cached tensor on the card or in main memory. Return t itself if it stays on the card (it must not
-        change afterwards), else a `Parked`. instead: the cached tensor that t replaces.
-
-        Tensors go to the card and to main memory alternately, so that one block's tensors are copied while other blocks
-        compute.
-        """
+        """Place a new cached tensor on the card or in main memory, alternately, so that one block's tensors are copied
+        while other blocks compute. Return t itself if it stays on the card, else a `Parked`; t must not change
+        afterwards. instead: the cached tensor that t replaces."""
         with self.lock:
             card = sum(size for device, size in self._on_card.values() if device == t.device)
             share = min(1.0, self.card_room / max(self.expected, 1))
@@ -78,8 +75,7 @@ class HostMemory:
             self._lanes[t.device] = Lane(self.copier, t.device, *self.copier.streams(t.device), self.lock)
         sizes = [part.nbytes for part in parts_of(t)]
         chunks = zip(memory[: t.nbytes].split(sizes), parts_of(t), strict=True)
-        parts = [chunk.view(part.dtype).view(part.shape) for chunk, part in chunks]
-        tensor = Int4Tensor(*parts) if isinstance(t, Int4Tensor) else parts[0]
+        tensor = joined([chunk.view(part.dtype).view(part.shape) for chunk, part in chunks])
         # Do not try to pin again after one failure: later attempts would fail too, and each one would make ComfyUI wait
         # for the card.
         self.pinned = self.pinned and self.copier.pin(memory)
@@ -88,8 +84,7 @@ class HostMemory:
 
     @property
     def in_main(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.tensor.nbytes for buffer in self._buffers)
+        return sum(buffer.tensor.nbytes for buffer in self._buffers)  # bytes
 
     def _is_short(self, size: int) -> bool:
         return self.in_main + size > self.main_room or not self.may_take(size)
@@ -115,8 +110,10 @@ class HostMemory:
 
     def free_staging(self, device: torch.device) -> None:
         """Free a card's copies of tensors that lie in main memory, at the end of a model call."""
-        if device in self._lanes:
-            self._lanes[device].free_staging()
+        with self.lock:
+            if lane := self._lanes.get(device):
+                lane.forget()
+                lane.finish(0)
 
     def _free_unused(self) -> None:
         for lane in self._lanes.values() if self._unused else ():
@@ -131,14 +128,15 @@ class HostMemory:
             self.copier.unpin(buffer.memory)
 
     def clear(self) -> None:
-        """Wait for all copies and release every buffer, even if one release fails."""
+        """Wait for all copies and release every buffer, even if one wait or release fails."""
         with self.lock, ExitStack() as last_first:
             for held in (self._lanes, self._on_card, self._unused, self._order):
                 last_first.callback(held.clear)
             for buffer in self._buffers:
                 last_first.callback(self._free, buffer)
             for lane in self._lanes.values():
-                last_first.callback(lane.close)
+                for end in (lane.ahead.clear, lane.writing.clear, lane.down.synchronize, lane.up.synchronize):
+                    last_first.callback(end)
 
 
 def _pages(size: int) -> Tensor:

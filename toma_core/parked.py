@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from threading import RLock
 from typing import Any
 
@@ -23,9 +22,7 @@ from torch import Tensor
 
 from .quant4 import Int4Tensor
 
-# Maximum number of tensors that are read ahead at a time, and of tensors that are being written: the keys and values of
-# one block.
-MAX_STAGED = 2
+MAX_STAGED = 2  # tensors that are read ahead at a time, and that are being written: keys and values of one block
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Parked:
     number: int = 0
     chunks: int = 1
 
-    @property
+    @cached_property
     def in_main(self) -> Tensor | Int4Tensor:
         """This chunk, (B, N, C), as a view of main memory."""
         return self.buffer.tensor.chunk(self.chunks)[self.number]
@@ -114,17 +111,49 @@ class Parked:
 
     def copy_(self, source: Tensor | Int4Tensor) -> None:
         """Copy a tensor from the device to main memory; the tensor must not change afterwards."""
-        self.buffer.lane.store(self, source)
+        lane, buffer = self.buffer.lane, self.buffer
+        with lane.lock:
+            lane.forget(buffer)
+            lane.finish(MAX_STAGED - 1)
+            lane.down.wait_event(lane.now.record_event())
+            buffer.written = lane.copied(lane.down, parts_of(self.in_main), parts_of(source), buffer.pinned)
+            lane.writing.append((source, buffer.written))
+
+    def _read(self) -> tuple[list[Tensor], Any]:
+        lane, sources = self.buffer.lane, parts_of(self.in_main)
+        targets = [torch.empty_like(source, device=self.device) for source in sources]
+        lane.up.wait_event(lane.now.record_event())
+        if self.buffer.written is not None:
+            lane.up.wait_event(self.buffer.written)
+        return targets, lane.copied(lane.up, targets, sources, self.buffer.pinned)
 
     def take(self) -> Tensor | Int4Tensor:
-        """Return the tensor on the device, whether it was read ahead or is read now. Raises
-        `torch.OutOfMemoryError`."""
-        return self.buffer.lane.take(self)
+        """Return the tensor on the device. If it was not read ahead, read it now, and drop all copies that were read
+        ahead. Raises `torch.OutOfMemoryError`."""
+        lane = self.buffer.lane
+        with lane.lock:
+            if self not in lane.ahead:
+                lane.forget()
+                lane.ahead[self] = self._read()
+            parts, event = lane.ahead.pop(self)
+            lane.now.wait_event(event)
+            return joined(parts)
+
+    def read_ahead(self) -> bool:
+        """Begin to read the tensor; return whether one more tensor may be read ahead after it."""
+        lane = self.buffer.lane
+        with lane.lock:
+            if self not in lane.ahead and len(lane.ahead) < MAX_STAGED:
+                try:
+                    lane.ahead[self] = self._read()
+                except torch.OutOfMemoryError:
+                    return False  # `take` will read the tensor
+            return len(lane.ahead) < MAX_STAGED
 
 
 @dataclass(eq=False)
 class Lane:
-    """The copies between one device and main memory."""
+    """The copies between one device and main memory. Callers hold the lock."""
 
     copier: CudaCopier
     device: torch.device
@@ -134,81 +163,40 @@ class Lane:
     ahead: dict[Parked, tuple[list[Tensor], Any]] = field(default_factory=dict)  # (parts on the device, event)
     writing: deque[tuple[Tensor | Int4Tensor, Any]] = field(default_factory=deque)  # (source, event after the copy)
 
-    def store(self, parked: Parked, source: Tensor | Int4Tensor) -> None:
-        """Copy a tensor from the device to main memory."""
-        with self.lock:
-            buffer = parked.buffer
-            self.forget(buffer)
-            self._finish(MAX_STAGED - 1)
-            self.down.wait_event(self.copier.current(self.device).record_event())
-            buffer.written = self._copied(self.down, parts_of(parked.in_main), parts_of(source), buffer.pinned)
-            self.writing.append((source, buffer.written))
+    @property
+    def now(self) -> torch.cuda.Stream:
+        """The stream on which the model computes."""
+        return self.copier.current(self.device)
 
-    def _copied(self, stream: torch.cuda.Stream, targets: list[Tensor], sources: list[Tensor], pinned: bool) -> Any:
+    def copied(self, stream: torch.cuda.Stream, targets: list[Tensor], sources: list[Tensor], pinned: bool) -> Any:
         """Copy on a stream; return an event after the copies. Device memory is freed only after all copies, even if a
         copy fails."""
         try:
             for target, source in zip(targets, sources, strict=True):
                 self.copier.copy(stream, target, source, pinned)
         except BaseException:
-            self.copier.current(self.device).wait_event(stream.record_event())
+            self.now.wait_event(stream.record_event())
             raise
         return stream.record_event()
 
-    def _finish(self, most: int) -> None:
+    def finish(self, most: int) -> None:
         """Free the device's tensors that have been written to main memory, except the last `most`."""
         while len(self.writing) > most:
-            self.copier.current(self.device).wait_event(self.writing[0][1])
+            self.now.wait_event(self.writing[0][1])
             self.writing.popleft()
-
-    def _read(self, parked: Parked) -> tuple[list[Tensor], Any]:
-        buffer, sources = parked.buffer, parts_of(parked.in_main)
-        targets = [torch.empty_like(source, device=self.device) for source in sources]
-        self.up.wait_event(self.copier.current(self.device).record_event())
-        if buffer.written is not None:
-            self.up.wait_event(buffer.written)
-        return targets, self._copied(self.up, targets, sources, buffer.pinned)
-
-    def take(self, parked: Parked) -> Tensor | Int4Tensor:
-        """Return a tensor on the device. If the tensor was not read ahead, all copies read ahead are dropped."""
-        with self.lock:
-            if parked not in self.ahead:
-                self.forget()
-                self.ahead[parked] = self._read(parked)
-            parts, event = self.ahead.pop(parked)
-            self.copier.current(self.device).wait_event(event)
-            return parts[0] if len(parts) == 1 else Int4Tensor(*parts)
-
-    def read_ahead(self, parked: Parked) -> bool:
-        """Begin to read a tensor; return whether one more tensor may be read ahead after it."""
-        with self.lock:
-            if parked not in self.ahead and len(self.ahead) < MAX_STAGED:
-                try:
-                    self.ahead[parked] = self._read(parked)
-                except torch.OutOfMemoryError:
-                    return False  # `take` will read the tensor
-            return len(self.ahead) < MAX_STAGED
 
     def forget(self, buffer: Buffer | None = None) -> None:
         """Drop the copies that were read ahead from a buffer, or from all buffers if it is None."""
-        with self.lock:
-            for parked in [read for read in self.ahead if buffer in (None, read.buffer)]:
-                self.copier.current(self.device).wait_event(self.ahead[parked][1])
-                del self.ahead[parked]
-
-    def free_staging(self) -> None:
-        """Free all copies on the device."""
-        with self.lock:
-            self.forget()
-            self._finish(0)
-
-    def close(self) -> None:
-        """Wait for all copies and free them, even if a wait fails."""
-        with self.lock, ExitStack() as last_first:
-            for end in (self.ahead.clear, self.writing.clear, self.down.synchronize, self.up.synchronize):
-                last_first.callback(end)
+        for parked in [read for read in self.ahead if buffer in (None, read.buffer)]:
+            self.now.wait_event(self.ahead[parked][1])
+            del self.ahead[parked]
 
 
 def parts_of(t: Tensor | Int4Tensor) -> list[Tensor]:
     """Return the tensors that hold t's data."""
     return list(t) if isinstance(t, Int4Tensor) else [t]
+
+
+def joined(parts: list[Tensor]) -> Tensor | Int4Tensor:
+    """Reverse `parts_of`."""
+    return parts[0] if len(parts) == 1 else Int4Tensor(*parts)

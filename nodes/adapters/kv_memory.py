@@ -1,5 +1,4 @@
-"""The KV cache of a run: whether the card has room for it beside the model, and how ComfyUI is made to reserve that
-room."""
+"""Plan the KV cache of a run from the memory beside the model, and make ComfyUI reserve that memory."""
 
 from __future__ import annotations
 
@@ -30,16 +29,11 @@ from .evaluated import Area, Parts, evaluated_parts, most_held
 from .family import ModelHooks
 from .main_memory import main_room, may_take
 
-# Share of a device's memory that a KV cache in four bits may take, if the device shares its memory with the computer
-# (as a CPU does) or if this pack cannot copy from the device.
+# Share of a device's memory that a KV cache in four bits may take if this pack cannot copy to main memory from there.
 _SHARE = 0.55
-# Shares of the blocks, counted from the first, that stay unmerged if there is no room for the keys and values of all
-# blocks.
-_FEWER_BLOCKS = (0.15, 0.3, 0.5)
-# ComfyUI frees this many bytes for each byte of weights that it loads, see `load_models_gpu`.
-_LOADING = 1.1
-# Schedules whose context windows move at each step.
-_MOVING = ("looped_uniform", "standard_uniform")
+_FEWER_BLOCKS = (0.15, 0.3, 0.5)  # values of `KVCachePlan.skipped` to try, if there is no room for all blocks
+_LOADING = 1.1  # ComfyUI frees this many bytes for each byte of weights that it loads, see `load_models_gpu`
+_MOVING = ("looped_uniform", "standard_uniform")  # schedules whose context windows move at each step
 
 
 @dataclass(frozen=True)
@@ -66,9 +60,8 @@ def plan_kv_cache(
 ) -> KVCachePlan:
     """Plan the KV cache of a run on latents of (B, C, ..., H, W).
 
-    Keys and values have full precision if they fit on the card beside the model's weights, else four bits. If the
-    card is too small even for four bits, the remainder lies in main memory. If main memory is short, too, only the keys
-    and values of some blocks are cached, or none.
+    Keys and values have full precision if they fit on the card beside the model's weights, else four bits. Those that
+    do not fit lie in main memory. If main memory is short, too, only those of some blocks are cached, or none.
 
     packed: the shape of all streams as packed by ComfyUI. sigmas: one per step, then that at the run's end; if empty,
     every condition is counted.
@@ -122,9 +115,8 @@ def _numbers(
     windows: float,
     config: ToMAConfig,
 ) -> tuple[int, int, int]:
-    """Return three numbers for a run with these settings, at the step when its caches are largest: the elements of
-    updates, the elements of keys and values, and the conditions with cached entries. steps: see `evaluated_parts`.
-    windows: see `windows_of`."""
+    """Return, for the step at which a run's caches are largest, the elements of updates, the elements of keys and
+    values, and the conditions with cached entries. steps: see `evaluated_parts`. windows: see `windows_of`."""
     conds = _conds(guider)
     of_an_area = partial(
         hooks.kv_cache_numel,
@@ -149,11 +141,8 @@ def _numbers(
 
 
 def _four_bits(updates: int, keys: int, left: float, staging: float, main: float, skipped: float) -> KVCachePlan:
-    """Return the plan of a cache in four bits, with as much of it on the card as fits into `left` bytes.
-
-    updates, keys: bytes. staging: bytes for copies, as a share of the bytes of keys and values. main, skipped: see
-    `main_room` and `skipped` of `KVCachePlan`.
-    """
+    """Return the plan of a cache in four bits, with as much of it on the card as fits into `left` bytes. updates, keys:
+    bytes. staging: bytes for copies, as a share of `keys`. main, skipped: `main_room` and `skipped` of the plan."""
     staged = round(keys * staging)
     fits = updates + keys <= left
     in_main = 0 if fits else keys - round(min(max(left - updates - staged, 0.0), keys))
@@ -161,8 +150,8 @@ def _four_bits(updates: int, keys: int, left: float, staging: float, main: float
 
 
 def copier_of(device: torch.device) -> CudaCopier | None:
-    """Return the copier between a device and main memory, which copies during the computation. None for unknown
-    devices, for a CPU, and for a card that shares main memory with the computer."""
+    """Return the copier between a device and main memory; None for unknown devices, for a CPU, and for a card that
+    shares main memory with the computer."""
     if device.type != "cuda":  # ROCm calls itself "cuda", too
         return None
     properties = torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
@@ -172,8 +161,7 @@ def copier_of(device: torch.device) -> CudaCopier | None:
 
 
 def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
-    """Return the memory for a run's keys and values, on the card and in main memory. None if all keys and values lie on
-    the card."""
+    """Return the memory for a run's keys and values; None if they can only lie on the card."""
     copier = copier_of(device) if plan.main_room else None
     if copier is None:
         return None
@@ -182,65 +170,51 @@ def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
 
 
 def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:
-    """Set the card's room for keys and values to the memory that is free now that the model is loaded.
-
-    If ComfyUI loads a model block by block while it runs, ComfyUI needs the free memory for more weights, and keys and
-    values take no more than was planned. shape, conds: arguments of ComfyUI's estimate of an evaluation's memory.
-    """
-    inference = _inference_memory(model, shape, conds)
-    if inference is None:
-        return
+    """Set the card's room for keys and values to the memory that is free now that the model is loaded; to the planned
+    room at most if ComfyUI loads a model block by block while it runs, because it fills free memory with weights.
+    shape, conds: arguments of ComfyUI's estimate of an evaluation's memory."""
     free = getattr(model, "get_free_memory", model_management.get_free_memory)(model.load_device)
-    room = max(0.0, free - inference - host.beside)
+    room = max(0.0, free - _inference_memory(model, shape, conds) - host.beside)
     by_block = getattr(model, "is_dynamic", lambda: False)()
     host.card_room = min(host.card_room, room) if by_block else room
 
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:
-    """Return how many bytes of the card a run on latents of this shape leaves free, negative if the run does not fit.
-    The result is all of the card's memory except the bytes that ComfyUI frees before it loads the run's models, see
-    `load_models_gpu`.
-
-    The estimate uses the run's dtype, which ComfyUI's own estimate knows only after object patches are applied. The
-    estimate also uses the card's size, not its free memory, because a seed must give the same image whatever else runs.
-    """
+    """Return how many bytes of the card a run on latents of this shape leaves free, negative if the run does not fit:
+    the card's memory except what ComfyUI frees before it loads the run's models, see `load_models_gpu`. The card's size
+    counts, not its free memory, because a seed must give the same image whatever else runs."""
     model, options = guider.model_patcher, guider.model_options
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
     inference = _inference_memory(_AsRun(model, options), shape, guider.conds, controls)
-    if inference is None:
-        return 0.0
     loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
-    # Count the guider's own models, too: it may use a second one for the negative prompt. Count clones of a model once,
-    # because they share weights.
+    # A guider may have a second model, for the negative prompt. Clones of a model share weights, so count them once.
     loaded += [model, *model.model_patches_models(), *(m for m in vars(guider).values() if isinstance(m, ModelPatcher))]
     here = {id(getattr(m, "model", m)): m for m in loaded if m.load_device == model.load_device}
     weights = sum(m.model_size() for m in here.values())
     return float(model_management.get_total_memory(model.load_device) - weights * _LOADING - inference)
 
 
-def _inference_memory(model: Any, shape: Sequence[int], conds: Any, controls: float = 0.0) -> float | None:
-    """Return the bytes that ComfyUI keeps free for an evaluation beside the weights; None, with a warning, if ComfyUI's
+def _inference_memory(model: Any, shape: Sequence[int], conds: Any, controls: float = 0.0) -> float:
+    """Return the bytes that ComfyUI keeps free for an evaluation beside the weights; infinity, with a warning, if its
     estimate fails, because a later ComfyUI may estimate memory in another way. controls: bytes for ControlNets."""
     try:
-        activations: float = estimate_memory(model, shape, conds)[0] + controls
+        activations, _ = estimate_memory(model, shape, conds)
     except Exception as error:
         problem = UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}")
         warn(problem, "with a smaller KV cache, or with none")
-        return None
-    least: float = model_management.minimum_inference_memory()
-    return max(activations + model_management.extra_reserved_memory(), least)
+        return float("inf")
+    least = model_management.minimum_inference_memory()
+    return max(activations + controls + model_management.extra_reserved_memory(), least)
 
 
 def dtype_of(model: ModelPatcher) -> torch.dtype:
     """Return the dtype in which a run of the model computes, even before ComfyUI applies object patches."""
-    dtype: torch.dtype = model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
-    return dtype
+    return model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
 
 
 def windows_of(guider: Any, latent: Tensor) -> float:
-    """Return how often a frame of the latent is evaluated for a condition: more than once where context windows
-    overlap. Return 0, for no cache, where windows move at each step: the frames that a full step caches are not
-    those of the next step."""
+    """Return how often a frame of the latent is evaluated for a condition, more than once where context windows
+    overlap; 0, for no cache, where windows move at each step, because the next step has other frames."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:
@@ -248,15 +222,15 @@ def windows_of(guider: Any, latent: Tensor) -> float:
         if handler.context_schedule.name in _MOVING:
             return 0.0
         windows = handler.get_context_windows(guider.model_patcher.model, latent, guider.model_options)
-        # Count one more frame per window, because ComfyUI may add a frame before those of the window.
+        # ComfyUI may add a frame before those of a window.
         return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
     except (AttributeError, TypeError, IndexError):
         return 1.0  # windows of another pack, of which nothing is known
 
 
 class _AsRun:
-    """Stands in for a model's patcher and has the dtype and the options of the run. It is no copy of the patcher,
-    because the deletion of a copy would detach the model."""
+    """Stands in for a model's patcher and has the options and the dtype of the run, which ComfyUI's estimate of memory
+    knows only after object patches are applied. A copy of the patcher would detach the model when it is deleted."""
 
     def __init__(self, patcher: ModelPatcher, options: dict[str, Any]) -> None:
         self._patcher, self.model_options, self.model = patcher, options, copy(patcher.model)

@@ -9,10 +9,8 @@ from comfy import model_management
 
 from .compat import optional_api
 
-# The share of main memory that keys and values may take; ComfyUI needs the remainder for weights and text encoders.
-SHARE = 0.35
-# Bytes of main memory that keys and values leave free. ComfyUI itself leaves about 2 GB free when it pins weights.
-_LAST = 1e9
+SHARE = 0.35  # of main memory for keys and values; ComfyUI needs the remainder for weights and text encoders
+_LAST = 1e9  # bytes that keys and values leave free; ComfyUI itself leaves about 2 GB free when it pins weights
 # Files with the memory limit and the usage of a container on Linux, for versions 2 and 1 of control groups.
 _CGROUPS = Path("/sys/fs/cgroup")
 _FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
