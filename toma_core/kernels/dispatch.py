@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAPABILITY = (8, 0)  # lowest compute capability that Triton supports
-# Sizes for the trial of the regression's kernels: the number of features of a 4-channel latent, and the number of
-# channel pairs per head that most models rotate.
-_FEATURES, _PAIRS = 33, 64
+_FEATURES, _PAIRS = (
+    33,
+    64,
+)  # of the trial: features of a 4-channel latent, and rotated channel pairs of most models' heads
 
 
 class NoTriton(MessageId):
@@ -57,8 +59,9 @@ class Choice:
     def message(self) -> Message:
         """The message by which the report names the choice."""
         name = "torch" if self.kernels is None else self.kernels.name
-        reason = self.reason
-        return KernelName.KERNEL_BECAUSE(name=name, reason=reason) if reason else KernelName.KERNEL(name=name)
+        if self.reason:
+            return KernelName.KERNEL_BECAUSE(name=name, reason=self.reason)
+        return KernelName.KERNEL(name=name)
 
 
 @dataclass(eq=False)
@@ -77,21 +80,17 @@ class Dispatch:
         weighs: bool = False,
         propagates: bool = False,
     ) -> Choice:
-        """Return the choice for tokens x of (B, N, C).
-
-        features: (B, N, C'), by which destinations are selected; if None, x is used. weighs: whether the run also
-        computes weights for given destinations. propagates: whether it propagates cached keys, values and updates.
-        """
+        """Return the choice for tokens x, (B, N, C). features: (B, N, C'), by which destinations are selected; if None,
+        x. weighs, propagates: whether the run computes weights for given destinations, and propagates caches."""
         features = (x if features is None else features).detach()
         kinds = (variant(t.shape[2], windows, budget) for t in (x, features))
-        args = x.detach(), features, windows, budget, weighs, propagates
-        return self._choice(
-            (x.device, x.dtype, weighs, propagates, *kinds), x, windows.slots, lambda kernels: _merges(kernels, *args)
-        )
+        key = (x.device, x.dtype, weighs, propagates, *kinds)
+        correct = partial(_merges, x.detach(), features, windows, budget, weighs, propagates)
+        return self._choice(key, x, windows.slots, correct)
 
     def quantize(self, x: Tensor) -> Int4Tensor | Tensor:
         """Quantise (B, N, C) to four bits per element, see `quant4.quantize`."""
-        kernels = self._choice(_quant_key(x), x, 0, lambda k: _quantizes(k, x[:1, :64].detach())).kernels
+        kernels = self._choice(_quant_key(x), x, 0, partial(_quantizes, x[:1, :64].detach())).kernels
         return quantize(x) if kernels is None else kernels.quantize(x)
 
     def dequantize(self, quantized: Int4Tensor) -> Tensor:
@@ -100,7 +99,7 @@ class Dispatch:
         return quantized.dequantize() if kernels is None else kernels.dequantize(quantized)
 
     def _choice(self, key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
-        """Return the choice under a key. slots: tokens per window. correct: tests kernels against PyTorch's results."""
+        """Return the choice under a key. slots: tokens per window. correct: see `_tried`."""
         if self.given is None and key not in self._choices:
             self._choices[key] = _tried(key, x, slots, correct)
         return self.given or self._choices[key]
@@ -118,8 +117,7 @@ def _obstacle(x: Tensor, slots: int) -> Message | None:
         return NoTriton.DTYPE(dtype=str(x.dtype).removeprefix("torch."))
     try:
         from .triton import INTERPRETED, MAX_SLOTS
-    except Exception as error:
-        # A Triton that is missing, too old or built for another PyTorch may raise any exception while it loads.
+    except Exception as error:  # Triton is missing, too old, or built for another PyTorch
         return NoTriton.FAILED(error=_first_line(error))
     if INTERPRETED:
         return NoTriton.FAILED(error="TRITON_INTERPRET=1")
@@ -134,11 +132,8 @@ _trials: dict[Hashable, Message | None] = {}
 
 def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
     """Return the kernels if they give PyTorch's results (`correct`) at their first use in this process, else the reason
-    why not.
-
-    Triton compiles at first use and needs a C compiler and a driver. Only this trial catches errors and waits for the
-    device; errors in the run itself are not caught.
-    """
+    why not. Triton compiles at first use and needs a C compiler and a driver. Only this trial catches errors and waits
+    for the device."""
     if reason := _obstacle(x, slots):
         return Choice(None, reason)
     from .triton import TritonKernels
@@ -159,16 +154,16 @@ def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernel
 
 
 def _merges(
-    kernels: TritonKernels,
     x: Tensor,
     features: Tensor,
     windows: Windows,
     budget: Budget,
     weighs: bool,
     propagates: bool,
+    kernels: TritonKernels,
 ) -> bool:
     """Return whether every kernel that the run will need gives PyTorch's results."""
-    used = budget.valid if budget.valid is not None else x.new_ones(len(windows.counts), budget.slots, dtype=torch.bool)
+    used = x.new_ones(len(windows.counts), budget.slots, dtype=torch.bool) if budget.valid is None else budget.valid
     priority = torch.ones(features.shape[:2], device=x.device) if propagates else None
     plan = MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0, priority))
     weights = [plan.merge_weights]
@@ -191,7 +186,7 @@ def _merges(
 
 def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Tensor, Tensor]]:
     """Propagate by kernels and by PyTorch, without a rotation and with one, and return pairs of results, (B, N, C).
-    fresh: (B, D, C). Testing one number of features is enough, because the number is a run-time argument."""
+    fresh: (B, D, C)."""
     batch, N, C = cached.shape
     features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES).expand(batch, -1, -1)
     fast = regress(features, plan)
@@ -212,7 +207,7 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours.float(), theirs.float(), rtol=0.0, atol=tolerance + 1e-5 * largest, equal_nan=True)
 
 
-def _quantizes(kernels: TritonKernels, x: Tensor) -> bool:
+def _quantizes(x: Tensor, kernels: TritonKernels) -> bool:
     """Return whether kernels quantise and dequantise x with an error of little more than half a quantisation step."""
     ours = kernels.quantize(x)
     theirs = quantize(x)

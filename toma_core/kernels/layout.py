@@ -1,5 +1,4 @@
-"""Sizes, memory layouts and operator names that kernels and plans share. Sizes are computed here, because Triton's
-helper functions for sizes are slow."""
+"""Sizes, memory layouts and operator names that kernels and plans share."""
 
 from __future__ import annotations
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...windows import Budget, Windows
-from . import change, product, quant4
+from . import product, quant4
 from .launch import INTERPRETED, Launch
 from .select import MAX_SLOTS, weigh
 
@@ -17,11 +16,10 @@ __all__ = ["INTERPRETED", "MAX_SLOTS", "TritonKernels"]
 
 
 class TritonKernels:
-    """Operations on (B, N, C) tokens in grid order, without autograd, in one launch each.
+    """Operations on (B, N, C) tokens in grid order, without autograd, in one launch each, with fp32 scores and sums.
 
-    Windows have at most MAX_SLOTS tokens. Tensors lie on a CUDA device, or on the CPU if INTERPRETED. Weights are those
-    of `MergePlan`; scores and sums are fp32. Launches are prepared once for each layout and each combination of shapes,
-    strides, dtypes and devices. They live as long as this object: one run.
+    Windows have at most MAX_SLOTS tokens. Tensors lie on a CUDA device, or on the CPU if INTERPRETED. Launches are
+    prepared once for each layout and each combination of shapes, strides, dtypes and devices.
     """
 
     name = "triton"
@@ -36,42 +34,34 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return destination slots by greedy facility location, merge weights and unmerge weights. priority: (B, N)
         fp32, see `selection.select`."""
-        slots = torch.empty(len(x), len(windows.counts), budget.slots, device=x.device, dtype=torch.int64)
-        return slots, *weigh(x, slots, windows, budget, sharpness, True, priority)
+        return weigh(x, None, windows, budget, sharpness, priority)
 
     def weigh(
         self, x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget, sharpness: float
     ) -> tuple[Tensor, Tensor]:
         """Return merge and unmerge weights for given slots, which are ascending and distinct in each window."""
-        return weigh(x, dest_slots.contiguous(), windows, budget, sharpness, select=False)
+        _, M, back = weigh(x, dest_slots.contiguous(), windows, budget, sharpness)
+        return M, back
 
     def merge(self, x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `merge.merge`: (B, N, C) -> (B, D, C)."""
-        key = ("merge", windows, _shared(budget), *_kind(x), *_kind(weights))
-        launch = self._launches.get(key) or self._prepare(key, product.merge, (x,), weights, windows, budget)
+        launch = self._prepared(product.merge, x, weights, windows, budget)
         return launch(x, weights, budget.valid, budget.expand)
 
     def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Tensor:
         """See `merge.unmerge`: (B, D, C) -> (B, N, C)."""
-        key = ("unmerge", windows, _shared(budget), *_kind(y), *_kind(weights))
-        launch = self._launches.get(key) or self._prepare(key, product.unmerge, (y,), weights, windows, budget)
-        return launch(y, weights, budget.expand)
+        return self._unmerged(windows, budget, y, weights)
 
     def unmerge_residual(
         self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Windows, budget: Budget
     ) -> Tensor:
         """See `merge.unmerge_residual`: (B, D, C), (B, D, C), (B, N, C) -> (B, N, C)."""
-        key = ("residual", windows, _shared(budget), *_kind(out), *_kind(reduced), *_kind(x), *_kind(weights))
-        tokens = out, reduced, x
-        launch = self._launches.get(key) or self._prepare(key, product.unmerge, tokens, weights, windows, budget)
-        return launch(out, weights, budget.expand, reduced, x)
+        return self._unmerged(windows, budget, out, weights, reduced, x)
 
     def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
         """Return fresh - cached at destinations, with the rotation R undone if one is given: (B, D, C), (B, N, C) ->
         (B, D, C)."""
-        key = ("change", *_kind(fresh), *_kind(cached), *_kind(destinations), R is None or _kind(R))
-        launch = self._launches.get(key) or self._prepare(key, change.change, fresh, cached, destinations, R)
-        return launch(fresh, cached, destinations, R)
+        return self._prepared(product.change, fresh, cached, destinations, R)(fresh, cached, destinations, R)
 
     def propagate(
         self,
@@ -86,25 +76,27 @@ class TritonKernels:
     ) -> Tensor:
         """Return cached + R (A^T change + spread answer), without R if it is None: (B, D, C), (B, N, C), (B, F, C),
         (B or 1, N, F) -> (B, N, C)."""
-        tokens = (*_kind(change), *_kind(cached), *_kind(answer))
-        others = (*_kind(spread), *_kind(weights))
-        key = ("propagate", windows, _shared(budget), *tokens, *others, R is None or _kind(R))
-        launch = self._launches.get(key) or self._prepare(
-            key, product.propagate, (change, cached, answer), spread, R, weights, windows, budget
-        )
-        return launch(change, weights, budget.expand, None, cached, spread, answer, R)
+        return self._unmerged(windows, budget, change, weights, None, cached, spread, answer, R)
 
-    def _prepare(self, key: tuple[Hashable, ...], make: Callable[..., Launch], *args: Any) -> Launch:
-        launch = self._launches[key] = make(*args)
+    def _unmerged(self, windows: Windows, budget: Budget, y: Tensor, weights: Tensor, *others: Tensor | None) -> Tensor:
+        """Launch `product.unmerge`; tensors that are missing at the end of `others` are None."""
+        others += (None,) * (5 - len(others))
+        launch = self._prepared(product.unmerge, windows, budget, y, weights, *others)
+        return launch(y, weights, budget.expand, *others)
+
+    def _prepared(self, prepare: Callable[..., Launch], *args: Any) -> Launch:
+        """Return the launch that `prepare` makes, once for all arguments of the same kinds."""
+        key = (prepare, *map(_kind, args))
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = prepare(*args)
         return launch
 
 
-def _shared(budget: Budget) -> Hashable:
-    """Return the budget if all images share it, else the sizes that a launch depends on."""
-    # Test without the property `adaptive`, which is slower: this function runs at each launch.
-    return (budget.slots, budget.total) if budget.valid is not None and budget.valid.ndim == 3 else budget
-
-
-def _kind(t: Tensor) -> tuple[Hashable, ...]:
-    """Return the properties of a tensor that a launch depends on."""
-    return t.shape, t.stride(), t.dtype, t.get_device()
+def _kind(argument: Hashable) -> Hashable:
+    """Return the properties of an argument that a launch depends on."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.get_device()
+    if isinstance(argument, Budget) and argument.adaptive:
+        return argument.slots, argument.total  # launches are shared by all adaptive budgets of these sizes
+    return argument

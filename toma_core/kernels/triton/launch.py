@@ -14,8 +14,7 @@ from torch import Tensor
 from ..layout import padded
 
 _MAX_SIDE = 64
-# Alignment in bytes at which Triton reads and writes 16 bytes at a time.
-_ALIGNED = 16
+_ALIGNED = 16  # bytes; Triton reads and writes 16 bytes at a time at such addresses
 
 
 @triton.jit
@@ -23,8 +22,7 @@ def _nothing():
     pass
 
 
-# Whether kernels run in Triton's interpreter. The environment variable TRITON_INTERPRET may have changed since Triton
-# read it.
+# Whether kernels run in the interpreter: TRITON_INTERPRET may have changed since Triton read it.
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 
@@ -48,11 +46,10 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 def blocks(x: Tensor, rows: int, inner: int) -> tuple[int, int, int, int]:
     """Return tile sizes (rows of the result, summed side, channels) and warps, for at most 32 KB of operands."""
-    rows = min(_MAX_SIDE, padded(rows))
-    inner = min(_MAX_SIDE, padded(inner))
     # fp32 runs without tensor cores and holds operands in registers, so its tiles are smaller.
     half = x.element_size() == 2
-    inner = inner if half else min(32, inner)
+    rows = min(_MAX_SIDE, padded(rows))
+    inner = min(_MAX_SIDE if half else 32, padded(inner))
     channels = min(128 if half else 32, padded(x.shape[2]))
     return rows, inner, channels, 4 if rows * inner < _MAX_SIDE**2 else 8
 
@@ -85,10 +82,9 @@ def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
 class Launch:
     """A kernel that makes one tensor, with its constant arguments.
 
-    At each launch, Triton inspects all arguments to find the compiled binary, which takes the host several times as
-    long as the launch itself. This class lets Triton inspect the arguments once. It then calls the binary with the
-    tensors' addresses, as long as all are aligned to 16 bytes. Callers pass tensors of the same shapes, strides, dtypes
-    and devices at each call.
+    Triton inspects all arguments at each launch, which takes the host several times as long as the launch itself. This
+    class lets Triton inspect them once, and then calls the binary with the tensors' addresses, if all are aligned to 16
+    bytes. Callers pass tensors of the same shapes, strides, dtypes and devices at each call.
     """
 
     def __init__(
@@ -105,27 +101,18 @@ class Launch:
     def __call__(self, *tensors: Tensor | None) -> Tensor:
         """Return the result, contiguous."""
         out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        if self._alone:
+        with nullcontext() if self._alone else on_device(out):
             self._launch(out, *tensors)
-        else:
-            with on_device(out):
-                self._launch(out, *tensors)
         return out
 
     def _launch(self, *tensors: Tensor | None) -> None:
-        addresses: list[int | None] = []
-        together = 0
-        for tensor in tensors:
-            address = None if tensor is None else tensor.data_ptr()
-            addresses.append(address)
-            together |= address or 0
-        aligned = together % _ALIGNED == 0
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        aligned = not any(address % _ALIGNED for address in addresses if address)
         if aligned and self._again is not None:
             try:
                 self._again(*addresses, *self._rest)
                 return
-            except TypeError:
-                # The launcher of this Triton takes no such arguments, and has launched nothing.
+            except TypeError:  # this Triton's launcher takes no such arguments, and has launched nothing
                 self._again = None
         compiled = self._kernel[self._grid](*tensors, *self._fixed, **self._options)
         if aligned:

@@ -1,24 +1,22 @@
-"""Merge and unmerge in one launch each (paper, section 4.2).
+"""Merge and unmerge in one launch each (paper, section 4.2), and propagate cached tensors in two.
 
-Merging and unmerging are each one small matrix product per window. If changes are regressed on latents
-(`latent_regression`), unmerging also adds the product of features and coefficients (`answer`), rotates the sum, and
-then adds the cached tensor. Layout changes (tokens to windows, slots to destinations) need no extra pass: programs read
-and write at the right addresses. Every destination and token is written once.
+Merging and unmerging are each one small matrix product per window. To propagate (see `latent_regression`), a launch
+computes the change at destinations; unmerging then also adds the product of features and coefficients (`answer`),
+rotates the sum, and adds the cached tensor. Layout changes (tokens to windows, slots to destinations) need no extra
+pass: programs read and write at the right addresses. Every destination and token is written once.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...windows import Budget, Windows
-from ..layout import cdiv
-from .change import pairs, rotated, rotation_strides
+from ..layout import cdiv, padded
 from .launch import Launch, blocks, budget_stride, require, turns, upcast, weight_strides
 
+_BLOCK_D, _MAX_CHANNELS = 16, 128  # of `_change_kernel`: 16 elements per thread of 4 warps
 _BLOCK_F = 32  # features per iteration; of 33 or 129 features, the last has an iteration to itself
 
 
@@ -46,11 +44,8 @@ def _merge_kernel(
         mask = (k < K)[:, None] & (s < stride_wk)[None, :]
         M = tl.load(weights + k[:, None] * stride_wk + s[None, :], mask=mask, other=0.0).to(x.dtype.element_ty)
         M = tl.where((s < slots)[None, :], M, 0.0)
-        rows = tl.load(
-            x + token[:, None] * stride_n + c[None, :] * stride_c,
-            mask=(s < slots)[:, None] & (c < C)[None, :],
-            other=0.0,
-        )
+        mask = (s < slots)[:, None] & (c < C)[None, :]
+        rows = tl.load(x + token[:, None] * stride_n + c[None, :] * stride_c, mask=mask, other=0.0)
         if UPCAST:
             M = M.to(tl.float32)
             rows = rows.to(tl.float32)
@@ -62,11 +57,46 @@ def _merge_kernel(
         mine = mine & (tl.load(used + image * stride_u + destination, mask=mine, other=0) != 0)
         destination = tl.load(expand + image * stride_u + destination, mask=mine, other=0).to(tl.int64)
     out += image * D * C
-    tl.store(
-        out + destination[:, None] * C + c[None, :],
-        total.to(out.dtype.element_ty),
-        mask=mine[:, None] & (c < C)[None, :],
-    )
+    mask = mine[:, None] & (c < C)[None, :]
+    tl.store(out + destination[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotated(x, R, present, pair, P, INVERSE: tl.constexpr):
+    """Rotate pairs of adjacent channels of x, [rows, 2 * pairs] fp32. R: [rows, 1], the address of each row's (P, 2, 2)
+    matrices, which all heads share. pair: [pairs], the index of each pair among the pairs of all heads. present: [rows,
+    1], False for rows of x that are padding."""
+    first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    at = R + (pair % P)[None, :] * 4
+    a = tl.load(at, mask=present, other=0.0).to(tl.float32)
+    b = tl.load(at + (2 if INVERSE else 1), mask=present, other=0.0).to(tl.float32)
+    c = tl.load(at + (1 if INVERSE else 2), mask=present, other=0.0).to(tl.float32)
+    d = tl.load(at + 3, mask=present, other=0.0).to(tl.float32)
+    return tl.reshape(tl.join(a * first + b * second, c * first + d * second), (x.shape[0], x.shape[1]))
+
+
+@triton.jit(do_not_specialize=("tiles", "D", "P"))
+def _change_kernel(
+    out, fresh, cached, destinations, R,
+    stride_fb, stride_fn, stride_fc, stride_xb, stride_xn, stride_xc, stride_d, stride_rb, stride_rn, tiles, C, D, P,
+    ROTATED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    image = program // tiles
+    d = (program % tiles) * BLOCK_D + tl.arange(0, BLOCK_D)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = (d < D)[:, None] & (c < C)[None, :]
+    token = tl.load(destinations + image * stride_d + d, mask=d < D, other=0)
+    fresh += image * stride_fb
+    cached += image * stride_xb
+    new = tl.load(fresh + d[:, None] * stride_fn + c[None, :] * stride_fc, mask=mask, other=0.0)
+    old = tl.load(cached + token[:, None] * stride_xn + c[None, :] * stride_xc, mask=mask, other=0.0)
+    change = new.to(tl.float32) - old.to(tl.float32)
+    if ROTATED:
+        pair = tl.program_id(1) * (BLOCK_C // 2) + tl.arange(0, BLOCK_C // 2)
+        change = _rotated(change, R + image * stride_rb + d[:, None] * stride_rn, (d < D)[:, None], pair, P, True)
+    out += image * D * C
+    tl.store(out + d[:, None] * C + c[None, :], change.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "N", "F", "steps_f", "P"))
@@ -130,7 +160,7 @@ def _unmerge_kernel(
             total = tl.dot(G, rows, total, input_precision="ieee")
     if ROTATED:
         pair = (tl.program_id(1) % tiles_c) * (BLOCK_C // 2) + tl.arange(0, BLOCK_C // 2)
-        total = rotated(total, R + image * stride_tb + token[:, None] * stride_tn, mine[:, None], pair, P, False)
+        total = _rotated(total, R + image * stride_tb + token[:, None] * stride_tn, mine[:, None], pair, P, False)
     mask = mine[:, None] & (c < C)[None, :]
     if RESIDUAL or REGRESSED:
         x += image * stride_xb
@@ -139,13 +169,9 @@ def _unmerge_kernel(
     tl.store(out + token[:, None] * C + c[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-def merge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget: Budget) -> Launch:
-    """Prepare the launch that computes X' = M X, (B, D, C), for tokens (x,) of (B, N, C), any strides, with fp32 sums.
-
-    weights: (B or 1, W, K, S), rows contiguous. The launch is called with x, weights, and the budget's `valid` and
-    `expand`.
-    """
-    (x,) = tokens
+def merge(x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Launch:
+    """Prepare the launch that computes X' = M X, (B, D, C). It is called with x, weights, and the budget's `valid` and
+    `expand`. x: (B, N, C), any strides. weights: (B or 1, W, K, S), rows contiguous."""
     require(x, windows.tokens)
     (_, count, K, slots), (batch, _, C) = weights.shape, x.shape
     strides = (*x.stride(), *weight_strides(weights, batch), budget_stride(budget.expand, 1))
@@ -156,66 +182,70 @@ def merge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget:
     return Launch(_merge_kernel, grid, x, budget.total, fixed, num_warps=warps, num_stages=2)
 
 
-def unmerge(tokens: tuple[Tensor, ...], weights: Tensor, windows: Windows, budget: Budget) -> Launch:
-    """Prepare the launch that computes Y = A^T Y', (B, N, C), for tokens (y,), or x + A^T (y - reduced), (B, N, C), for
-    tokens (y, reduced, x).
+def unmerge(windows: Windows, budget: Budget, y: Tensor, weights: Tensor, *others: Tensor | None) -> Launch:
+    """Prepare the launch that computes, as (B, N, C), one of
 
-    y, reduced: (B, D, C); x: (B, N, C); any strides. weights: (B or 1, W, S, K). Sums are fp32, rounded once to y's
-    dtype. The launch is called with y, weights, the budget's `expand`, then reduced and x if given.
+        A^T y                            from y alone
+        x + A^T (y - reduced)            with reduced and x
+        x + R (A^T y + spread answer)    with x, spread and answer; without R if it is None
+
+    with one rounding. others: reduced, x, spread, answer and R. The launch is called with y, weights, the budget's
+    `expand`, and the others.
+
+    y, reduced: (B, D, C); x: (B, N, C); any strides. weights: (B or 1, W, S, K); spread: (B or 1, N, F); rows
+    contiguous. answer: (B, F, C), contiguous. R: rotations of all tokens, see `_rotation_strides`.
     """
-    y, *residual = tokens
-    for t, length in zip(tokens, (budget.total, budget.total, windows.tokens), strict=False):
-        require(t, length, y)
-    strides = tuple(n for t in tokens for n in t.stride()) + (0, 0, 0) * (3 - len(tokens))
-    missing = (None,) * (3 if residual else 5)
-    return _unmerging(y, strides, weights, windows, budget, missing, residual=bool(residual))
-
-
-def propagate(
-    tokens: tuple[Tensor, ...], spread: Tensor, R: Tensor | None, weights: Tensor, windows: Windows, budget: Budget
-) -> Launch:
-    """Prepare the launch that computes x + R (A^T y + spread answer), (B, N, C), with one rounding, for tokens (y, x,
-    answer).
-
-    y: (B, D, C); x: (B, N, C); answer: (B, F, C), contiguous; spread: (B or 1, N, F), rows contiguous; weights: as for
-    `unmerge`. R: rotations of all tokens, see `rotation_strides`. The launch is called with y, weights, the budget's
-    `expand`, None, x, spread, answer and R.
-    """
-    (y, x, answer), F = tokens, spread.shape[2]
-    for t, length in zip(tokens, (budget.total, windows.tokens, F), strict=True):
-        require(t, length, x)
-    require(spread, windows.tokens)
-    if not answer.is_contiguous():
+    reduced, x, spread, answer, R = others
+    (_, count, slots, K), (batch, _, C) = weights.shape, y.shape
+    by_image, by_token, F = 0, 0, 0
+    if spread is not None:
+        require(spread, windows.tokens)
+        F = spread.shape[2]
+        by_image, _, by_token = weight_strides(spread[:, None], batch)
+    for t, length in ((y, budget.total), (reduced, budget.total), (x, windows.tokens), (answer, F)):
+        if t is not None:
+            require(t, length, y)
+    if answer is not None and not answer.is_contiguous():
         raise ValueError(f"answers with strides {answer.stride()} are not contiguous")
-    by_image, _, by_token = weight_strides(spread[:, None], len(x))
-    regressed = (by_image, by_token, *rotation_strides(R, len(x), *x.shape[1:]), F, turns(cdiv(F, _BLOCK_F)), pairs(R))
-    strides = (*y.stride(), 0, 0, 0, *x.stride())
-    return _unmerging(y, strides, weights, windows, budget, (), regressed, rotates=R is not None)
-
-
-def _unmerging(
-    like: Tensor,
-    strides: tuple[int, ...],
-    weights: Tensor,
-    windows: Windows,
-    budget: Budget,
-    missing: tuple[None, ...],
-    regressed: tuple[Any, ...] = (),
-    *,
-    residual: bool = False,
-    rotates: bool = False,
-) -> Launch:
-    """Prepare the launch that unmerges to tokens with the B, C and dtype of `like`. strides: those of y, reduced and x.
-    missing: a None per tensor that calls leave out. regressed: strides of spread and R, then F, the number of
-    iterations over F, and P."""
-    (_, count, slots, K), (batch, _, C) = weights.shape, like.shape
-    block_s, block_k, block_c, warps = blocks(like, slots, K)
+    block_s, block_k, block_c, warps = blocks(y, slots, K)
     grid = (batch * count, cdiv(slots, block_s) * cdiv(C, block_c))
-    strides += *weight_strides(weights, batch), budget_stride(budget.expand, 1)
-    sizes = (count, slots, K, C, windows.tokens, *(regressed or (0, 0, 0, 0, 0, turns(0), 1)))
-    flags = (residual, bool(regressed), rotates, windows.valid is not None, budget.expand is not None)
-    steps = (upcast(like.dtype), cdiv(K, block_k), block_k, block_s, block_c, _BLOCK_F)
-    fixed = (*missing, windows.source, windows.valid, *strides, *sizes, *flags, *steps)
+    of_reduced = (0, 0, 0) if reduced is None else reduced.stride()
+    of_x = (0, 0, 0) if x is None else x.stride()
+    of_weights = (*weight_strides(weights, batch), budget_stride(budget.expand, 1))
+    *rotation, P = _rotation_strides(R, batch, windows.tokens, C)
+    sizes = (count, slots, K, C, windows.tokens, by_image, by_token, *rotation, F, turns(cdiv(F, _BLOCK_F)), P)
+    flags = [t is not None for t in (reduced, spread, R, windows.valid, budget.expand)]
+    steps = (upcast(y.dtype), cdiv(K, block_k), block_k, block_s, block_c, _BLOCK_F)
+    strides = (*y.stride(), *of_reduced, *of_x, *of_weights)
+    fixed = (windows.source, windows.valid, *strides, *sizes, *flags, *steps)
     # A program that rotates has 8 warps, because rotations take as many registers as the sums.
-    warps = 8 if rotates else warps
-    return Launch(_unmerge_kernel, grid, like, windows.tokens, fixed, num_warps=warps, num_stages=2)
+    warps = warps if R is None else 8
+    return Launch(_unmerge_kernel, grid, y, windows.tokens, fixed, num_warps=warps, num_stages=2)
+
+
+def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Launch:
+    """Prepare the launch that computes R^-1 (fresh - cached at destinations), (B, D, C), with one rounding, and is
+    called with the four tensors. fresh: (B, D, C); cached: (B, N, C); any strides. destinations: (B or 1, D) int64,
+    rows contiguous. R: rotations of the destinations, see `_rotation_strides`."""
+    batch, D, C = fresh.shape
+    require(cached, cached.shape[1], fresh)
+    if destinations.shape not in ((1, D), (batch, D)) or destinations.stride(1) != 1 < D:
+        raise ValueError(f"destinations of {tuple(destinations.shape)} do not fit tokens of {tuple(fresh.shape)}")
+    stride_d = destinations.stride(0) if len(destinations) > 1 else 0
+    *by_token, P = _rotation_strides(R, batch, D, C)
+    strides = (*fresh.stride(), *cached.stride(), stride_d, *by_token)
+    block_c = min(_MAX_CHANNELS, padded(C))
+    tiles = cdiv(D, _BLOCK_D)
+    fixed = (*strides, tiles, C, D, P, R is not None, _BLOCK_D, block_c)
+    return Launch(_change_kernel, (batch * tiles, cdiv(C, block_c)), fresh, D, fixed, num_warps=4)
+
+
+def _rotation_strides(R: Tensor | None, batch: int, tokens: int, channels: int) -> tuple[int, int, int]:
+    """Return the strides of R between images (0 if all share one) and tokens, and P, the channel pairs of a head that R
+    rotates. R: (B or 1, T, 1, P, 2, 2), any dtype, the matrices of a token contiguous; or None. Raises ValueError."""
+    if R is None:
+        return 0, 0, 1
+    images, rows, _, P = R.shape[:4]
+    if images not in (1, batch) or rows != tokens or channels % (2 * P) or not R[0, 0].is_contiguous():
+        raise ValueError(f"rotations of {tuple(R.shape)} with strides {R.stride()} do not fit {tokens} tokens")
+    return (R.stride(0) if images > 1 else 0), R.stride(1), P

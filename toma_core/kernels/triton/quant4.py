@@ -11,8 +11,7 @@ from ...quant4 import BITS, WIDER, Int4Tensor, group_of
 from ..layout import cdiv
 from .launch import on_device
 
-# Tokens per program.
-_ROWS = 64
+_ROWS = 64  # tokens per program
 
 
 @triton.jit(do_not_specialize=("rows", "N"))
@@ -35,13 +34,11 @@ def _quantize_kernel(
     middle = 0.5 * (top + bottom)
     left = tl.minimum(tl.maximum((first - middle[:, None]) / width[:, None] + 8.0, 0.0), 15.5).to(tl.int32)
     right = tl.minimum(tl.maximum((second - middle[:, None]) / width[:, None] + 8.0, 0.0), 15.5).to(tl.int32)
-    tl.store(
-        codes + (row * groups + group)[:, None] * HALF + tl.arange(0, HALF)[None, :],
-        (left | (right << BITS)).to(tl.uint8),
-        mask=mask,
-    )
-    tl.store(low + row * groups + group, tl.maximum(middle - 7.5 * width, lowest).to(low.dtype.element_ty), mask=here)
-    tl.store(step + row * groups + group, width.to(step.dtype.element_ty), mask=here)
+    index = row * groups + group
+    codes += index[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    tl.store(codes, (left | (right << BITS)).to(tl.uint8), mask=mask)
+    tl.store(low + index, tl.maximum(middle - 7.5 * width, lowest).to(low.dtype.element_ty), mask=here)
+    tl.store(step + index, width.to(step.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=("rows",))
@@ -76,10 +73,9 @@ def quantize(x: Tensor) -> Int4Tensor | Tensor:
     low, step = (torch.empty(batch, N, groups, dtype=x.dtype, device=x.device) for _ in range(2))
     limits = torch.finfo(x.dtype)
     sizes = (*x.stride(), batch * N, N, groups, WIDER / 15, limits.tiny, limits.min)
+    grid = (cdiv(batch * N, _ROWS), groups)
     with on_device(x):
-        _quantize_kernel[(cdiv(batch * N, _ROWS), groups)](
-            codes, low, step, x, *sizes, BITS, group // 2, _ROWS, num_warps=4
-        )
+        _quantize_kernel[grid](codes, low, step, x, *sizes, BITS, group // 2, _ROWS, num_warps=4)
     return Int4Tensor(codes, low, step)
 
 
@@ -87,10 +83,9 @@ def dequantize(quantized: Int4Tensor) -> Tensor:
     """See `Int4Tensor.dequantize`."""
     batch, N, groups = quantized.low.shape
     out = torch.empty(quantized.shape, dtype=quantized.dtype, device=quantized.device)
-    parts = [t.contiguous() for t in (quantized.codes, quantized.low, quantized.step)]
+    parts = [part.contiguous() for part in quantized]
     half = quantized.codes.shape[-1] // groups
+    sizes = batch * N, groups, torch.finfo(quantized.dtype).min
     with on_device(out):
-        _dequantize_kernel[(cdiv(batch * N, _ROWS), groups)](
-            out, *parts, batch * N, groups, torch.finfo(quantized.dtype).min, BITS, half, _ROWS, num_warps=4
-        )
+        _dequantize_kernel[(cdiv(batch * N, _ROWS), groups)](out, *parts, *sizes, BITS, half, _ROWS, num_warps=4)
     return out

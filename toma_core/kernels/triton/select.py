@@ -8,6 +8,7 @@ before it.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,8 +18,7 @@ from ...windows import Budget, Windows
 from ..layout import DOT_MIN, cdiv, padded, room
 from .launch import budget_stride, on_device, require, turns, upcast
 
-# Maximum of slots per window: the matrix S of a larger window does not fit into registers.
-MAX_SLOTS = 128
+MAX_SLOTS = 128  # per window: the matrix S of a larger window does not fit into registers
 # Triton does not specialise on these arguments, so that one binary serves all values.
 _ANY_SIZE = ("stride_u", "windows", "slots", "K", "rounds", "steps", "tokens")
 
@@ -45,9 +45,8 @@ def _select_kernel(
     similarity = tl.zeros([S_PAD, S_PAD], dtype=tl.float32)
     for step in range(0, steps):
         c = step * BLOCK_C + tl.arange(0, BLOCK_C)
-        rows = tl.load(
-            x + token[:, None] * stride_n + c[None, :] * stride_c, mask=inside[:, None] & (c < C)[None, :], other=0.0
-        )
+        mask = inside[:, None] & (c < C)[None, :]
+        rows = tl.load(x + token[:, None] * stride_n + c[None, :] * stride_c, mask=mask, other=0.0)
         if UPCAST:
             rows = rows.to(tl.float32)
         # Products of half-precision values are exact in fp32, so the tensor cores lose nothing here.
@@ -117,37 +116,36 @@ def _select_kernel(
 
 def weigh(
     x: Tensor,
-    dest_slots: Tensor,
+    dest_slots: Tensor | None,
     windows: Windows,
     budget: Budget,
     sharpness: float,
-    select: bool,
     priority: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return merge weights (B, W, K, S) and unmerge weights (B, W, S, K) in x's dtype, as `merge.weigh` does.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return slots of destinations (B, W, K) int64, merge weights (B, W, K, S) and unmerge weights (B, W, S, K) in x's
+    dtype, as `selection.select` and `merge.weigh` do.
 
-    x: (B, N, C) fp16, bf16 or fp32, any strides. dest_slots: (B, W, K) int64, contiguous, ascending and distinct in
-    each window; with `select` they are filled with greedy facility-location slots, as `selection.select` does.
-    priority: (B, N) fp32, contiguous, see `selection.select`.
+    x: (B, N, C) fp16, bf16 or fp32, any strides. dest_slots: contiguous, ascending and distinct in each window; None to
+    select them. priority: (B, N) fp32, contiguous, see `selection.select`.
     """
-    (batch, count, K), slots = dest_slots.shape, windows.slots
+    batch, count, slots, select = len(x), len(windows.counts), windows.slots, dest_slots is None
     if slots > MAX_SLOTS:
         raise ValueError(f"the kernels take windows of at most {MAX_SLOTS} tokens, got {slots}")
     require(x, windows.tokens)
-    if (batch, count) != (len(x), len(windows.counts)):
-        given = tuple(dest_slots.shape)
-        fits = f"{len(x)} images of {len(windows.counts)} windows"
-        raise ValueError(f"dest_slots of {given} do not fit {fits}")
+    if dest_slots is None:
+        dest_slots = torch.empty(batch, count, budget.slots, device=x.device, dtype=torch.int64)
+    if dest_slots.shape[:2] != (batch, count):
+        raise ValueError(f"dest_slots of {tuple(dest_slots.shape)} do not fit {batch} images of {count} windows")
+    K = dest_slots.shape[2]
     M = room(x, batch, count, K, slots)
     back = room(x, batch, count, slots, K)
     block_c = 64 if x.element_size() == 2 else DOT_MIN
     S_PAD, channels = padded(slots), x.shape[2]
     pitches = M.stride(2), back.stride(2), budget_stride(budget.valid, 2)
     search = float(sharpness), tie_step(slots), turns(K), turns(cdiv(channels, block_c)), windows.tokens
-    given = (select, *(part is not None for part in (windows.valid, budget.valid, priority)))
-    flags = *given, upcast(x.dtype), S_PAD, padded(K), block_c
+    flags = select, *(part is not None for part in (windows.valid, budget.valid, priority)), upcast(x.dtype)
     tensors = x, windows.source, windows.valid, budget.valid, priority, dest_slots, M, back
-    rest = *x.stride(), *pitches, count, slots, K, channels, *search, *flags
+    rest = *x.stride(), *pitches, count, slots, K, channels, *search, *flags, S_PAD, padded(K), block_c
     with on_device(x):
         _select_kernel[(batch * count,)](*tensors, *rest, num_warps=4 if S_PAD <= 64 else 16, num_stages=3)
-    return M, back
+    return dest_slots, M, back

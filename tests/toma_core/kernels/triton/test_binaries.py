@@ -17,7 +17,7 @@ import toma_core.kernels.dispatch as trial
 from testbed import offline
 from tests.toma_core.plans import plan_for
 from toma_core import Evaluation, Facts, RunState, Schedule, UserSettings, decide, reduce, restore
-from toma_core.kernels.triton import change, product, select
+from toma_core.kernels.triton import product, select
 from toma_core.latent_regression import LatentChange, Rotation
 from toma_core.pipeline import Cached
 
@@ -26,7 +26,7 @@ empty = torch.empty
 torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()
 trial._obstacle = lambda *args: ""
 trial._close = lambda *args: True
-KERNELS = (select._select_kernel, change._change_kernel, product._merge_kernel, product._unmerge_kernel)
+KERNELS = (select._select_kernel, product._change_kernel, product._merge_kernel, product._unmerge_kernel)
 
 def binaries():
     return sum(len(caches[0]) for kernel in KERNELS for caches in kernel.device_caches.values())

@@ -18,7 +18,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from toma_core.kernels.triton import change, product, quant4, select
+from toma_core.kernels.triton import product, quant4, select
 
 TYPES = {"source": "*i64", "dest_slots": "*i64", "expand": "*i64", "valid": "*i1", "used": "*i1",
             "destinations": "*i64", "R": "*fp32", "priority": "*fp32", "codes": "*u8",
@@ -53,8 +53,8 @@ def every(dtype, capability):
     for residual, rotated in ((True, False), (False, False), (False, True)):
         kind = {"RESIDUAL": residual, "REGRESSED": not residual, "ROTATED": rotated}
         yield compiled(product._unmerge_kernel, dtype, capability, {**shared, **blocks, **kind}, 8, 2)
-    blocks = {"ROTATED": True, "BLOCK_D": change._BLOCK_D, "BLOCK_C": 128}
-    yield compiled(change._change_kernel, dtype, capability, blocks, 4, 3)
+    blocks = {"ROTATED": True, "BLOCK_D": product._BLOCK_D, "BLOCK_C": 128}
+    yield compiled(product._change_kernel, dtype, capability, blocks, 4, 3)
     blocks = {"BITS": 4, "HALF": 32, "ROWS": quant4._ROWS}
     for kernel in (quant4._quantize_kernel, quant4._dequantize_kernel):
         yield compiled(kernel, dtype, capability, blocks, 4, 3)
