@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
@@ -14,7 +13,7 @@ import urllib.error
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,25 +30,15 @@ from scripts.comfy_pack import pack_module
 from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 from testbed import models
+from tests.nodes import conftest as nodes
+from tests.stress import prompt
 
 HERE = Path(__file__).parent
 OURS = json.loads((HERE.parent / "nodes" / "schema.json").read_text())
+one_thread, left_untouched = nodes.one_thread, nodes.left_untouched
+shared, model_of, attach, stats_of = nodes.shared, nodes.model_of, nodes.attach, nodes.stats_of
+hooks_left, plan_calls = nodes.hooks_left, nodes.plan_calls
 os.environ.setdefault("TOMA_FUZZ", "300")  # number of cases in test_fuzz.py; test_damaged.py tries fewer files
-
-
-def _module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"stress_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_nodes = _module(HERE.parent / "nodes" / "conftest.py")
-one_thread, left_untouched = _nodes.one_thread, _nodes.left_untouched
-shared, model_of, attach, stats_of = _nodes.shared, _nodes.model_of, _nodes.attach, _nodes.stats_of
-hooks_left, plan_calls = _nodes.hooks_left, _nodes.plan_calls
 
 
 @pytest.fixture(scope="session")
@@ -69,13 +58,6 @@ def model(model_of: Callable[[str], Any], kind: str) -> Any:
 
 
 @pytest.fixture(scope="session")
-def prompt() -> ModuleType:
-    """Return the module prompt.py: the sampling that is repeated after every fault, its settings, and a hash for
-    latents."""
-    return _module(HERE / "prompt.py")
-
-
-@pytest.fixture(scope="session")
 def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
     """Return {model: {case: hash}} of latents that a fresh process sampled."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -85,39 +67,62 @@ def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@dataclass
+class Rig:
+    """The small model of a family, and checks that a fault leaves nothing of a run behind."""
+
+    kind: str
+    model: Any
+    fresh: dict[str, str]  # by case of prompt.py: the hash of the latent that a fresh process samples
+    attach: Callable[..., Any]
+    hooks_left: Callable[[Any], list[str]]
+    born: list[weakref.ref[Any]]  # every run, its state and its plans
+
+    def patched(self, case: str = "stack", model: Any = None, **settings: Any) -> Any:
+        return self.attach(model or self.model, **{**(prompt.CASES[case] or {}), **settings})
+
+    def sampled(self, model: Any, **options: Any) -> str:
+        return prompt.digest(prompt.sample(model, **options))
+
+    def tensors(self) -> int:
+        """Count the live tensors of the process."""
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    def check_clean(self) -> None:
+        """Check that there were runs, that no hook is left, and that no object of a run is alive."""
+        assert self.hooks_left(self.model) == []
+        gc.collect()
+        assert self.born, "no run began: there was nothing to look for"
+        assert [ref() for ref in self.born if ref() is not None] == []
+        self.born.clear()
+
+
 @pytest.fixture
-def born(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """Return a list that collects weak references to every run, its state and its plans."""
+def rig(
+    kind: str, model: Any, fresh: Any, attach: Any, hooks_left: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Rig]:
+    """Return the family's model with the checks of `Rig`; afterwards clear a pending interrupt."""
+    import comfy.model_management
+
     sampling, state = pack_module("nodes.adapters.patch_model").SamplingRun, pack_module("toma_core.run").RunState
-    refs: list[weakref.ref[Any]] = []
+    born: list[weakref.ref[Any]] = []
     start, plan = sampling.start.__func__, state.plan
 
     def started(cls: Any, *args: Any) -> Any:
         made = start(cls, *args)
-        refs.extend((weakref.ref(made), weakref.ref(made.run), weakref.ref(made.run.cache)))
+        born.extend((weakref.ref(made), weakref.ref(made.run), weakref.ref(made.run.cache)))
         return made
 
     def planned(self: Any, *args: Any) -> Any:
         made = plan(self, *args)
-        refs.extend((weakref.ref(made), weakref.ref(made.merge_weights), weakref.ref(made.dest_slots)))
+        born.extend((weakref.ref(made), weakref.ref(made.merge_weights), weakref.ref(made.dest_slots)))
         return made
 
     monkeypatch.setattr(sampling, "start", classmethod(started))
     monkeypatch.setattr(state, "plan", planned)
-    return refs
-
-
-@pytest.fixture
-def nothing_alive(born: list[weakref.ref[Any]]) -> Callable[[], None]:
-    """nothing_alive(): check that there were runs, and that none of their objects is alive."""
-
-    def check() -> None:
-        gc.collect()
-        assert born, "no run began: there was nothing to look for"
-        assert [ref() for ref in born if ref() is not None] == []
-        born.clear()
-
-    return check
+    yield Rig(kind, model, fresh[kind], attach, hooks_left, born)
+    comfy.model_management.interrupt_current_processing(False)
 
 
 @pytest.fixture(scope="module")
@@ -130,45 +135,20 @@ def families_made(model_of: Callable[[str], Any], quick_garbage_collection: None
 
 
 @pytest.fixture(scope="session")
-def tensors() -> Callable[[], int]:
-    """tensors(): count the live tensors of the process."""
-
-    def count() -> int:
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
-    return count
-
-
-@pytest.fixture(scope="session")
 def dtypes_used() -> Callable[[], Any]:
-    """with dtypes_used() as found: count arguments and results of PyTorch operations by dtype."""
+    """with dtypes_used() as seen: count arguments and results of PyTorch operations by dtype, in `seen.found`."""
 
     class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: Counter[torch.dtype] = Counter()
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
-            found.update(t.dtype for t in tree_iter((args, kwargs, out)) if isinstance(t, torch.Tensor))
+            self.found.update(t.dtype for t in tree_iter((args, kwargs, out)) if isinstance(t, torch.Tensor))
             return out
 
-    found: Counter[torch.dtype] = Counter()
-
-    @contextmanager
-    def watch() -> Iterator[Counter[torch.dtype]]:
-        nonlocal found
-        found = Counter()
-        with Seen():
-            yield found
-
-    return watch
-
-
-@pytest.fixture
-def uninterrupted(pack: ModuleType) -> Iterator[None]:
-    """Clear a pending interrupt after the test."""
-    import comfy.model_management
-
-    yield
-    comfy.model_management.interrupt_current_processing(False)
+    return Seen
 
 
 @pytest.fixture(scope="session")
@@ -186,16 +166,30 @@ def lab(pack: ModuleType) -> Iterator[ComfyServer]:
         server.stop()
 
 
+# Classes whose objects live no longer than a run.
+OF_A_RUN = {
+    *("RunState", "Schedule", "SamplingRun", "Evaluation", "MergePlan", "Cache", "Coverage", "Refresh", "Cached"),
+    *("_Entry", "Dispatch"),
+}
+# Classes whose objects are cached, and the maximum number of each: stats and maps of the last runs, for the report, and
+# layouts.
+BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
+
+
 @pytest.fixture(scope="session")
 def census() -> Callable[..., dict[str, Any]]:
-    """census(server, with_routes=False): count the live objects of the server, see lab.py."""
+    """census(server, with_routes=False): count the live objects of the server, see lab.py, and check that no object of
+    a run is left."""
     count = itertools.count()
 
     def ask(server: ComfyServer, with_routes: bool = False) -> dict[str, Any]:
         inputs = {"nonce": next(count), "with_routes": with_routes}
         run = server.run({"1": {"class_type": "LabCensus", "inputs": inputs}})
         assert run.status == "success", run.error
-        return dict(json.loads(run.outputs["1"]["text"][0]))
+        found = dict(json.loads(run.outputs["1"]["text"][0]))
+        assert not OF_A_RUN & set(found["objects"]), found["objects"]
+        assert all(found["objects"].get(name, 0) <= most for name, most in BOUNDED.items()), found["objects"]
+        return found
 
     return ask
 
@@ -230,25 +224,25 @@ def outcome() -> Callable[[ComfyServer, Any], str]:
 
 
 @pytest.fixture(scope="session")
-def saved_latent(lab: ComfyServer) -> Callable[[Run], str]:
-    """saved_latent(run): return a hash of the saved latent, because pytest takes minutes to compare bytes."""
+def saved_latent() -> Callable[[ComfyServer, Run], str]:
+    """saved_latent(server, run): return a hash of the saved latent, because pytest takes minutes to compare bytes."""
 
-    def of(run: Run) -> str:
+    def of(server: ComfyServer, run: Run) -> str:
         assert run.status == "success", run.error
-        latent = safetensors.torch.load(lab.view(run.outputs[LATENT]["latents"][0]))["latent_tensor"]
+        latent = safetensors.torch.load(server.view(run.outputs[LATENT]["latents"][0]))["latent_tensor"]
         return hashlib.sha256(latent.numpy().tobytes()).hexdigest()
 
     return of
 
 
 @pytest.fixture
-def steady(lab: ComfyServer, saved_latent: Callable[[Run], str]) -> Iterator[ComfyServer]:
+def steady(lab: ComfyServer, saved_latent: Any) -> Iterator[ComfyServer]:
     """Yield the server, and check afterwards that it samples the same latent as before."""
     good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, full_step_interval=0, similarity_from="tokens")
     run = lab.run(good)
-    before = saved_latent(run)
+    before = saved_latent(lab, run)
     assert "2 of 2 steps" in run.outputs[REPORT]["text"][0]
     yield lab
     lab.check_alive()
     lab.post("/free", {"unload_models": True, "free_memory": True})
-    assert saved_latent(lab.run(good)) == before
+    assert saved_latent(lab, lab.run(good)) == before

@@ -1,13 +1,15 @@
-"""Provide a node pack for a real server: a node that counts the server's live objects, and a loader of small models of
-every family."""
+"""Provide nodes for a real server: one counts its live objects, one loads small models of every family, and one makes
+their attention fail."""
 
 import ctypes
 import gc
 import json
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
+import comfy.model_management
 import torch
 from server import PromptServer
 
@@ -16,10 +18,34 @@ PACK = "ComfyUI-ToMA"
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind ComfyUI's own folders
 from testbed import models  # noqa: E402
 
+# The armed fault, and the number of attention calls until it occurs. For the fault "slow", `calls` is milliseconds per
+# call.
+armed = {"fault": "none", "calls": 0}
+
+
+def attention(func, *args, **kwargs):
+    """Attend as `func` does, unless the armed fault occurs."""
+    if armed["fault"] == "slow":
+        time.sleep(armed["calls"] / 1000)
+        return func(*args, **kwargs)
+    armed["calls"] -= 1
+    if armed["calls"] == 0 and armed["fault"] == "error":
+        raise RuntimeError("another pack's patch failed")
+    if armed["calls"] == 0 and armed["fault"] == "out of memory":
+        raise comfy.model_management.OOM_EXCEPTION("CUDA out of memory, as a test has it")
+    return func(*args, **kwargs)
+
 
 def objects_of_the_pack():
     """Count the live instances of each class of ToMA."""
     return Counter(type(o).__name__ for o in gc.get_objects() if PACK in str(getattr(type(o), "__module__", "")))
+
+
+def tensors():
+    """Count the live tensors, except those that belong to maps of the last reports."""
+    attachments = [module for name, module in sys.modules.items() if name.endswith("nodes.adapters.attachment")]
+    drawn = 2 * sum(len(stats.maps) for module in attachments for stats in module._reports.values())
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()) - drawn
 
 
 def tensor_bytes():
@@ -57,23 +83,48 @@ class LabCensus:
         counted = {
             "objects": objects_of_the_pack(),
             "tensor_bytes": tensor_bytes(),
+            "tensors": tensors(),
             "routes": routes() if with_routes else [],
         }
         return {"ui": {"text": [json.dumps(counted)]}}
 
 
 class LabModel:
-    """Loads a small model of a family, with random weights from a seed, and two prompts for it."""
+    """Loads a small model of a family, with random weights from a seed, and two prompts for it. faulty: its attention
+    has the fault that LabLatent arms. The inputs are the same with and without a fault, so the MODEL stays in ComfyUI's
+    cache."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL", "CONDITIONING", "CONDITIONING"), "load", "tests"
 
     @classmethod
     def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
-        return {"required": {"family": (list(models.TRANSFORMERS),), "seed": ("INT", {"default": 0})}}
+        more = {"seed": ("INT", {"default": 0}), "faulty": ("BOOLEAN", {"default": False})}
+        return {"required": {"family": (list(models.KINDS),), **more}}
 
-    def load(self, family, seed):
-        model = models.TRANSFORMERS[family](seed)
+    def load(self, family, seed, faulty):
+        model = getattr(models, family)(seed)
+        if faulty:
+            model.model_options["transformer_options"]["optimized_attention_override"] = attention
         return model, *(models.conditioning(model, seed=number) for number in (1, 2))
 
 
-NODE_CLASS_MAPPINGS = {"LabCensus": LabCensus, "LabModel": LabModel}
+class LabLatent:
+    """Arms a fault and makes an empty latent, which ComfyUI never caches."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "make", "tests"
+
+    @classmethod
+    def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
+        sizes = {name: ("INT", {"default": 0}) for name in ("channels", "side", "calls")}
+        return {"required": {**sizes, "fault": (["none", "error", "out of memory", "slow"],)}}
+
+    @classmethod
+    def IS_CHANGED(cls, **_):  # noqa: N802 - ComfyUI's name
+        return float("nan")
+
+    def make(self, channels, side, calls, fault):
+        armed.update(fault=fault, calls=calls)
+        return ({"samples": torch.zeros(1, channels, side, side)},)
+
+
+NODE_CLASS_MAPPINGS = {"LabCensus": LabCensus, "LabModel": LabModel, "LabLatent": LabLatent}

@@ -26,11 +26,7 @@ CASES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "stack": EVERYTHING,
     "module": {**EVERYTHING, "granularity": "module", "selection_interval": 1},
-    "detail": {
-        **EVERYTHING,
-        "granularity": "block",
-        "full_step_interval": 2,
-    },
+    "detail": {**EVERYTHING, "granularity": "block", "full_step_interval": 2},
 }
 
 

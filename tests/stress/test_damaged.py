@@ -26,16 +26,14 @@ def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
     """Return a kind of damage, and the data of a safetensors file with this damage: truncated, or with flipped bits."""
     chance = random.Random(seed)  # noqa: S311 - cases, no secrets
     header = 8 + int.from_bytes(data[:8], "little")
-    way = ("cut", "cut in the header", "length", "header", "numbers", "anywhere", "empty")[seed % 7]
-    if way in ("cut", "cut in the header", "empty"):
-        end = {"cut": chance.randrange(len(data)), "cut in the header": chance.randrange(header), "empty": 0}[way]
-        return f"{way} at {end}", data[:end]
-    first, last = {"length": (0, 8), "header": (8, header), "numbers": (header, len(data)), "anywhere": (0, len(data))}[
-        way
-    ]
+    ways = {"length": (0, 8), "header": (8, header), "numbers": (header, len(data)), "anywhere": (0, len(data))}
+    ends = {"cut": chance.randrange(len(data)), "cut in the header": chance.randrange(header), "empty": 0}
+    way = [*ends, *ways][seed % 7]
+    if way in ends:
+        return f"{way} at {ends[way]}", data[: ends[way]]
     changed = bytearray(data)
     for _ in range(chance.randint(1, 40)):
-        changed[chance.randrange(first, last)] ^= 1 << chance.randrange(8)
+        changed[chance.randrange(*ways[way])] ^= 1 << chance.randrange(8)
     return way, bytes(changed)
 
 

@@ -6,16 +6,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import comfy.model_management as mm
 import pytest
 import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from scripts.comfy_pack import pack_module
 from testbed import models
+from tests.stress.prompt import STEPS
 
 pytestmark = pytest.mark.usefixtures("families_made")
 # A UNet and a transformer, for tests that do not depend on the family.
 BOTH = ("unet", "flux")
 both = pytest.mark.parametrize("kind", BOTH)
+# Each of the other families has every third combination of faults and places.
+TURNS = {kind: turn % 3 for turn, kind in enumerate(models.FAMILIES)}
+
+
+class FaultError(Exception):
+    """An error of another pack."""
+
+
+INTERRUPT = mm.InterruptProcessingException
+
+
+def fail(error: type[BaseException] = FaultError) -> None:
+    """Raise an error. An interrupt is that of ComfyUI's button: the next layer of the model raises the error."""
+    if error is INTERRUPT:
+        mm.interrupt_current_processing(True)
+    else:
+        raise error("CUDA out of memory, as a test has it")
 
 
 class Trap:
@@ -47,151 +67,112 @@ def trap(model: Any) -> Iterator[Trap]:
         handle.remove()
 
 
-class FaultError(Exception):
-    """An error of another pack."""
-
-
-def interrupt() -> None:
-    """Interrupt as ComfyUI's button does. The next layer of the model then raises an error."""
-    import comfy.model_management
-
-    comfy.model_management.interrupt_current_processing(True)
-
-
-def fail() -> None:
-    raise FaultError
-
-
-def run_out_of_memory() -> None:
-    import comfy.model_management
-
-    raise comfy.model_management.OOM_EXCEPTION("CUDA out of memory, as a test has it")
-
-
-def kind_of(spring: Callable[[], None]) -> type[BaseException]:
-    import comfy.model_management as mm
-
-    return {interrupt: mm.InterruptProcessingException, fail: FaultError, run_out_of_memory: mm.OOM_EXCEPTION}[spring]
-
-
-STAGES = {"first call": lambda calls: 1, "middle step": lambda calls: calls // 2 + 1, "last call": lambda calls: calls}
-SPRINGS = (interrupt, fail, run_out_of_memory)
-MERGED = ("stack", "module", "detail")
-# Two families have every combination of fault, stage and setting; each other family has one combination.
-TURNS = {kind: turn % 3 for turn, kind in enumerate(models.FAMILIES)}
-FAULTS = [
-    (kind, stage, spring, MERGED[(m + n) % 3])
-    for kind, turn in TURNS.items()
-    for m, stage in enumerate(STAGES)
-    for n, spring in enumerate(SPRINGS)
-    if kind in BOTH or m == n == turn
-]
-
-
 def named(value: Any) -> str:
     return value if isinstance(value, str) else str(getattr(value, "__name__", value))
 
 
-@pytest.mark.parametrize(("kind", "stage", "spring", "case"), FAULTS, ids=named)
-def test_fault_inside_a_merged_block(
-    kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
-    tensors: Any, uninterrupted: None, stage: str, spring: Any, case: str,
-) -> None:  # fmt: skip
-    patched = attach(model, **prompt.CASES[case])
-    assert prompt.digest(prompt.sample(patched)) == fresh[kind][case]
-    calls = trap.calls
-    nothing_alive()
-    before = tensors()
+STAGES = {"first call": lambda calls: 1, "middle step": lambda calls: calls // 2 + 1, "last call": lambda calls: calls}
+MERGED = ("stack", "module", "detail")
+FAULTS = [
+    (kind, stage, error, MERGED[(m + n) % 3])
+    for kind, turn in TURNS.items()
+    for m, stage in enumerate(STAGES)
+    for n, error in enumerate((INTERRUPT, FaultError, mm.OOM_EXCEPTION))
+    if kind in BOTH or m == n == turn
+]
+# The errors that end a process are not subclasses of `Exception`.
+ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+FAULTS += [(kind, "middle step", error, "stack") for kind in BOTH for error in ENDS]
 
+
+@pytest.mark.parametrize(("kind", "stage", "error", "case"), FAULTS, ids=named)
+def test_fault_inside_a_merged_block(rig: Any, trap: Trap, stage: str, error: type[BaseException], case: str) -> None:
+    patched = rig.patched(case)
+    assert rig.sampled(patched) == rig.fresh[case]
+    # In the case "detail" the last step is full, so the fault must come earlier.
+    within = trap.calls * (STEPS - 1) // STEPS if case == "detail" else trap.calls
+    rig.check_clean()
+    before = rig.tensors()
     hooked: list[str] = []
 
     def go() -> None:
-        hooked.extend(hooks_left(model))
-        spring()
+        hooked.extend(rig.hooks_left(rig.model))
+        fail(error)
 
-    # In the case "detail" the last step is full, so the fault must come earlier.
-    within = calls * (prompt.STEPS - 1) // prompt.STEPS if case == "detail" else calls
     trap.arm(STAGES[stage](within), go)
-    with pytest.raises(kind_of(spring)):
-        prompt.sample(patched)
+    with pytest.raises(error):
+        rig.sampled(patched)
     assert hooked, "the fault was to be inside a merged block"
-    assert hooks_left(model) == []
-    nothing_alive()
+    rig.check_clean()
     # There may be fewer tensors than before, because the report of an aborted run has no maps.
-    assert tensors() <= before
-
-    assert prompt.digest(prompt.sample(patched)) == fresh[kind][case]
-    nothing_alive()
-    assert tensors() == before
-    assert prompt.digest(prompt.sample(model)) == fresh[kind]["plain"]
+    assert rig.tensors() <= before
+    assert rig.sampled(patched) == rig.fresh[case]
+    rig.check_clean()
+    assert rig.tensors() == before
+    assert rig.sampled(rig.model) == rig.fresh["plain"]
 
 
 @both
 @pytest.mark.parametrize("step", [None, 0, 1, 2])
-def test_interrupt_before_and_between_steps(
-    kind: str, attach: Any, model: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
-    uninterrupted: None, step: int | None,
-) -> None:  # fmt: skip
+def test_interrupt_before_and_between_steps(rig: Any, step: int | None) -> None:
     """step: interrupt after this step; None interrupts before the first step. An interrupt after the last step has no
     effect."""
-    import comfy.model_management as mm
-
-    patched = attach(model, **prompt.CASES["stack"])
+    patched = rig.patched()
     if step is None:
-        interrupt()
+        fail(INTERRUPT)
 
     def after(done: int, *_: Any) -> None:
         if done == step:
-            interrupt()
+            fail(INTERRUPT)
 
-    if step == prompt.STEPS - 1:
-        assert prompt.digest(prompt.sample(patched, callback=after)) == fresh[kind]["stack"]
+    if step == STEPS - 1:
+        assert rig.sampled(patched, callback=after) == rig.fresh["stack"]
         assert mm.processing_interrupted()
         # Clear the pending interrupt, as ComfyUI does when it starts the next prompt.
         mm.interrupt_current_processing(False)
     else:
-        with pytest.raises(mm.InterruptProcessingException):
-            prompt.sample(patched, callback=after)
-    assert hooks_left(model) == []
-    nothing_alive()
-    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
-    nothing_alive()
+        with pytest.raises(INTERRUPT):
+            rig.sampled(patched, callback=after)
+    rig.check_clean()
+    assert rig.sampled(patched) == rig.fresh["stack"]
+    rig.check_clean()
 
 
 OWN = [
-    ("toma_core.run", "make_windows", run_out_of_memory),
-    ("toma_core.run", "weigh", run_out_of_memory),
-    ("toma_core.pipeline", "unmerge_residual", run_out_of_memory),
+    ("toma_core.run", "make_windows", mm.OOM_EXCEPTION),
+    ("toma_core.run", "weigh", mm.OOM_EXCEPTION),
+    ("toma_core.pipeline", "unmerge_residual", mm.OOM_EXCEPTION),
 ]
 MORE = [
-    ("toma_core.run", "cosine_similarity", run_out_of_memory),
-    ("toma_core.run", "select", interrupt),
-    ("toma_core.pipeline", "merge", interrupt),
+    ("toma_core.run", "cosine_similarity", mm.OOM_EXCEPTION),
+    ("toma_core.run", "select", INTERRUPT),
+    ("toma_core.pipeline", "merge", INTERRUPT),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "module", "name", "spring"),
+    ("kind", "module", "name", "error", "compiled"),
     [
-        (kind, *where)
+        (kind, *where, False)
         for kind, turn in TURNS.items()
         for where in (OWN + MORE if kind in BOTH else OWN[turn : turn + 1])
-    ],
+    ]
+    + [(kind, *OWN[0], True) for kind in TURNS],
     ids=named,
 )
 def test_fault_inside_our_own_code(
-    kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any, tensors: Any,
-    uninterrupted: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, spring: Any,
-) -> None:  # fmt: skip
+    rig: Any, monkeypatch: pytest.MonkeyPatch, module: str, name: str, error: type[BaseException], compiled: bool
+) -> None:
     """Raise the fault in selection, weights or merging: at the second call of a function, when a plan exists, or at the
-    first of `make_windows`."""
-    import comfy.model_management as mm
-
-    patched = attach(model, **{**prompt.CASES["stack"], "weight_interval": 1})
-    expected = prompt.digest(prompt.sample(patched))
-    assert expected != fresh[kind]["plain"]
-    nothing_alive()
-    before = tensors()
+    first of `make_windows`. With torch.compile, ToMA makes layouts before the model runs."""
+    base = rig.model.clone()
+    if compiled:  # the model is only marked as compiled
+        base.model_options["torch_compile_kwargs"] = {"backend": "inductor"}
+    patched = rig.patched(model=base, weight_interval=1)
+    expected = rig.sampled(patched)
+    assert expected != rig.fresh["plain"]
+    rig.check_clean()
+    before = rig.tensors()
     place, calls = pack_module(module), 0
     original = getattr(place, name)
 
@@ -199,49 +180,27 @@ def test_fault_inside_our_own_code(
         nonlocal calls
         calls += 1
         if calls == (1 if name == "make_windows" else 2):
-            spring()
+            fail(error)
             mm.throw_exception_if_processing_interrupted()
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(place, name, failing)
-        with pytest.raises(kind_of(spring)):
-            prompt.sample(patched)
+        with pytest.raises(error):
+            rig.sampled(patched)
     assert calls
-    assert hooks_left(model) == []
-    nothing_alive()
-    assert prompt.digest(prompt.sample(patched)) == expected
-    nothing_alive()
-    assert tensors() == before
-    assert prompt.digest(prompt.sample(model)) == fresh[kind]["plain"]
-
-
-def test_no_memory_while_a_graph_is_prepared(
-    kind: str, model: Any, attach: Any, prompt: Any, nothing_alive: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With torch.compile, ToMA makes layouts before the model runs."""
-    compiled = model.clone()
-    compiled.model_options["torch_compile_kwargs"] = {"backend": "inductor"}  # the model is only marked as compiled
-    patched = attach(compiled, **prompt.CASES["stack"])
-    expected = prompt.digest(prompt.sample(patched))
-    nothing_alive()
-    before = tensors()
-    with monkeypatch.context() as patch:
-        patch.setattr(pack_module("toma_core.run"), "make_windows", lambda *_: run_out_of_memory())
-        with pytest.raises(kind_of(run_out_of_memory)):
-            prompt.sample(patched)
-    nothing_alive()
-    assert tensors() <= before
-    assert prompt.digest(prompt.sample(patched)) == expected
+    rig.check_clean()
+    assert rig.tensors() <= before
+    assert rig.sampled(patched) == expected
+    rig.check_clean()
+    assert rig.tensors() == before
+    assert rig.sampled(rig.model) == rig.fresh["plain"]
 
 
 @pytest.mark.parametrize("kind", ["unet", "flux", "qwen_image"])
-def test_call_that_is_made_again(
-    kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any
-) -> None:
+def test_call_that_is_made_again(rig: Any, trap: Trap) -> None:
     """Another pack catches an out-of-memory error inside of ToMA's hooks. Either it repeats the call, or it splits the
     batch into halves, which ToMA's plans do not fit."""
-    from comfy.patcher_extension import WrappersMP
 
     def cut(value: Any, index: int) -> Any:
         halves = isinstance(value, torch.Tensor) and value.shape[:1] == (2,)
@@ -250,80 +209,54 @@ def test_call_that_is_made_again(
     def again(executor: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return executor(*args, **kwargs)
-        except kind_of(run_out_of_memory):
+        except mm.OOM_EXCEPTION:
             if not apart:
                 return executor(*args, **kwargs)
             told = [([cut(a, n) for a in args], {name: cut(v, n) for name, v in kwargs.items()}) for n in (0, 1)]
             return torch.cat([executor(*by_place, **by_name) for by_place, by_name in told])
 
-    patched = attach(model, **prompt.CASES["stack"])
+    patched = rig.patched()
     patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "other", again)
-    apart = False
-    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+    assert rig.sampled(patched) == rig.fresh["stack"]
     middle = trap.calls // 2
-    trap.arm(middle, run_out_of_memory)
-    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
-    apart = True
-    trap.arm(middle, run_out_of_memory)
-    assert prompt.digest(prompt.sample(patched)) not in (fresh[kind]["stack"], fresh[kind]["plain"])
-    nothing_alive()
+    for apart in (False, True):
+        trap.arm(middle, lambda: fail(mm.OOM_EXCEPTION))
+        found = rig.sampled(patched)
+        assert found not in (rig.fresh["stack"], rig.fresh["plain"]) if apart else found == rig.fresh["stack"]
+    rig.check_clean()
 
 
 @both
 def test_picture_is_not_lost_with_its_drawing(
-    kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, nothing_alive: Any, monkeypatch: pytest.MonkeyPatch,
-    stats_of: Any, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    rig: Any, monkeypatch: pytest.MonkeyPatch, stats_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """The report's map is drawn after sampling. If memory runs out there, the run still returns its latent."""
-    patched = attach(model, **prompt.CASES["stack"])
+    patched = rig.patched()
     with monkeypatch.context() as patch:
-        patch.setattr(pack_module("toma_core.run"), "draw_map", lambda plan: run_out_of_memory())
-        assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+        patch.setattr(pack_module("toma_core.run"), "draw_map", lambda plan: fail(mm.OOM_EXCEPTION))
+        assert rig.sampled(patched) == rig.fresh["stack"]
     assert stats_of(patched).maps == {}
     assert "could not be drawn: CUDA out of memory" in caplog.text
-    nothing_alive()
-    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+    rig.check_clean()
+    assert rig.sampled(patched) == rig.fresh["stack"]
     assert stats_of(patched).maps
 
 
-def outer_wrapper(model: Any) -> None:
-    from comfy.patcher_extension import WrappersMP
-
-    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "other", lambda executor, *a, **k: fail())
-
-
-def after_cfg(model: Any) -> None:
-    model.set_model_sampler_post_cfg_function(lambda args: fail())
-
-
-def unet_wrapper(model: Any) -> None:
-    model.set_model_unet_function_wrapper(
+PATCHES: dict[str, Callable[[Any], Any]] = {
+    "outer wrapper": lambda model: model.add_wrapper_with_key(
+        WrappersMP.APPLY_MODEL, "other", lambda executor, *a, **k: fail()
+    ),
+    "after cfg": lambda model: model.set_model_sampler_post_cfg_function(lambda args: fail()),
+    "unet wrapper": lambda model: model.set_model_unet_function_wrapper(
         lambda apply, args: (apply(args["input"], args["timestep"], **args["c"]), fail())
-    )
-
-
-def diffusion_wrapper(model: Any) -> None:
-    """Add a wrapper inside of ToMA's wrappers that raises an error after the model has run."""
-    from comfy.patcher_extension import WrappersMP
-
-    model.add_wrapper_with_key(
+    ),
+    # Inside of ToMA's wrappers, when the model has run.
+    "diffusion wrapper": lambda model: model.add_wrapper_with_key(
         WrappersMP.DIFFUSION_MODEL, "other", lambda executor, *a, **k: (executor(*a, **k), fail())
-    )
-
-
-def before_run(model: Any) -> None:
-    from comfy.patcher_extension import CallbacksMP
-
-    model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "other", lambda patcher: fail())
-
-
-def cleanup(model: Any) -> None:
-    from comfy.patcher_extension import CallbacksMP
-
-    model.add_callback_with_key(CallbacksMP.ON_CLEANUP, "other", lambda patcher: fail())
-
-
-PATCHES = (outer_wrapper, after_cfg, unet_wrapper, diffusion_wrapper, before_run, cleanup)
+    ),
+    "before run": lambda model: model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "other", lambda patcher: fail()),
+    "cleanup": lambda model: model.add_callback_with_key(CallbacksMP.ON_CLEANUP, "other", lambda patcher: fail()),
+}
 
 
 # Leave out ERNIE-Image, SD3 and OmniGen2, which call no wrappers of DIFFUSION_MODEL.
@@ -331,45 +264,19 @@ PATCHES = (outer_wrapper, after_cfg, unet_wrapper, diffusion_wrapper, before_run
     ("kind", "patch", "first"),
     [(kind, patch, first) for kind in BOTH for patch in PATCHES for first in (True, False)]
     + [
-        (kind, diffusion_wrapper, turn == 0)
+        (kind, "diffusion wrapper", turn == 0)
         for kind, turn in TURNS.items()
         if kind not in (*BOTH, "ernie", "sd3", "omnigen2")
     ],
     ids=named,
 )
-def test_exception_in_another_patch(
-    kind: str, model: Any, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any, patch: Any,
-    first: bool,
-) -> None:  # fmt: skip
-    settings = prompt.CASES["stack"]
-    broken = model.clone() if first else attach(model, **settings)
-    patch(broken)
-    broken = attach(broken, **settings) if first else broken
+def test_exception_in_another_patch(rig: Any, patch: str, first: bool) -> None:
+    broken = rig.model.clone() if first else rig.patched()
+    PATCHES[patch](broken)
+    broken = rig.patched(model=broken) if first else broken
     with pytest.raises(FaultError):
-        prompt.sample(broken)
-    assert hooks_left(model) == []
-    nothing_alive()
-    assert prompt.digest(prompt.sample(attach(model, **settings))) == fresh[kind]["stack"]
-    assert prompt.digest(prompt.sample(model)) == fresh[kind]["plain"]
-    nothing_alive()
-
-
-@both
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_process_that_is_asked_to_exit(
-    kind: str, model: Any, trap: Trap, attach: Any, prompt: Any, fresh: Any, hooks_left: Any, nothing_alive: Any,
-    error: type[BaseException],
-) -> None:  # fmt: skip
-    """The errors that end a process are not subclasses of `Exception`."""
-
-    def go() -> None:
-        raise error
-
-    patched = attach(model, **prompt.CASES["stack"])
-    prompt.sample(patched)
-    trap.arm(trap.calls // 2, go)
-    with pytest.raises(error):
-        prompt.sample(patched)
-    assert hooks_left(model) == []
-    nothing_alive()
-    assert prompt.digest(prompt.sample(patched)) == fresh[kind]["stack"]
+        rig.sampled(broken)
+    rig.check_clean()
+    assert rig.sampled(rig.patched()) == rig.fresh["stack"]
+    assert rig.sampled(rig.model) == rig.fresh["plain"]
+    rig.check_clean()

@@ -23,11 +23,7 @@ COMPARABLE = {**EVERYTHING, "selector": "grid", "sharpness": 20.0}
 SETTINGS = {
     "stack": EVERYTHING,
     "module": {**EVERYTHING, "granularity": "module"},
-    "detail": {
-        **EVERYTHING,
-        "granularity": "block",
-        "full_step_interval": 2,
-    },
+    "detail": {**EVERYTHING, "granularity": "block", "full_step_interval": 2},
 }
 # Dtype of the weights, and dtype of the computation.
 STORED = {
@@ -128,8 +124,8 @@ def test_no_bf16_on_the_path_of_an_fp16_model(
         with dtypes_used() as merged:
             sampled(patched, noise, steps=1)
         assert stats_of(patched).merged_blocks
-        assert BRAIN not in merged
-        assert merged.get(torch.float64, 0) <= plain.get(torch.float64, 0)
+        assert BRAIN not in merged.found
+        assert merged.found[torch.float64] <= plain.found[torch.float64]
 
 
 @pytest.mark.parametrize(
