@@ -11,7 +11,6 @@ from tests.loop import loop
 
 live = pack_module("nodes.node_status")
 nodes = pack_module("nodes.toma")
-run = pack_module("nodes.adapters.patch_model")
 
 WORKFLOW = "0b5d6ba8-0000-4000-8000-000000000001"
 
@@ -134,7 +133,3 @@ def test_a_server_that_shuts_down_does_not_end_a_run(unet: Any, sent: list[Any])
 
     live.sys.modules["server"].PromptServer.instance.send_sync = closed
     models.sample(patched(unet).args[0], 24, 24, steps=1)
-
-
-def test_outside_of_a_prompt_there_is_no_watcher(unet: Any) -> None:
-    assert run.attachment_of(nodes.ToMA.execute(unet, 0.5, "balanced").args[0]).watcher is None
