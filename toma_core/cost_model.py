@@ -2,10 +2,8 @@
 
 The host launches the GPU's operations one by one, ahead of the GPU. Merging shortens the GPU's time for a block and
 lengthens the host's a little, so it gains only if the GPU takes longer to compute the block than the host to launch it.
-`too_little` estimates the time of GPU and host from shapes and the card's data sheet. It measures no time, because
-measurements vary and the same seed has to give the same picture.
-
-`python -m benchmarks.suite --only break-even` prints the measured gain of merging on a card beside this estimate.
+`too_little` estimates both times from shapes and the card's data sheet. It measures no time, because measurements vary
+and the same seed has to give the same picture. `python -m benchmarks.suite --only break-even` compares it with a card.
 """
 
 from __future__ import annotations
@@ -18,24 +16,17 @@ import torch
 from .config import Granularity
 from .reasons import Message, Reason
 
-# Grids of fewer tokens are not merged on any device, although on a CPU merging gains a little from 64 tokens on
-# (docs/performance.md).
-FEWEST = 256
+FEWEST = 256  # grids of fewer tokens are not merged on any device
 LAUNCH = 6e-6  # seconds that PyTorch and ComfyUI's Python code take to launch one operation
-# Share of its peak FLOP/s that a card reaches over a block: 0.5 to 0.7 in large products, next to nothing in norms,
-# activations and residuals.
-EFFICIENCY = 0.4
-# Hz, for cards whose clock PyTorch does not report: cards since 2017 boost to 1.4 (A100) up to 2.5 GHz (RTX 4090).
-CLOCK = 2.0e9
+EFFICIENCY = 0.4  # of peak FLOP/s over a block: 0.5 to 0.7 in large products, next to nothing in norms and activations
+CLOCK = 2.0e9  # Hz, if PyTorch does not report it: cards since 2017 boost to 1.4 (A100) up to 2.5 GHz (RTX 4090)
 # FLOPs per clock cycle and multiprocessor, by the lowest compute capability that reaches them, for dense half-precision
 # products with fp32 sums. Each is peak / (multiprocessors x boost clock), from NVIDIA's data sheets. The peaks in
 # TFLOP/s: V100 125, T4 65, A100 312, A40 150, RTX 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
 _HALF = {(12, 0): 1024, (10, 0): 8192, (9, 0): 4096, (8, 6): 1024, (8, 0): 2048, (7, 0): 1024}
-# With fp32 sums, GeForce cards reach half the rates of `_HALF`: RTX 2080 Ti 54 TFLOP/s, RTX 3090 71, RTX 4090 165,
-# RTX 5090 210.
+# GeForce cards reach half the rates of `_HALF`: RTX 2080 Ti 54 TFLOP/s, RTX 3090 71, RTX 4090 165, RTX 5090 210.
 _GEFORCE = 0.5
-# FLOPs per clock cycle and multiprocessor for fp32 (PyTorch uses no TF32 by default), and for any dtype on cards
-# without tensor cores: 128 multiply-adds.
+# The same for fp32 (PyTorch uses no TF32 by default), and for any dtype on cards without tensor cores.
 _SINGLE = 256
 
 
@@ -48,24 +39,21 @@ class Block:
     weights: float
     launches: int  # operations per block, the mean over all blocks of an evaluation
     # Operations per block that merging adds with granularity stack, block and module. Those of a stack are divided by
-    # the number of blocks in the family's shortest stack, and rounded up. Triton merges in one launch and restores in
-    # one; restoring with the residual cache takes PyTorch some 15. For a block without modules to merge, the third
-    # number is that of granularity block without the residual cache.
+    # the blocks of the family's shortest stack, and rounded up. For a block without modules to merge, the third number
+    # is that of granularity block without the residual cache.
     added: tuple[int, int, int]
     beside: int = 0  # text tokens that the block computes beside the image's: the fewest that ComfyUI pads a prompt to
 
     def launching(self, granularity: Granularity) -> float:
         """Return the seconds that the host takes to launch the merged block."""
-        return (self.launches + self.added[_ORDER.index(granularity)]) * LAUNCH
+        order = (Granularity.STACK, Granularity.BLOCK, Granularity.MODULE)
+        return (self.launches + self.added[order.index(granularity)]) * LAUNCH
 
     def flops(self, tokens: int, images: int, width: int, keys: int | None = None) -> float:
         """Return the FLOPs of linear layers and self-attention; a multiply-add counts as two. keys: number of tokens
         attended to."""
         attended = (tokens if keys is None else keys) + self.beside
         return 2.0 * images * (tokens + self.beside) * width * (self.weights * width + 2.0 * attended)
-
-
-_ORDER = (Granularity.STACK, Granularity.BLOCK, Granularity.MODULE)
 
 
 @dataclass(frozen=True)
@@ -108,8 +96,7 @@ def too_little(
 
     images: images per condition. The number of conditions in the batch does not count, because it depends on free
     memory, which must not change a picture. card: None if the device is no NVIDIA GPU; every grid of `FEWEST` or more
-    tokens is then merged. granularity: the part of the model around which tokens are merged; `BLOCK` for a stack of one
-    block.
+    tokens is then merged. granularity: that of the merge; `BLOCK` for a stack of one block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)

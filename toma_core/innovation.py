@@ -14,14 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Number of earlier evaluations that a latent is compared with: solvers of third order combine three.
-_RECENT = 3
-# New noise is averaged over square cells of the latent with this side.
-_CELL = 8
-# Noise below this share of the latent's root mean square no longer changes the picture.
-_NEGLIGIBLE = 0.05
-# Earlier latents and predictions may be linearly dependent. If the norm of the part of one that is orthogonal to the
-# others is below this share of its own norm, that part is rounding.
+_RECENT = 3  # earlier evaluations that a latent is compared with: solvers of third order combine three
+_CELL = 8  # side of the square cells of the latent over which new noise is averaged
+_NEGLIGIBLE = 0.05  # noise below this share of the latent's root mean square no longer changes the picture
+# If the part of an earlier latent or prediction that is orthogonal to the others has less than this share of its norm,
+# they are linearly dependent, and the part is rounding.
 _ROUNDING = 1e-5
 
 
@@ -46,25 +43,20 @@ class History:
 
     def new_noise(self, latent: Tensor, sigma: float) -> Tensor | None:
         """Return the share of a latent's noise that is new, in the cell where this share is largest: a scalar tensor,
-        or None without earlier latents of this shape. latent: (B, C, ..., H, W). The host does not wait for the device.
-
-        sigma: standard deviation of the noise.
-        """
-        if not self.compared:
-            return None
+        or None without earlier latents of this shape. The host does not wait for the device. latent: (B, C, ..., H, W).
+        sigma: standard deviation of the noise."""
         directions = [each for pair in self._recent for each in pair if each.shape == latent.shape]
-        if not directions:
+        if not self.compared or not directions:
             return None
         basis = list[Tensor]()
         for direction in reversed(directions):
             rest = _without(direction.float(), basis)
             size = torch.linalg.vector_norm(rest)
-            new = size > _ROUNDING * torch.linalg.vector_norm(direction.float())
-            basis.append(rest * torch.where(new, 1 / size.clamp_min(1e-30), 0.0))
+            independent = size > _ROUNDING * torch.linalg.vector_norm(direction.float())
+            basis.append(rest * torch.where(independent, 1 / size.clamp_min(1e-30), 0.0))
         latent = latent.float()
         noise = (_NEGLIGIBLE * latent.square().mean().sqrt()).clamp_min(max(sigma, 1e-9))
-        # Average over small cells, because a mean over the entire picture would hide new noise in a small area that is
-        # sampled under a mask.
+        # A mean over the entire picture would hide new noise in a small area that is sampled under a mask.
         new = _without(latent, basis).square().mean(1).flatten(0, -3)[:, None]
         cell = [min(_CELL, side) for side in new.shape[2:]]
         return F.avg_pool2d(new, cell, ceil_mode=True, count_include_pad=False).max().sqrt() / noise

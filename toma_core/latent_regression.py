@@ -1,10 +1,10 @@
 """Propagate cached tensors by the change of the latent, which is known at every token.
 
 The paper has no such regression. A merged step knows how keys, values and updates have changed at its D destinations.
-Part of that change is caused by the destinations' own noise, which no other token shares; with samplers that draw new
-noise in each step, noise causes most of the change. But all tokens depend on their latents in the same way. So the
-change of destinations is regressed on their latents (with a small ridge and a constant), each token gets the part that
-its own latent explains, and only the residual of the regression is shared among tokens.
+Part of that change comes from the destinations' own noise, which no other token shares; with samplers that draw new
+noise in each step, it is the larger part. But all tokens depend on their latents in the same way. So the change is
+regressed on the latents of destinations (with a small ridge and a constant), each token gets the part that its own
+latent explains, and only the residual of the regression is shared among tokens.
 
     A = (f'f + 0.1 F / D * mean diag(f'f))^-1 f' c  =  fit c
     cached + G A + U (c - f A)                  =  cached + U c + (G - U f) A  =  cached + U c + spread A
@@ -23,53 +23,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .kernels.layout import room
-from .merge import MergePlan, add_unmerged, gather_destinations, kernels_for, unmerge, unmerge_residual
+from .merge import MergePlan, add_unmerged, gather_destinations, kernels_for, unmerge
 from .prediction import picture_tokens
 
-if TYPE_CHECKING:
-    from .kernels.triton import TritonKernels
-
-# Share of a destination's change that nearby tokens get, after the part that latents explain is subtracted. It is below
-# 1 because part of the remaining change is the destination's own noise; a lower share than this would lose change that
-# tokens have in common (benchmarks/results/fidelity/trials.md).
+# Share of a destination's residual that nearby tokens get. A larger share would add more of the destination's noise, a
+# lower one would lose change that tokens have in common (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
-# The ridge, as a share of the textbook's ridge F / D. The textbook's would mostly add bias, because latents explain
-# most of the change of cached tensors.
-_RIDGE = 0.1
-# The fewest destinations per feature; with fewer, the regression would overfit to the destinations.
-_LEAST_DESTINATIONS = 2
+_RIDGE = 0.1  # as a share of the textbook's ridge F / D, which mostly adds bias: latents explain most of the change
+_LEAST_DESTINATIONS = 2  # per feature; with fewer, the regression would overfit to the destinations
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The rotary matrices of keys. The change of keys is regressed and shared among tokens before rotation, because
-    these tokens have different positions."""
+    """The rotary matrices of keys, whose change is regressed and shared before rotation, because tokens have different
+    positions. A head has P pairs of adjacent channels. Any float dtype; the matrices of a token are contiguous."""
 
-    # (B or 1, N, 1, P, 2, 2) for all tokens, (B or 1, D, 1, P, 2, 2) for destinations: a head has P pairs of adjacent
-    # channels. Any float dtype; the matrices of a token are contiguous, as kernels need.
-    tokens: Tensor
-    destinations: Tensor
+    tokens: Tensor  # (B or 1, N, 1, P, 2, 2)
+    destinations: Tensor  # (B or 1, D, 1, P, 2, 2)
     dtype: torch.dtype  # of the keys
 
     @classmethod
     def of(cls, tokens: Tensor, destinations: Tensor, like: Tensor) -> Rotation | None:
-        """Return the rotation of keys, (B, T, C) as `like`; None unless C is a multiple of the 2 P channels of a head.
-
-        tokens, destinations: (B or 1, T, ..., P, 2, 2), where `...` are axes of length 1.
-        """
-        parts = [
-            t.reshape(*t.shape[:2], 1, *t.shape[-3:]) for t in (tokens, destinations) if t.shape[2:-3].numel() == 1
-        ]
-        if len(parts) < 2 or like.shape[2] % (2 * parts[0].shape[3]):
+        """Return the rotation of keys, (B, T, C) as `like`; None unless C is a multiple of the 2 P channels of a head,
+        and tokens and destinations are (B or 1, T, ..., P, 2, 2), where `...` are axes of length 1."""
+        if any(t.shape[2:-3].numel() != 1 for t in (tokens, destinations)) or like.shape[2] % (2 * tokens.shape[-3]):
             return None
-        of_tokens, of_destinations = (part if part[0, 0].is_contiguous() else part.contiguous() for part in parts)
-        return cls(of_tokens, of_destinations, like.dtype)
+        tokens, destinations = (t.reshape(*t.shape[:2], 1, *t.shape[-3:]) for t in (tokens, destinations))
+        tokens, destinations = (t if t[0, 0].is_contiguous() else t.contiguous() for t in (tokens, destinations))
+        return cls(tokens, destinations, like.dtype)
 
     @cached_property
     def _in_dtype(self) -> tuple[Tensor, Tensor]:
@@ -94,36 +80,28 @@ class Rotation:
 class Regression:
     """The matrices by which cached tensors are propagated in one call, see the formula at the top of the module."""
 
-    plan: MergePlan  # its unmerge weights are U of the formula
+    plan: MergePlan  # its unmerge weights are U
     fit: Tensor  # (B, F, D), in the dtype of the plan's weights
     spread: Tensor  # (B, N, F), in the dtype of `fit`
 
     def propagate(self, cached: Tensor, fresh: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Return the cached values of all tokens, (B, N, C), propagated by the change at destinations.
-
-        fresh: (B, D, C), the new values at destinations. rotation: that of the keys, if keys are propagated.
-        """
-        if kernels := kernels_for(self.plan, cached, fresh):
-            return self._by_kernels(kernels, cached, fresh, rotation)
-        old = gather_destinations(cached, self.plan)
-        change = fresh - old
-        if rotation is None:
-            shared = unmerge_residual(fresh, old, cached, self.plan)
-            return self._explain(shared, change)
-        change = rotation.undo(change)
-        return rotation.add(cached, self._explain(unmerge(change, self.plan), change))
-
-    def _by_kernels(self, kernels: TritonKernels, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> Tensor:
-        """Compute `propagate` by two kernels, with the matrix product A = fit c between them."""
-        R, R_destinations = (None, None) if rotation is None else (rotation.tokens, rotation.destinations)
-        change = kernels.change(fresh, cached, self.plan.destinations, R_destinations)
-        answer, layout = torch.bmm(self.fit, change), (self.plan.windows, self.plan.budget)
-        return kernels.propagate(change, cached, answer, self.spread, R, self.plan.unmerge_weights, *layout)
-
-    def _explain(self, shared: Tensor, change: Tensor) -> Tensor:
-        """Add to `shared`, (B, N, C), the part of the change that latents explain."""
-        answer = self.fit.to(change.dtype) @ change
-        return shared.baddbmm_(self.spread.to(change.dtype), answer)
+        """Return the cached values of all tokens, (B, N, C), propagated by the change at destinations. fresh: (B, D,
+        C), the new values at destinations. rotation: that of the keys, if keys are propagated."""
+        plan = self.plan
+        if kernels := kernels_for(plan, cached, fresh):
+            R, R_destinations = (None, None) if rotation is None else (rotation.tokens, rotation.destinations)
+            change = kernels.change(fresh, cached, plan.destinations, R_destinations)
+            answer = torch.bmm(self.fit, change)
+            layout = plan.unmerge_weights, plan.windows, plan.budget
+            return kernels.propagate(change, cached, answer, self.spread, R, *layout)
+        change = fresh - gather_destinations(cached, plan)  # c
+        if rotation is not None:
+            change = rotation.undo(change)
+        answer = self.fit.to(change.dtype) @ change  # A
+        # cached + U c, or U c if the sum is rotated before `cached` is added
+        shared = add_unmerged(cached, change, plan) if rotation is None else unmerge(change, plan)
+        propagated = shared.baddbmm_(self.spread.to(change.dtype), answer)
+        return propagated if rotation is None else rotation.add(cached, propagated)
 
 
 @dataclass(eq=False)
@@ -144,18 +122,18 @@ class LatentChange:
     def _regression(self, plan: MergePlan) -> Regression | None:
         if self.latent.device != plan.merge_weights.device:
             return None
-        groups = [self._tokens(part, plan) for part in (self.latent - self.before, self.latent)]
+        groups = [_tokens(part, plan) for part in (self.latent - self.before, self.latent)]
         numbers = sum(each.shape[2] for each in groups)
         if groups[0].shape[1] != plan.tokens or plan.num_destinations < _LEAST_DESTINATIONS * numbers:
             return None
         features = torch.cat([*groups, torch.ones_like(groups[0][..., :1])], 2)
         return regress(features, plan)
 
-    @staticmethod
-    def _tokens(latent: Tensor, plan: MergePlan) -> Tensor:
-        """Return a latent as features of tokens, scaled to mean square 1 in each image, (B, N, F) fp32."""
-        tokens = picture_tokens(latent, plan.windows.grid, torch.empty((), device=latent.device))
-        return tokens * tokens.square().mean((1, 2), keepdim=True).clamp_min(1e-24).rsqrt()
+
+def _tokens(latent: Tensor, plan: MergePlan) -> Tensor:
+    """Return a latent as features of tokens, scaled to mean square 1 in each image, (B, N, F) fp32."""
+    tokens = picture_tokens(latent, plan.windows.grid, torch.empty((), device=latent.device))
+    return tokens * tokens.square().mean((1, 2), keepdim=True).clamp_min(1e-24).rsqrt()
 
 
 def regress(features: Tensor, plan: MergePlan) -> Regression:
@@ -170,8 +148,7 @@ def regress(features: Tensor, plan: MergePlan) -> Regression:
     factor, _ = torch.linalg.cholesky_ex(gram)
     fit = torch.cholesky_solve(f.mT.contiguous(), factor)
     plain = replace(plan, unmerge_weights=plan.unmerge_weights.float(), kernels=None)
-    spread = add_unmerged(features, -f, plain)
-    # Kernels expect rows spaced as `room` spaces them.
+    spread = add_unmerged(features, -f, plain)  # G - U f
     weights = plan.merge_weights
     spread = spread.to(weights.dtype) if plan.kernels is None else room(weights, *spread.shape).copy_(spread)
     return Regression(plan, fit.to(weights.dtype), spread)
@@ -185,5 +162,4 @@ def with_rest_weight(plan: MergePlan) -> MergePlan:
     if (valid := plan.budget.valid) is not None:
         own = own & valid[..., None, :]
     changed = torch.where(own.any(-1, keepdim=True), own.to(weights.dtype), REST_WEIGHT * weights)
-    # Kernels expect the rows of weights spaced as `room` spaces them.
     return replace(plan, unmerge_weights=room(weights, *weights.shape).copy_(changed))

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .kernels.layout import joined
 from .selection import chosen_similarity, in_parts
-from .windows import Budget, Windows
+from .windows import Budget, Windows, WithTensors
 
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# PyTorch merges a row of at most this many windows as one product, with zeros as weights between different windows. On
-# a CPU, multiplying the zeros takes less time than gathering each window if a row has 4 windows, and more if it has 8.
+# PyTorch merges a row of at most this many windows as one product, see `strips`. On a CPU, multiplying zeros takes less
+# time than gathering each window if a row has 4 windows, and more if it has 8.
 _MAX_IN_ROW = 4
 
 
 @dataclass(frozen=True, eq=False)
-class MergePlan:
+class MergePlan(WithTensors):
     """How the N tokens of a grid become D destinations, and how destinations' updates go back to the tokens."""
 
     windows: Windows  # shared by all images
@@ -35,13 +34,11 @@ class MergePlan:
 
     @property
     def tokens(self) -> int:
-        """N, the tokens of one image before the merge."""
-        return self.windows.tokens
+        return self.windows.tokens  # N
 
     @property
     def num_destinations(self) -> int:
-        """D, the tokens of one image after the merge."""
-        return self.budget.total
+        return self.budget.total  # D
 
     @cached_property
     def destinations(self) -> Tensor:
@@ -49,27 +46,17 @@ class MergePlan:
         source = self.windows.source.expand(self.dest_slots.shape[0], -1, -1)
         return self.budget.pack(source.gather(2, self.dest_slots))
 
-    def changed(self, tensor: Callable[[str, Tensor], Tensor]) -> MergePlan:
-        """Return the plan with its three tensors replaced, each by the result of `tensor(name, value)`."""
-        names = "dest_slots", "merge_weights", "unmerge_weights"
-        tensors: dict[str, Any] = {name: tensor(name, getattr(self, name)) for name in names}
-        return replace(self, **tensors)
-
     @cached_property
     def strips(self) -> tuple[Tensor, Tensor] | None:
         """Merge weights M and unmerge weights A^T for each of the R rows of windows, (B * R, D / R, N / R) and (B * R,
-        N / R, D / R).
-
-        A row of windows is one span of memory, which PyTorch multiplies without a copy. Weights between different
-        windows are zero. None where windows differ in size or budget, or where a row has more than `_MAX_IN_ROW`
-        windows.
-        """
-        windows, tiles = self.windows, self.windows.tiles
-        if self.kernels is not None or windows.contiguous or tiles is None or tiles[2] > _MAX_IN_ROW:
-            return None
-        if self.budget.compact is not None:
+        N / R, D / R), with zeros between different windows. A row is one span of memory, which PyTorch multiplies
+        without a copy. None where windows differ in size or budget, or a row has more than `_MAX_IN_ROW` windows."""
+        tiles = self.windows.tiles
+        if self.kernels is not None or self.windows.contiguous or tiles is None or self.budget.compact is not None:
             return None
         rows, high, across, wide = tiles
+        if across > _MAX_IN_ROW:
+            return None
         M = self.merge_weights.unflatten(1, (rows, across)).unflatten(-1, (high, wide))
         M = torch.diag_embed(M.movedim(2, -1), dim1=2, dim2=5)
         back = self.unmerge_weights.unflatten(1, (rows, across)).unflatten(3, (high, wide))
@@ -86,10 +73,11 @@ def stacked(plans: list[MergePlan]) -> MergePlan:
     def together(parts: list[Tensor]) -> Tensor:
         return parts[0].expand(len(parts), *parts[0].shape[1:]) if once else joined(parts)
 
-    budget = first.budget
-    if budget.adaptive:
-        budget = budget.changed(lambda name, _: together([getattr(plan.budget, name) for plan in plans]))
-    return replace(first.changed(lambda name, _: together([getattr(plan, name) for plan in plans])), budget=budget)
+    stack = first.changed(lambda name, _: together([getattr(plan, name) for plan in plans]))
+    if not first.budget.adaptive:
+        return stack
+    budget = first.budget.changed(lambda name, _: together([getattr(plan.budget, name) for plan in plans]))
+    return replace(stack, budget=budget)
 
 
 def merge(x: Tensor, plan: MergePlan) -> Tensor:
@@ -97,8 +85,8 @@ def merge(x: Tensor, plan: MergePlan) -> Tensor:
     if kernels := kernels_for(plan, x):
         return kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
     if plan.strips is not None and len(x) == len(plan.dest_slots):
-        M, back = plan.strips
-        return torch.bmm(M, _rows(x, back)).view(len(x), plan.num_destinations, -1)
+        M, _ = plan.strips
+        return torch.bmm(M, _rows(x, M)).view(len(x), plan.num_destinations, -1)
     return plan.budget.pack(plan.merge_weights @ plan.windows.split(x))
 
 
@@ -112,8 +100,8 @@ def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
     if kernels := kernels_for(plan, y):
         return kernels.unmerge(y, plan.unmerge_weights, plan.windows, plan.budget)
     if plan.strips is not None and len(y) == len(plan.dest_slots):
-        M, back = plan.strips
-        return torch.bmm(back, _rows(y, M)).view(len(y), plan.tokens, -1)
+        _, back = plan.strips
+        return torch.bmm(back, _rows(y, back)).view(len(y), plan.tokens, -1)
     return plan.windows.join(plan.unmerge_weights @ plan.budget.unpack(y))
 
 
@@ -129,14 +117,14 @@ def add_unmerged(x: Tensor, update: Tensor, plan: MergePlan) -> Tensor:
     if kernels_for(plan, update):
         return unmerge_residual(update, torch.zeros_like(update), x, plan)
     if plan.strips is not None and len(x) == len(plan.dest_slots):
-        M, back = plan.strips
-        return torch.baddbmm(_rows(x, back), back, _rows(update, M)).view(x.shape)
+        _, back = plan.strips
+        return torch.baddbmm(_rows(x, back), back, _rows(update, back)).view(x.shape)
     return plan.windows.add(x, plan.unmerge_weights @ plan.budget.unpack(update))
 
 
 def _rows(x: Tensor, matrices: Tensor) -> Tensor:
-    """Return (B, R * n, C) as (B * R, n, C) for matrices of (B * R, n, ...): a view if images are contiguous."""
-    return x.reshape(*matrices.shape[:2], x.shape[-1])
+    """Return (B, R * n, C) as (B * R, n, C) for B * R matrices: a view if images are contiguous."""
+    return x.reshape(len(matrices), -1, x.shape[-1])
 
 
 def kernels_for(plan: MergePlan, *tensors: Tensor) -> TritonKernels | None:
@@ -149,19 +137,15 @@ def kernels_for(plan: MergePlan, *tensors: Tensor) -> TritonKernels | None:
 def weigh(
     x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget, sharpness: float, dtype: torch.dtype
 ) -> MergePlan:
-    """Return the plan for given destinations (paper, equations 3 to 6).
-
-    x: (B, W, S, C) features in window layout, any float dtype; dest_slots: (B, W, K) int64. A = softmax over
-    destinations of sharpness * cos(d_j, x_i) in fp32; M = A with rows normalised to sum 1. Weights are cast to `dtype`.
-    """
-    similarity = in_parts(chosen_similarity, x, dest_slots)
+    """Return the plan for given destinations (paper, equations 3 to 6), with weights of `dtype`. x: (B, W, S, C)
+    features in window layout, any float dtype; dest_slots: (B, W, K) int64."""
+    similarity = in_parts(chosen_similarity, x, dest_slots)  # cos(d_j, x_i), (B, W, K, S) fp32
     if budget.valid is not None:
         similarity = similarity.masked_fill(~budget.valid[..., None], -torch.inf)
-    A = (sharpness * similarity).softmax(dim=2)
+    A = (sharpness * similarity).softmax(dim=2)  # over destinations
     if windows.valid is not None:
         A = A * windows.valid[:, None, :]
-    # Rows of unused slots stay zero.
-    M = A / A.sum(-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
+    M = A / A.sum(-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)  # rows of unused slots stay zero
     back = A.transpose(-1, -2).to(dtype).contiguous()
     return MergePlan(windows, budget, dest_slots, M.to(dtype), back)
 
@@ -182,12 +166,10 @@ def draw_map(plan: MergePlan) -> MergeMap:
     """Return the map of a plan's first image. Call the function at the end of a run, because it copies from device to
     host."""
     windows, frames = plan.windows, plan.windows.frames
-    count, tokens = len(windows.counts) // frames, windows.tokens // frames
-    # A token merges into the destination with the largest unmerge weight.
-    nearest = plan.unmerge_weights[0, :count].float().argmax(-1).cpu()
-    source = windows.source[:count].cpu()
-    slots = plan.dest_slots[0, :count].cpu()
-    owner = source.gather(1, slots.gather(1, nearest)).flatten()[windows.inverse[:tokens].cpu()]
+    count = len(windows.counts) // frames
+    nearest = plan.unmerge_weights[0, :count].float().argmax(-1)  # the destination with a token's largest weight
+    merged = windows.source[:count].gather(1, plan.dest_slots[0, :count].gather(1, nearest))
+    owner = merged.flatten()[windows.inverse[: windows.tokens // frames]].cpu()
     rows, columns = windows.cuts
     cuts = tuple(row for row in rows if row <= windows.height), columns
     destinations = plan.destinations[0, : plan.num_destinations // frames].cpu()

@@ -1,8 +1,7 @@
 """Features for comparing tokens: the clean picture that the previous step predicted.
 
 The paper compares the tokens themselves, which are mostly noise in the first steps. Plans from the predicted picture
-are nearly as good as plans from the final picture (docs/fidelity.md). The predicted picture is known before the model
-runs, and has 64 values per token if the latent has 16 channels.
+are nearly as good as plans from the final picture (docs/fidelity.md), and it is known before the model runs.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ _MAX_NOISE = 0.92
 
 
 def trusted_below(flow: bool) -> float:
-    """Return the sigma below which predicted pictures are better for comparing tokens than the tokens themselves. flow:
-    whether a mix of s of noise and 1 - s of picture has sigma s, as in flow models; in other models this mix has sigma
-    s / (1 - s)."""
+    """Return the sigma below which predicted pictures are better for comparing tokens than the tokens themselves. A mix
+    of s of noise and 1 - s of picture has sigma s in flow models, and s / (1 - s) in other models."""
     return _MAX_NOISE if flow else _MAX_NOISE / (1 - _MAX_NOISE)
 
 
@@ -47,8 +45,7 @@ def picture_tokens(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     """
     *frames, height, width = grid
     images = len(picture)
-    # Frames become images of the batch.
-    picture = picture.movedim(2, 1).flatten(0, 1) if frames else picture.flatten(1, -3)
+    picture = picture.movedim(2, 1).flatten(0, 1) if frames else picture.flatten(1, -3)  # frames as images of the batch
     cells = max(1, min(_CELLS, round(picture.shape[-1] / width)))
     sizes = [side * cells for side in (height, width)]
     covers = [-(-side // size) for side, size in zip(picture.shape[-2:], sizes, strict=True)]

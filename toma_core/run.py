@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .budget import allocate, spread
 from .cache import Cache
 from .config import Granularity, SimilarityFrom, ToMAConfig
 from .coverage import Coverage
@@ -20,7 +19,7 @@ from .merge import MergePlan, draw_map, stacked, weigh
 from .prediction import picture_tokens, similarity_features
 from .reasons import Message, Reason
 from .schedule import LASTING, Schedule, StepMode, StepPlan
-from .selection import RECENT, cosine_similarity, in_parts, select
+from .selection import RECENT, allocate, cosine_similarity, in_parts, select, spread
 from .stats import RunStats
 from .tiles import TileBatch
 from .windows import Budget, Grid, Windows, make_budget, make_windows

@@ -1,4 +1,5 @@
 """Select the destinations of each window by a greedy search for the facility-location objective (paper, section 4.1).
+Windows in which tokens vary much get more of them (`allocate`); the paper has no such adaptive budgets.
 
 f(A) = sum over tokens i of max over destinations j in A of (1 + cos(x_i, x_j)). The 1 makes every term non-negative,
 so that f is monotone and submodular with f(empty) = 0, as the (1 - 1/e) bound of greedy search needs. The 1 does not
@@ -16,24 +17,25 @@ from torch import Tensor
 from .windows import Budget, Windows
 
 # Penalty on a slot's gain for each slot before it. Two tokens that represent only each other have equal gains late in a
-# search. Without the penalty, rounding would decide between them, and rounding depends on batch, threads and kernel.
-# The penalty is far above rounding and far below true differences of gains.
+# search. Rounding, which depends on batch, threads and kernel, would decide between them. The penalty is far above
+# rounding and far below true differences of gains.
 TIE = 1e-5
 
 # Priority of the last step's destinations if cached keys, values and updates are propagated; all other tokens have
 # priority 1. Tokens thus take turns at being computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
 
-# Maximum of elements held in fp32 at a time; they take 1 GB with intermediates. The tokens of Flux at 2048 x 2048 have
-# 50 million elements, those of Wan at 720p 390 million.
+# Elements held in fp32 at a time, with intermediates 1 GB. Tokens of Flux at 2048 x 2048 have 50 million elements.
 MAX_ELEMENTS = 1 << 26
+
+_MIN_SPREAD = 1e-5  # a variance below this is only rounding, in any dtype
 
 
 def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tensor | None = None) -> Tensor:
-    """Return the slots of destinations that represent each window's tokens best, (B, W, K) int64.
+    """Return the slots of destinations that represent each window's tokens best, (B, W, K) int64. They ascend within a
+    window, so that merged tokens keep the reading order; unused slots of the budget repeat the first.
 
-    similarity: (B, W, S, S) fp32 from `cosine_similarity`. priority: (B, N) fp32, see `greedy_facility_location`. Slots
-    ascend within a window, so that merged tokens keep the reading order; unused slots of the budget repeat the first.
+    similarity: (B, W, S, S) fp32 from `cosine_similarity`. priority: (B, N) fp32, see `greedy_facility_location`.
     """
     valid = None if windows.valid is None else windows.valid.repeat(similarity.shape[0], 1)
     factors = None if priority is None else windows.split(priority[..., None]).flatten(0, 1).squeeze(2)
@@ -58,29 +60,25 @@ def greedy_facility_location(
     priority: (G, S) fp32 in (0, 1], factors of gains; if the smallest factor is p, the search reaches at least 1 - e^-p
     of the optimum. A window with fewer valid slots than `number` repeats a slot at the end. Ties go to the lowest slot,
     see `tie_step`. The host does not wait for the device.
-
-    Each round picks argmax_j of the gain sum_i relu(S_ij - m_i). m_i, the max of S_ij over picked j, says how well
-    token i is represented; it starts at -1, the smallest cosine.
     """
     slots = similarity.shape[1]
-    # Gains are never negative. Picked slots get a gain below that of any open slot, and padding slots a gain of -inf.
     slot = torch.arange(slots, dtype=similarity.dtype, device=similarity.device)
     penalty = (-tie_step(slots) * slot).expand(similarity.shape[:2])
     if valid is not None:
-        # Padding tokens add nothing to any gain.
+        # Padding tokens add nothing to any gain, and are never picked.
         similarity = similarity.masked_fill(~valid[:, :, None], -1.0)
         penalty = penalty.masked_fill(~valid, -torch.inf)
-    represented = similarity.new_full(similarity.shape[:2], -1.0)
+    # m_i, the max of S_ij over picked j, says how well token i is represented. It starts at the smallest cosine.
+    m = similarity.new_full(similarity.shape[:2], -1.0)
     order = []
     for _ in range(number):
-        gain = (similarity - represented[:, :, None]).relu_().sum(1)
+        gain = (similarity - m[:, :, None]).relu_().sum(1)  # of each j: sum_i relu(S_ij - m_i), never negative
         if priority is not None:
             gain = gain * priority
         pick = (gain + penalty).argmax(1)
         order.append(pick)
-        penalty = penalty.scatter(1, pick[:, None], -1.0)
-        picked = similarity.gather(2, pick[:, None, None].expand(-1, slots, 1)).squeeze(2)
-        represented = torch.maximum(represented, picked)
+        penalty = penalty.scatter(1, pick[:, None], -1.0)  # below any slot that is not picked
+        m = torch.maximum(m, similarity.gather(2, pick[:, None, None].expand(-1, slots, 1)).squeeze(2))
     return torch.stack(order, 1)
 
 
@@ -105,18 +103,59 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def cosine_similarity(x: Tensor) -> Tensor:
-    """Return S_ij = cos(x_i, x_j): (..., S, C) any float dtype -> (..., S, S) fp32."""
+    """Return S_ij = cos(x_i, x_j): (..., S, C) any float dtype -> (..., S, S) fp32. Cosines of tokens that hold NaN or
+    infinity are 0, because NaN gains would make the search pick a slot twice."""
     x = normalized(x)
-    return _cosines(x, x)
+    return (x @ x.mT).nan_to_num_(nan=0.0)
 
 
 def chosen_similarity(x: Tensor, dest_slots: Tensor) -> Tensor:
-    """Return cosines of destinations and tokens: (..., S, C) any float dtype, (..., K) int64 -> (..., K, S) fp32."""
+    """Return cosines of destinations and tokens: (..., S, C) any float dtype, (..., K) int64 -> (..., K, S) fp32. See
+    `cosine_similarity`."""
     x = normalized(x)
-    return _cosines(x.gather(-2, dest_slots[..., None].expand(*dest_slots.shape, x.shape[-1])), x)
+    destinations = x.gather(-2, dest_slots[..., None].expand(*dest_slots.shape, x.shape[-1]))
+    return (destinations @ x.mT).nan_to_num_(nan=0.0)
 
 
-def _cosines(a: Tensor, b: Tensor) -> Tensor:
-    """Return cosines (..., A, B) fp32 of (..., A, C) and (..., B, C) from `normalized`; 0 for tokens that hold NaN or
-    infinity, as NaN gains would make the search pick a slot twice."""
-    return (a @ b.transpose(-1, -2)).nan_to_num_(nan=0.0)
+def spread(x: Tensor, windows: Windows) -> Tensor:
+    """Return the variance of token directions in each window, from 0 (all directions equal) to 1: (B, W) fp32. x: (B,
+    W, S, C) in window layout, any float dtype."""
+    if windows.valid is None:
+        return in_parts(_spread, x)
+    share = windows.valid / windows.valid.sum(1, keepdim=True)
+    return in_parts(_spread, x, share.expand(len(x), -1, -1))
+
+
+def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
+    x = normalized(x).nan_to_num_(nan=0.0)
+    mean = x.mean(-2) if share is None else (x * share[..., None]).sum(-2)
+    return 1 - mean.pow(2).sum(-1)
+
+
+def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool = False) -> Budget:
+    """Return a budget with the total of `budget` that gives windows of larger spread more destinations.
+
+    spread: (B, W), from the function `spread`. Destinations per token are proportional to its square root, which gives
+    quantisation in two dimensions the least error (Zador 1982). by_latents: whether cached tensors are propagated by
+    the latent; destinations per token are then proportional to the spread itself, because in windows of low spread the
+    latent usually explains most of the change of cached tensors. A window gets at least one destination and at most as
+    many as it has tokens. Each frame of a video keeps its number of destinations. The host does not wait for the
+    device.
+    """
+    device, frames = spread.device, windows.frames
+    images, total = len(spread), budget.total // frames
+    spread = spread.reshape(images * frames, -1)  # (B * frames, windows of a frame)
+    # K is the most destinations that one window can get, because every other window keeps at least one.
+    K = min(windows.slots, total - spread.shape[1] + 1)
+    rank = torch.arange(K, device=device)
+    sizes = windows.valid.sum(1) if windows.valid is not None else torch.full_like(windows.source[:, 0], windows.slots)
+    sizes = sizes[: spread.shape[1]]
+    density = spread.clamp_min(_MIN_SPREAD)
+    due = (density if by_latents else density.sqrt()) * sizes
+    claims = due[..., None] / (rank + 0.5)
+    claims = claims.masked_fill(rank >= sizes[:, None], -1.0).masked_fill(rank == 0, torch.inf)
+    # Give out destinations one at a time, each to the largest claim. The sort is stable, so that every device prefers
+    # the first of equal claims.
+    chosen = claims.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, :total]
+    taken = torch.zeros(claims.shape, dtype=torch.bool, device=device).flatten(1).scatter_(1, chosen, True)
+    return Budget.of(budget.counts, taken.view(images, -1, K).sum(-1, keepdim=True), rank)

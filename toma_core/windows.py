@@ -1,8 +1,7 @@
 """Cut token grids into windows and give each window its number of destinations.
 
 Each window lies within one frame, and all frames have the same number of destinations, because models modulate and
-position tokens by frame. `Windows` and `Budget` depend on the grid and the settings only; index tensors are made once a
-run.
+position tokens by frame.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +18,27 @@ from torch import Tensor
 Grid = tuple[int, ...]  # (rows, columns), or (frames, rows, columns) of a video
 
 
+_Self = TypeVar("_Self", bound="WithTensors")
+
+
 @dataclass(frozen=True, eq=False)
-class Windows:
+class WithTensors:
+    """A dataclass with tensors as fields."""
+
+    def changed(self: _Self, tensor: Callable[[str, Tensor], Tensor]) -> _Self:
+        """Return the object with its tensors replaced, each by the result of `tensor(name, value)`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors: dict[str, Any] = {name: tensor(name, t) for name, t in values.items() if isinstance(t, Tensor)}
+        return replace(self, **tensors)
+
+    def to(self: _Self, device: torch.device) -> _Self:
+        """Return the object with its tensors on `device`. The host does not wait for the copies."""
+        paged = device.type != "cuda" or not torch.cuda.is_available()
+        return self.changed(lambda _, t: t.to(device) if paged else t.pin_memory().to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Windows(WithTensors):
     """A partition of the N = frames * height * width tokens (row-major) into W windows of at most S tokens."""
 
     height: int
@@ -30,16 +48,16 @@ class Windows:
     valid: Tensor | None  # (W, S) bool, False in padding slots; None without padding
     inverse: Tensor  # (N,) int64, each token's slot in the flattened (W * S)
     contiguous: bool  # the tokens of each window lie side by side in memory, one window after the other
-    # Rows and columns at which windows begin, and the end of the last; rows are counted on from frame to frame.
-    cuts: tuple[tuple[int, ...], tuple[int, ...]]
+    cuts: tuple[tuple[int, ...], tuple[int, ...]]  # rows and columns at which windows begin and end, over all frames
     frames: int = 1
 
     @functools.cached_property
     def tiles(self) -> tuple[int, int, int, int] | None:
-        """(rows of windows, rows per window, windows per row, columns per window); None unless all windows have the
-        same size."""
-        (rows, high), (columns, wide) = map(_parts, self.cuts)
-        return (rows, high, columns, wide) if high and wide else None
+        """(rows of windows, rows per window, windows per row, columns per window); None if windows differ in size."""
+        highs, wides = ([end - start for start, end in itertools.pairwise(cuts)] for cuts in self.cuts)
+        if len(set(highs)) > 1 or len(set(wides)) > 1:
+            return None
+        return len(highs), highs[0], len(wides), wides[0]
 
     @property
     def tokens(self) -> int:
@@ -55,8 +73,8 @@ class Windows:
 
     def split(self, x: Tensor) -> Tensor:
         """Split (B, N, C) into (B, W, S, C): a view if the windows are contiguous."""
-        shape = (x.shape[0], *self.source.shape, x.shape[2])
-        return x.reshape(shape) if self.contiguous else x.index_select(1, self.source.flatten()).view(shape)
+        slots = x if self.contiguous else x.index_select(1, self.source.flatten())
+        return slots.unflatten(1, self.source.shape)
 
     def join(self, x: Tensor) -> Tensor:
         """Join (B, W, S, C) to (B, N, C), the inverse of `split`; padding slots are dropped."""
@@ -64,21 +82,15 @@ class Windows:
         return x if self.contiguous else x.index_select(1, self.inverse)
 
     def add(self, x: Tensor, update: Tensor) -> Tensor:
-        """Return x + join(update), (B, N, C), in one pass if windows have one size. x: (B, N, C); update: (B, W, S,
-        C)."""
+        """Return x + join(update), (B, N, C), in one pass if windows have one size. update: (B, W, S, C)."""
         if self.contiguous or self.tiles is None:
             return x + self.join(update)
         tiled = x.unflatten(1, self.tiles).transpose(2, 3)
         return (tiled + update.view(tiled.shape)).transpose(2, 3).flatten(1, 4)
 
-    def to(self, device: torch.device) -> Windows:
-        """Return the windows with their index tensors on `device`."""
-        valid = None if self.valid is None else upload(self.valid, device)
-        return replace(self, source=upload(self.source, device), valid=valid, inverse=upload(self.inverse, device))
-
 
 @dataclass(frozen=True, eq=False)
-class Budget:
+class Budget(WithTensors):
     """The number of destinations in each window: at most K = `slots` per window, D = `total` altogether. A budget is
     the same for all images, or adaptive, with counts for each image. Tensors are None if every slot is in use."""
 
@@ -107,28 +119,24 @@ class Budget:
         """Return (B, D, ...) as (B, W, K, ...), the inverse of `pack`."""
         return _gathered(x, self.expand).view(x.shape[0], len(self.counts), self.slots, *x.shape[2:])
 
-    def to(self, device: torch.device) -> Budget:
-        """Return the budget with its index tensors on `device`."""
-        return self if self.valid is None else self.changed(lambda _, index: upload(index, device))
-
-    def changed(self, tensor: Callable[[str, Tensor], Tensor]) -> Budget:
-        """Return the budget with its index tensors replaced, each by the result of `tensor(name, value)`."""
-        tensors: dict[str, Any] = {name: tensor(name, getattr(self, name)) for name in ("compact", "expand", "valid")}
-        return replace(self, **tensors)
+    @staticmethod
+    def of(counts: tuple[int, ...], used: Tensor, rank: Tensor) -> Budget:
+        """Return the budget in which each window uses its first slots. used: their number, (W, 1) or, adaptive, (B, W,
+        1). rank: arange(K)."""
+        valid, first = rank < used, used.cumsum(-2) - used
+        expand = torch.where(valid, first + rank, first).flatten(-2)
+        compact = (~valid).flatten(-2).to(torch.uint8).argsort(dim=-1, stable=True)[..., : sum(counts)]
+        return Budget(counts, compact, expand, valid)
 
 
 def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
     """Return x, (B, N, ...), at (n,) or (B, n) indices; x itself without an index."""
-    if index is None or index.ndim == 1:
-        return x if index is None else x.index_select(1, index)
+    if index is None:
+        return x
+    if index.ndim == 1:
+        return x.index_select(1, index)
     index = index.view(*index.shape, *[1] * (x.ndim - 2))
     return x.gather(1, index.expand(len(x), -1, *x.shape[2:]))
-
-
-def upload(t: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device without waiting: the copy is pinned, and a GPU reads it later."""
-    paged = device.type != "cuda" or not torch.cuda.is_available()
-    return t.to(device) if paged else t.pin_memory().to(device, non_blocking=True)
 
 
 # Make layouts outside of inference mode, because they outlive a run and may be used for training.
@@ -137,8 +145,8 @@ def upload(t: Tensor, device: torch.device) -> Tensor:
 def make_windows(height: int, width: int, size: int, shifted: bool = False, frames: int = 1) -> Windows:
     """Return windows over `frames` grids of `height` x `width` tokens, on the CPU. Raises ValueError.
 
-    Windows are `size` x `size`, or smaller where a side of the grid is not a multiple of `size`: cuts are spread
-    evenly, so 52 rows at size 8 become seven windows of 7 or 8 rows. shifted: cuts are offset by half a window.
+    Windows are at most `size` x `size`, with cuts spread evenly: 52 rows at size 8 become seven windows of 7 or 8 rows.
+    shifted: cuts are offset by half a window.
     """
     if height < 1 or width < 1 or frames < 1:
         raise ValueError(f"a token grid needs at least one row and one column, got {frames} x {height} x {width}")
@@ -156,9 +164,8 @@ def make_windows(height: int, width: int, size: int, shifted: bool = False, fram
     valid = torch.arange(slots) < torch.tensor(counts)[:, None]
     inverse = torch.empty(grid.numel(), dtype=torch.int64)
     inverse[source[valid]] = valid.flatten().nonzero().squeeze(1)
-    full = bool(valid.all())
-    contiguous = full and torch.equal(inverse, torch.arange(grid.numel()))
-    padding = None if full else valid
+    padding = None if bool(valid.all()) else valid
+    contiguous = padding is None and torch.equal(inverse, torch.arange(grid.numel()))
     return Windows(height, width, counts, source, padding, inverse, contiguous, (rows, columns), frames)
 
 
@@ -169,20 +176,13 @@ def _cuts(length: int, size: int, shifted: bool) -> tuple[int, ...]:
     return tuple(round(i * length / parts) for i in range(parts + 1))
 
 
-def _parts(cuts: tuple[int, ...]) -> tuple[int, int]:
-    """Return the number of parts between cuts, and their length, 0 if they differ."""
-    lengths = {end - start for start, end in itertools.pairwise(cuts)}
-    return len(cuts) - 1, lengths.pop() if len(lengths) == 1 else 0
-
-
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def make_budget(counts: tuple[int, ...], ratio: float, frames: int = 1) -> Budget:
     """Share D = N - round(ratio * N) destinations among windows of `counts` tokens, on the CPU. Raises ValueError.
 
-    Each window gets its proportional share, rounded so that the sum is exact (largest remainder), and at least one
-    destination. Only this minimum can raise the total above D, by at most one per window. frames: number of frames,
-    which have equal windows and get equal totals.
+    Each window gets its proportional share, rounded so that the sum is exact (largest remainder), but at least one
+    destination, which can raise the total above D. frames: number of frames, which have equal windows and totals.
     """
     if not 0 <= ratio < 1:
         raise ValueError(f"ratio must be in [0, 1), got {ratio}")
@@ -196,10 +196,6 @@ def make_budget(counts: tuple[int, ...], ratio: float, frames: int = 1) -> Budge
         rounded[w] += 1
     rounded *= frames
 
-    slots = max(rounded)
-    valid = torch.arange(slots) < torch.tensor(rounded)[:, None]
-    if bool(valid.all()):
+    if len(set(rounded)) == 1:
         return Budget(tuple(rounded), None, None, None)
-    first = torch.tensor([0, *rounded[:-1]]).cumsum(0)
-    expand = torch.where(valid, first[:, None] + torch.arange(slots), first[:, None])
-    return Budget(tuple(rounded), valid.flatten().nonzero().squeeze(1), expand.flatten(), valid)
+    return Budget.of(tuple(rounded), torch.tensor(rounded)[:, None], torch.arange(max(rounded)))

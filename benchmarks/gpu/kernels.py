@@ -157,7 +157,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
     x, eps = case.tokens(device), _EPS[case.dtype]
     windows, budget = case.layout(device)
     if case.adaptive:
-        adaptive = pack_module("toma_core.budget")
+        adaptive = pack_module("toma_core.selection")
         budget = adaptive.allocate(budget, adaptive.spread(windows.split(x), windows), windows)
 
     with mock.patch.object(torch, "empty", _poisoned):

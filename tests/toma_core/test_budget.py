@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 
 from tests.loop import loop
-from toma_core.budget import allocate, spread
 from toma_core.config import ToMAConfig
 from toma_core.run import RunState
 from toma_core.schedule import LASTING, Schedule, StepMode, StepPlan
+from toma_core.selection import allocate, spread
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 GRIDS = [(16, 16), (13, 19), (8, 40), (5, 7)]

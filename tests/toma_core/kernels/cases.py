@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toma_core.budget import allocate, spread
+from toma_core.selection import allocate, spread
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
