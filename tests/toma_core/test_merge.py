@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from tests.loop import loop
 from tests.toma_core.plans import image_of, randn, run_of, step_of
-from toma_core.budget import allocate, spread
 from toma_core.merge import MergePlan, draw_map, merge, stacked, unmerge, unmerge_residual, weigh
-from toma_core.selection import cosine_similarity, select
+from toma_core.selection import allocate, cosine_similarity, select, spread
 from toma_core.windows import make_budget, make_windows
 
 grids = loop(("height", "width"), [(8, 8), (13, 9), (1, 11), (11, 1), (3, 2)])
