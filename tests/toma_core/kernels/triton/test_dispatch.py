@@ -15,18 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import toma_core.kernels.dispatch
 from tests.toma_core.kernels.cases import DEVICE, Case
 from tests.toma_core.plans import plan_for
-from toma_core import (
-    Evaluation,
-    Facts,
-    RunState,
-    Schedule,
-    StepMode,
-    StepPlan,
-    ToMAConfig,
-    decide,
-    reduce,
-    restore,
-)
+from toma_core import Evaluation, Facts, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide, reduce, restore
 from toma_core.kernels.dispatch import Choice, Dispatch, KernelName, NoTriton
 from toma_core.merge import MergePlan, unmerge
 
@@ -57,13 +46,6 @@ def test_unasked(kernels: Any) -> None:
     plan = plan_of(CASE.tokens(), where)
     assert (plan.kernels is None) == (DEVICE == "cpu")
     assert set(map(str, where.run.stats.kernels)) == {HERE}
-
-
-def test_a_given_choice_is_taken(kernels: Any) -> None:
-    assert plan_of(CASE.tokens(), on(kernels)).kernels is kernels
-    where = on(None)
-    assert plan_of(CASE.tokens(), where).kernels is None
-    assert where.run.stats.kernels == {Choice(None, NoTriton.NO_CUDA()).message}
 
 
 def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:

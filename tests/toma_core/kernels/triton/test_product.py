@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.toma_core.kernels.cases import DEVICE, Case, each
+from tests.toma_core.kernels.cases import DEVICE, Case, each, views
 from toma_core.merge import MergePlan, merge, stacked, unmerge, unmerge_residual
 from toma_core.pipeline import unmerge_residual_cached
 from toma_core.windows import Budget
@@ -33,6 +33,16 @@ CASES = (
 )
 
 
+FULL_SIZE = (
+    Case(64, 64, 8, 0.5, 640, HALF, batch=2),
+    Case(104, 152, 8, 0.25, 640, BRAIN, batch=4),
+    Case(64, 64, 16, 0.5, 3072, BRAIN),
+    Case(52, 76, 16, 0.75, 1280, FULL, batch=3),
+    Case(256, 256, 4, 0.5, 640, HALF, batch=4),
+    Case(64, 64, 8, 0.5, 3072, BRAIN, batch=2, adaptive=True),
+)
+
+
 def random_plan(case: Case) -> MergePlan:
     """Return a plan with random weights; those of padding and of unused slots are zero."""
     windows, budget = case.layout()
@@ -49,14 +59,10 @@ def random_plan(case: Case) -> MergePlan:
     return MergePlan(windows, budget, dest_slots, M.to(case.dtype), back.to(case.dtype))
 
 
-def in_fp32(plan: MergePlan) -> MergePlan:
-    return MergePlan(
-        plan.windows, plan.budget, plan.dest_slots, plan.merge_weights.float(), plan.unmerge_weights.float()
+def in_dtype(plan: MergePlan, dtype: torch.dtype) -> MergePlan:
+    return replace(
+        plan, merge_weights=plan.merge_weights.to(dtype), unmerge_weights=plan.unmerge_weights.to(dtype), kernels=None
     )
-
-
-def in_double(plan: MergePlan) -> MergePlan:
-    return replace(plan, merge_weights=plan.merge_weights.double(), unmerge_weights=plan.unmerge_weights.double())
 
 
 def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
@@ -72,11 +78,11 @@ def normal(case: Case, tokens: int, seed: int) -> Tensor:
     return torch.randn(case.batch, tokens, case.channels, generator=generator).to(DEVICE, case.dtype)
 
 
-@each(*CASES)
+@each(*CASES, full_size=FULL_SIZE)
 def test_merge(case: Case, kernels: Any) -> None:
     plan, x = random_plan(case), case.tokens()
     actual = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
-    check(actual, merge(x.float(), in_fp32(plan)), case.dtype)
+    check(actual, merge(x.float(), in_dtype(plan, FULL)), case.dtype)
 
 
 @each(*CASES)
@@ -84,16 +90,16 @@ def test_unmerge(case: Case, kernels: Any) -> None:
     plan = random_plan(case)
     y = normal(case, plan.num_destinations, 1)
     actual = kernels.unmerge(y, plan.unmerge_weights, plan.windows, plan.budget)
-    check(actual, unmerge(y.float(), in_fp32(plan)), case.dtype, 2)
+    check(actual, unmerge(y.float(), in_dtype(plan, FULL)), case.dtype, 2)
 
 
-@each(*CASES)
+@each(*CASES, full_size=FULL_SIZE)
 def test_restore(case: Case, kernels: Any) -> None:
     plan, x = random_plan(case), case.tokens()
     out, reduced = normal(case, plan.num_destinations, 1), normal(case, plan.num_destinations, 2)
     copies = [t.clone() for t in (out, reduced, x)]
     actual = kernels.unmerge_residual(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
-    check(actual, x.float() + unmerge(out.float() - reduced.float(), in_fp32(plan)), case.dtype, 4)
+    check(actual, x.float() + unmerge(out.float() - reduced.float(), in_dtype(plan, FULL)), case.dtype, 4)
     assert all(torch.equal(a, b) for a, b in zip((out, reduced, x), copies, strict=True)), "inputs are left alone"
 
 
@@ -113,39 +119,21 @@ def test_any_strides(case: Case, kernels: Any) -> None:
     out, reduced = normal(case, plan.num_destinations, 1), normal(case, plan.num_destinations, 2)
     merged = kernels.merge(x, plan.merge_weights, *layout)
     restored = kernels.unmerge_residual(out, reduced, x, plan.unmerge_weights, *layout)
-
-    def between(t: Tensor) -> Tensor:
-        noise = torch.full((t.shape[0], 7, t.shape[2]), float("nan"), dtype=t.dtype, device=DEVICE)
-        return torch.cat([noise, t, noise], 1)[:, 7:-7]
-
-    def apart(t: Tensor) -> Tensor:
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-
-    for view in (between, apart):
-        assert not view(x).is_contiguous()
-        assert torch.equal(kernels.merge(view(x), plan.merge_weights, *layout), merged)
-        parts = view(out), view(reduced), view(x)
+    for view in views(x):
+        assert torch.equal(kernels.merge(view, plan.merge_weights, *layout), merged)
+    for parts in zip(*map(views, (out, reduced, x)), strict=True):
         assert torch.equal(kernels.unmerge_residual(*parts, plan.unmerge_weights, *layout), restored)
 
 
-@each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
+@each(Case(5, 7, 4, 0.5, 40, FULL), Case(13, 19, 8, 0.5, 40, FULL, adaptive=True))
 def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
-    plan, x = random_plan(case), case.tokens()
-    M, back = plan.merge_weights[:1], plan.unmerge_weights[:1]
-    merged = kernels.merge(x, M, plan.windows, plan.budget)
-    assert torch.equal(merged, kernels.merge(x, M.repeat(3, 1, 1, 1), plan.windows, plan.budget))
-    spread = kernels.unmerge(merged, back, plan.windows, plan.budget)
-    assert torch.equal(spread, kernels.unmerge(merged, back.repeat(3, 1, 1, 1), plan.windows, plan.budget))
-
-
-@each(Case(13, 19, 8, 0.5, 40, FULL, adaptive=True))
-def test_one_adaptive_plan_for_a_batch(case: Case, kernels: Any) -> None:
-    """The budget is that of one image, the batch has three. No kernel may read past the end of the budget."""
-    plan, x = random_plan(case), case.tokens().expand(3, -1, -1)
-    merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
-    assert torch.equal(merged, merged[:1].expand(3, -1, -1))
-    restored = kernels.unmerge(merged, plan.unmerge_weights, plan.windows, plan.budget)
-    assert torch.equal(restored, restored[:1].expand(3, -1, -1))
+    """The plan is that of one image, the batch has three. No kernel may read past the end of an adaptive budget."""
+    plan, x = random_plan(case), replace(case, batch=3).tokens()
+    copied = stacked([plan] * 3)
+    merged, theirs = (kernels.merge(x, each.merge_weights, each.windows, each.budget) for each in (plan, copied))
+    assert torch.equal(merged, theirs)
+    back, theirs = (kernels.unmerge(merged, each.unmerge_weights, each.windows, each.budget) for each in (plan, copied))
+    assert torch.equal(back, theirs)
 
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
@@ -157,32 +145,15 @@ def test_refused(case: Case, kernels: Any) -> None:
         kernels.merge(x, plan.merge_weights[:2], plan.windows, plan.budget)
     with pytest.raises(ValueError, match="rows are not contiguous"):
         kernels.merge(x, plan.unmerge_weights.transpose(2, 3), plan.windows, plan.budget)
-    with pytest.raises(ValueError, match="expected tokens"):
-        kernels.unmerge_residual(out, out[:, 1:], x, plan.unmerge_weights, plan.windows, plan.budget)
-    with pytest.raises(ValueError, match="expected tokens"):
-        kernels.unmerge_residual(out, out, x[:, 1:], plan.unmerge_weights, plan.windows, plan.budget)
-    with pytest.raises(ValueError, match="expected tokens"):
-        kernels.merge(x[:, 1:], plan.merge_weights, plan.windows, plan.budget)
-    with pytest.raises(ValueError, match="expected tokens"):
-        kernels.unmerge(out[:, 1:], plan.unmerge_weights, plan.windows, plan.budget)
-
-
-@pytest.mark.gpu
-@each(
-    Case(64, 64, 8, 0.5, 640, HALF, batch=2),
-    Case(104, 152, 8, 0.25, 640, BRAIN, batch=4),
-    Case(64, 64, 16, 0.5, 3072, BRAIN),
-    Case(52, 76, 16, 0.75, 1280, FULL, batch=3),
-    Case(256, 256, 4, 0.5, 640, HALF, batch=4),
-    Case(64, 64, 8, 0.5, 3072, BRAIN, batch=2, adaptive=True),
-)
-def test_full_size(case: Case, kernels: Any) -> None:
-    plan, x = random_plan(case), case.tokens()
-    merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
-    check(merged, merge(x.float(), in_fp32(plan)), case.dtype)
-    out = normal(case, plan.num_destinations, 1)
-    restored = kernels.unmerge_residual(out, merged, x, plan.unmerge_weights, plan.windows, plan.budget)
-    check(restored, x.float() + unmerge(out.float() - merged.float(), in_fp32(plan)), case.dtype, 4)
+    M, back = (plan.merge_weights, plan.windows, plan.budget), (plan.unmerge_weights, plan.windows, plan.budget)
+    for refused in (
+        lambda: kernels.unmerge_residual(out, out[:, 1:], x, *back),
+        lambda: kernels.unmerge_residual(out, out, x[:, 1:], *back),
+        lambda: kernels.merge(x[:, 1:], *M),
+        lambda: kernels.unmerge(out[:, 1:], *back),
+    ):
+        with pytest.raises(ValueError, match="expected tokens"):
+            refused()
 
 
 @each(Case(13, 19, 8, 0.5, 24, HALF), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True), Case(16, 16, 8, 0.5, 40, FULL))
@@ -204,7 +175,7 @@ def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
         assert torch.equal(ours, theirs)
         assert ours.data_ptr() == getattr(plan, name).data_ptr()
     x = x.double().requires_grad_()
-    torch.testing.assert_close(merge(x, in_double(many)), merge(x, in_double(copied)))
+    torch.testing.assert_close(merge(x, in_dtype(many, torch.float64)), merge(x, in_dtype(copied, torch.float64)))
 
 
 @each(Case(13, 19, 8, 0.5, 8, FULL, batch=2, adaptive=True))

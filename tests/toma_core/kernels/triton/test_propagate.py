@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from testbed.meter import Meter
-from tests.toma_core.kernels.cases import DEVICE, Case, each
-from tests.toma_core.kernels.triton.test_product import BRAIN, FULL, HALF, in_fp32, normal, random_plan
+from tests.toma_core.kernels.cases import DEVICE, Case, between, each, views
+from tests.toma_core.kernels.triton.test_product import BRAIN, FULL, HALF, in_dtype, normal, random_plan
 from toma_core.kernels.triton.launch import Launch
 from toma_core.latent_regression import Regression, Rotation, regress
 from toma_core.merge import stacked
@@ -31,6 +31,15 @@ CASES = (
     (Case(13, 19, 8, 0.5, 40, FULL, batch=3, adaptive=True), 33, 5, 3),
     (Case(16, 30, 16, 0.75, 40, HALF, batch=2, adaptive=True), 33, 20, 1),
 )
+FULL_SIZE = [
+    pytest.param(case, 129, pairs, min(pairs, 1), marks=pytest.mark.gpu)
+    for pairs in (0, 64)
+    for case in (
+        Case(64, 64, 8, 0.5, 3072, BRAIN),
+        Case(52, 76, 8, 0.5, 3072, HALF, batch=2),
+        Case(64, 64, 8, 0.5, 1280, FULL, batch=2, adaptive=True),
+    )
+]
 TOLERANCE = {FULL: 2e-6, HALF: 2e-3, BRAIN: 1.6e-2}
 
 
@@ -63,7 +72,7 @@ def rotation_of(case: Case, regression: Regression, pairs: int, images: int) -> 
 
 def reference(regression: Regression, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> Tensor:
     """Return what plain PyTorch computes in fp32 from the same operands."""
-    exact = Regression(in_fp32(regression.plan), regression.fit.float(), regression.spread.float())
+    exact = Regression(in_dtype(regression.plan, FULL), regression.fit.float(), regression.spread.float())
     assert exact.plan.kernels is None
     return exact.propagate(cached.float(), fresh.float(), rotation and replace(rotation, dtype=torch.float32))
 
@@ -72,7 +81,7 @@ def off(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.float() - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize(("case", "features", "pairs", "images"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "features", "pairs", "images"), [*CASES, *FULL_SIZE], ids=str)
 def test_propagate(case: Case, features: int, pairs: int, images: int, kernels: Any) -> None:
     regression = regression_of(case, features, kernels)
     cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)
@@ -98,18 +107,10 @@ def test_any_strides(case: Case, pairs: int, kernels: Any) -> None:
     cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)
     rotation = rotation_of(case, regression, pairs, min(pairs, 2))
     expected = regression.propagate(cached, fresh, rotation)
-
-    def between(t: Tensor) -> Tensor:
-        noise = torch.full((t.shape[0], 7, *t.shape[2:]), float("nan"), dtype=t.dtype, device=DEVICE)
-        return torch.cat([noise, t, noise], 1)[:, 7:-7]
-
-    def apart(t: Tensor) -> Tensor:
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-
     if rotation is not None:
         rotation = replace(rotation, tokens=between(rotation.tokens), destinations=between(rotation.destinations))
-    for view in (between, apart):
-        assert torch.equal(regression.propagate(view(cached), view(fresh), rotation), expected)
+    for parts in zip(views(cached), views(fresh), strict=True):
+        assert torch.equal(regression.propagate(*parts, rotation), expected)
     if rotation is not None:
         turned = (t.mT.contiguous().mT for t in (rotation.tokens, rotation.destinations))
         found = Rotation.of(*turned, fresh)
@@ -187,18 +188,3 @@ def test_refused(case: Case, kernels: Any) -> None:
         kernels.propagate(fresh, cached, answer.mT.contiguous().mT, regression.spread, None, *rest)
     with pytest.raises(ValueError, match="does not fit a batch"):
         kernels.propagate(fresh, cached, answer, regression.spread[:2], None, *rest)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("pairs", [0, 64])
-@each(
-    Case(64, 64, 8, 0.5, 3072, BRAIN),
-    Case(52, 76, 8, 0.5, 3072, HALF, batch=2),
-    Case(64, 64, 8, 0.5, 1280, FULL, batch=2, adaptive=True),
-)
-def test_full_size(case: Case, pairs: int, kernels: Any) -> None:
-    regression = regression_of(case, 129, kernels)
-    cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)
-    rotation = rotation_of(case, regression, pairs, min(pairs, 1))
-    ours = regression.propagate(cached, fresh, rotation)
-    assert off(ours, reference(regression, cached, fresh, rotation)) < TOLERANCE[case.dtype]
