@@ -19,6 +19,7 @@ from PIL import Image
 from demo.showcase_graphs import place_dit
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
+from tests.browser.graphs import EMPTY, node
 from tests.newer import newer_pack, place_templates
 
 SCREENSHOTS = ROOT / "build" / "screenshots"
@@ -83,7 +84,7 @@ class Page:
         self.tab.goto(self.server.url)
         self.tab.wait_for_function("window.app?.graph && window.app.extensionManager?.workflow?.activeWorkflow")
         self.hear()
-        self.open({"nodes": [], "links": [], "version": 0.4}, "empty")
+        self.open(EMPTY, "empty")
 
     def hear(self) -> None:
         """Start counting prompts that have ended."""
@@ -119,10 +120,11 @@ class Page:
         return {noise for noise in self.noise if "/extensions/" in noise[1] + noise[2] or "toma" in str(noise).lower()}
 
     def set(self, node_id: int, widget: str, value: Any) -> None:
-        code = "([id, name, value]) => { const node = app.graph.getNodeById(id);"
-        code += (
-            "const widget = node.widgets.find(w => w.name === name); widget.value = value; widget.callback?.(value) }"
-        )
+        code = """([id, name, value]) => {
+            const widget = app.graph.getNodeById(id).widgets.find(w => w.name === name)
+            widget.value = value
+            widget.callback?.(value)
+        }"""
         self.evaluate(code, [node_id, widget, value])
 
     def queue(self) -> None:
@@ -144,6 +146,12 @@ class Page:
         page.start(vue=self.renderer == "vue")
         yield page
         page.tab.close()
+
+    def shown_image(self, filled: str) -> dict[str, str]:
+        """Return the picture of the only node whose output has pictures and a field `filled`."""
+        code = "name => Object.values(app.nodeOutputs).filter(o => o[name] && o.images).map(o => o.images[0])"
+        (shown,) = self.evaluate(code, filled)
+        return shown  # type: ignore[no-any-return]
 
     def picture(self, name: str, image: dict[str, str], *, document: bool = False) -> Image.Image:
         """Save and return a picture that a node shows. document: save it for the documentation."""
@@ -258,30 +266,14 @@ def narrow(page: Page) -> Iterator[Page]:
     page.tab.set_viewport_size(wide)
 
 
-def _node(node_id: int, kind: str, pos: tuple[int, int], values: list[Any], inputs: Any = (), outputs: Any = ()) -> Any:
-    return {
-        "id": node_id,
-        "type": kind,
-        "pos": list(pos),
-        "size": [320, 100],
-        "flags": {},
-        "order": 0,
-        "mode": 0,
-        "inputs": [{"name": name, "type": type_, "link": link} for name, type_, link in inputs],
-        "outputs": [{"name": name, "type": name, "links": links} for name, links in outputs],
-        "properties": {},
-        "widgets_values": values,
-    }
-
-
 # A graph of ComfyUI's own nodes that runs without a model.
 PLAIN = {
     "id": "00000000-0000-4000-8000-000000000001",
     "last_node_id": 2,
     "last_link_id": 1,
     "nodes": [
-        _node(1, "EmptyImage", (100, 100), [64, 64, 1, 0], outputs=[("IMAGE", [1])]),
-        _node(2, "PreviewImage", (500, 100), [], [("images", "IMAGE", 1)]),
+        node(1, "EmptyImage", (100, 100), [64, 64, 1, 0], outputs=[("IMAGE", [1])]),
+        node(2, "PreviewImage", (500, 100), inputs=[("images", "IMAGE", 1)]),
     ],
     "links": [[1, 1, 0, 2, 0, "IMAGE"]],
     "groups": [],

@@ -15,6 +15,7 @@ TO_DO = {
     "ToMACalibrate": "No run yet. Connect model, prompt and an empty latent, then press Run: it takes as long as 4 to "
     "6 pictures, once.",
 }
+EMPTY: dict[str, Any] = {"nodes": [], "links": [], "version": 0.4}
 STEPS = 4
 EARLIER = "{} (from an earlier run)"
 # Indices of ToMA Advanced's widgets `start_percent` and `window_size`.

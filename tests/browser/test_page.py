@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.graphs import ACTIVE, EARLIER, NEW, SEEDS, WATCH, WINDOW_SIZE, broken, line, simple, workflow
+from tests.browser.graphs import ACTIVE, EARLIER, EMPTY, NEW, SEEDS, WATCH, WINDOW_SIZE, broken, line, simple, workflow
 from tests.browser.seen import field, unfold
 
 
@@ -167,7 +167,7 @@ def test_texts_can_be_read(page: Any) -> None:
 
 
 def test_a_new_node_is_as_large_as_what_is_visible(page: Any) -> None:
-    page.open({"nodes": [], "links": [], "version": 0.4}, "new")
+    page.open(EMPTY, "new")
     heights = {}
     for kind in ("ToMA", "ToMAAdvanced"):
         page.evaluate(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from PIL import Image
-
 from tests.browser.graphs import NEW, TO_DO, WATCH, simple, workflow
 from tests.browser.seen import height
 
@@ -26,10 +24,7 @@ def test_the_report_is_shown(page: Any, baseline: Any) -> None:
     assert verdict == "On: 50 % of the tokens merged, 7 of 7 blocks, 8 of 12 steps."
     assert work == "About 27 % less work, counted."
     assert [line for line in lines if line and line[0] != " "] == ["Where", "When", "How", "Picture"]
-    (shown,) = page.evaluate(
-        "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
-    )
-    assert page.picture("report", shown, document=True).width == 816
+    assert page.picture("report", page.shown_image("text"), document=True).width == 816
     page.photograph("report-node", [7], document=True)
     assert page.noise - baseline == set()
 
@@ -50,11 +45,7 @@ def test_the_benchmark_is_shown(page: Any, baseline: Any) -> None:
     assert "\nBars: time per step" in text, "the picture has no words"
     assert "latent 64 x 64" in page.details(7)
     assert "4 of 4 steps" in page.details(7)
-    (shown,) = page.evaluate(
-        "() => Object.values(app.nodeOutputs).filter(o => o.text && o.images).map(o => o.images[0])"
-    )
-    picture = page.picture("benchmark", shown)
-    assert isinstance(picture, Image.Image)
+    page.picture("benchmark", page.shown_image("text"))
     page.photograph("benchmark-node", [7])
     assert page.text(4) == NEW, "the model's own ToMA was not run"
     page.set(7, "runs", 3)
@@ -76,7 +67,7 @@ def test_a_calibration_is_shown_and_not_made_again(page: Any, baseline: Any) -> 
     text = page.text(7)
     assert text.startswith(("Less error for the same work: ", "The preset 'balanced' is kept: "))
     assert "\nThe preset 'balanced' at ratio " in text
-    assert page.evaluate("() => Object.values(app.nodeOutputs).filter(o => o.toma && o.images).length") == 1
+    assert page.shown_image("toma")
     page.photograph("calibrate-node", [7])
     page.evaluate("() => { window.shown = [] }")
     page.queue()
