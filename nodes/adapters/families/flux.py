@@ -19,8 +19,7 @@ DOUBLE = Block(12, 75, (2, 19, 4), beside=256)
 SINGLE = Block(12, 31, (2, 20, 5), beside=256)
 FLUX2_DOUBLE = Block(13, 73, (3, 19, 4), beside=512)
 FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
-# Numbers of double and single blocks in Flux.1. The paper's released code skips five blocks of each kind; for models
-# with other numbers, the preset `paper` skips a share.
+# Numbers of double and single blocks in Flux.1, for which the paper's released code skips five blocks of each kind.
 _FLUX_1 = 19, 38
 
 
@@ -60,14 +59,13 @@ class Hooks(Transformer):
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
-        works = self.works(model)
+        double, single = self.works(model)
         return (
-            BlockGroup("double", model.double_blocks, DoubleSignature(), works[0], "input"),
-            BlockGroup("single", model.single_blocks, SingleSignature(), works[1], "output"),
+            BlockGroup("double", model.double_blocks, DoubleSignature(), double, "input"),
+            BlockGroup("single", model.single_blocks, SingleSignature(), single, "output"),
         )
 
     def works(self, model: Any) -> tuple[Block, Block]:
-        """Return the costs of double and single blocks. Flux.2 and Klein have wider MLPs, and one modulation for all
-        blocks."""
+        """Return the costs of double and single blocks. Flux.2 and Klein have wider MLPs, and share one modulation."""
         flux2 = getattr(model.params, "global_modulation", False)
         return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (DOUBLE, SINGLE)

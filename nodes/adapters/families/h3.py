@@ -24,8 +24,6 @@ NAME = "MiniMax H3"
 MODEL = MiniMaxH3Model
 # Attention is a third wider than the tokens; the cost counts this as additional weights.
 COST = Block(15, 67, (1, 20, 5))
-
-
 _SEGMENTS = "mod_segments"
 
 
@@ -47,7 +45,7 @@ class Signature(BlockSignature):
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
         rows, segments = super().rows(call_args), call_args[_SEGMENTS]
-        if _goes_by_token(segments):
+        if any(isinstance(row, Tensor) for _, _, row in segments):
             # Make one tensor for all blocks, which get the same list, so that they also share the merged rows.
             if self._row_by_token is None or self._row_by_token[0] is not segments:
                 self._row_by_token = segments, _row_by_token(segments)
@@ -69,10 +67,6 @@ class Signature(BlockSignature):
 
     def pack(self, value: Any, tensor: Tensor) -> Any:
         return tensor[0] if value.ndim == 2 else tensor
-
-
-def _goes_by_token(segments: Sequence[Any]) -> bool:
-    return any(isinstance(row, Tensor) for _, _, row in segments)
 
 
 def _row_by_token(segments: Sequence[Any]) -> Tensor:

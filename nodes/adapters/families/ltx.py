@@ -54,12 +54,10 @@ class Signature(BlockSignature):
         if self.tokens(call_args).shape[1] < image:
             return Reason.SMALLER_GUIDES()
         reason = super().obstacle(call_args, before, image, references)
-        for name in self.row_args:
-            each: Any = call_args.get(name)
-            # Modulation per frame must cover exactly the tokens of the video.
-            if not reason and _is_per_frame(each) and each.patches_per_frame * each.num_frames != image:
-                return Reason.OWN_MODULATION()
-        return reason
+        # Modulation per frame must cover exactly the tokens of the video.
+        per_frame: list[Any] = [each for each in map(call_args.get, self.row_args) if _is_per_frame(each)]
+        fits = all(each.patches_per_frame * each.num_frames == image for each in per_frame)
+        return reason or (None if fits else Reason.OWN_MODULATION())
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
         merged, ((tokens, destinations),) = super().merged_args(call_args, reduction), reduction.lengths

@@ -94,8 +94,7 @@ class Hooks(ModelHooks):
             skips = [skip_reason(config, place, len(self.stacks))] * len(stack.blocks)
             merged = merged_blocks([block.block_hook for block in stack.blocks], modules, skips, evaluation)
             for index in list(merged):
-                # If another node's patch reads the tokens of a block, merge module by module, so that the patch gets
-                # all tokens.
+                # If another node's patch reads the tokens of a block, merge by module, so that it gets all tokens.
                 replaced = list(_replaced(stack, index, options))
                 if by_module or replaced:
                     name = merged.pop(index).name
@@ -141,8 +140,7 @@ def _parts(model: UNetModel) -> Iterator[tuple[tuple[str, int], int, nn.Module]]
 
 
 def _weights(layer: nn.Module) -> int:
-    """Return how many weights of a layer are applied to each pixel outside of transformer blocks; these include the
-    projections around a stack."""
+    """Return how many weights of a layer, outside of transformer blocks, are applied to each pixel."""
     own = [m for name, m in layer.named_modules() if "transformer_blocks" not in name]
     convolutions = [m for m in own if isinstance(m, nn.Conv2d)]
     weights = sum(m.in_channels * m.out_channels * prod(m.kernel_size) // m.groups for m in convolutions)

@@ -18,13 +18,13 @@ from ..signature import Options
 
 
 class ByModule(Hook):
-    """Hook of a transformer block whose modules are merged one by one. It stores the block's transformer_options for
-    the feed-forward, which gets none."""
+    """Hook of a transformer block whose modules are merged one by one."""
 
     def __init__(self, block_hook: BlockHook) -> None:
-        """block_hook: the hook that merges the same block in one piece."""
-        self.block_hook = block_hook
-        self.options: dict[str, Any] = {}
+        self.block_hook = block_hook  # the hook that merges the same block in one piece
+        self.options: dict[
+            str, Any
+        ] = {}  # the block's transformer_options, stored for the feed-forward, which gets none
         self.attn1 = MergedAttention(self, "self-attention")
         self.attn2 = MergedAttention(self, "cross-attention")
         self.ff = MergedFeedForward(self)
@@ -39,12 +39,9 @@ class ByModule(Hook):
         self.block_hook.release()
 
     def layers(self) -> Iterator[HookPair]:
-        """Yield the modules with their hooks."""
         module: Any = self.block_hook.module
-        yield module.attn1, self.attn1
-        if module.attn2 is not None:
-            yield module.attn2, self.attn2
-        yield module.ff, self.ff
+        pairs = (module.attn1, self.attn1), (module.attn2, self.attn2), (module.ff, self.ff)
+        yield from (pair for pair in pairs if pair[0] is not None)
 
     def hooks(self, grid: Grid, evaluation: Evaluation) -> Iterator[HookPair]:
         """Yield the hooks to install for an evaluation in which the block's tokens form this grid."""
@@ -56,8 +53,7 @@ class ByModule(Hook):
 
     @eager
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
-        """Return the plan for the tokens x of a module, None if the module is not merged; the result is noted in the
-        stats."""
+        """Return the plan for the tokens x of a module, None if the module is not merged. Note the result."""
         site = self.block_hook.own_site
         reason = site.reason({"x": x, "transformer_options": self.options})
         chain = site.chain
@@ -91,12 +87,10 @@ class MergedAttention(Hook):
         merged = merge(x, plan)
         options = without_grid(transformer_options, plan.tokens, plan.num_destinations)
         if context is x and (value is None or value is x):
-            # Merge keys and values if both come from x. If a patch made other values, merge neither: their lengths must
-            # be equal.
+            # Merge keys and values if both come from x, else neither, because their lengths must be equal.
             context, value = merged, None if value is None else merged
-        return unmerge(
-            self.original(merged, context=context, value=value, transformer_options=options, **call_args), plan
-        )
+        out = self.original(merged, context=context, value=value, transformer_options=options, **call_args)
+        return unmerge(out, plan)
 
 
 class MergedFeedForward(Hook):
@@ -110,8 +104,7 @@ class MergedFeedForward(Hook):
 
 
 def without_grid(options: Options, tokens: int, destinations: int) -> Options:
-    """Return options for merged tokens: `activations_shape` (B, C, H, W) becomes (B, C, 1, D), because merged tokens do
-    not form a grid."""
+    """Return options for merged tokens, which form no grid: `activations_shape` becomes (B, C, 1, D)."""
     shape = options.get("activations_shape")
     if not shape or destinations == tokens:
         return options

@@ -90,8 +90,7 @@ class Signature(BlockSignature):
 
 
 def _grid_sizes(call_args: CallArguments) -> tuple[int, ...]:
-    """Return frames, rows and columns of the video with the frames behind it, from ComfyUI's options; empty if
-    unknown."""
+    """Return frames, rows and columns of the video with the frames behind it; empty if ComfyUI gives none."""
     return tuple((call_args.get("transformer_options") or {}).get("grid_sizes") or ())
 
 
