@@ -44,7 +44,6 @@ class ActiveChain:
 
     @property
     def tokens(self) -> list[int]:
-        """The token counts N, one per grid."""
         return list(map(prod, self.grids))
 
     @property
@@ -53,44 +52,34 @@ class ActiveChain:
         return "-".join(dict.fromkeys((self.names[0], self.names[-1])))
 
     def prepare(self, like: Tensor, width: int) -> tuple[tuple[int, int], ...]:
-        """Return (N, D) of each grid: the counts of tokens before and after merging, known before the tokens exist.
-
-        If the chain is not merged, return an empty tuple and note the reason in the run's stats. like: a tensor with
-        the tokens' batch, dtype and device. width: the tokens' C.
-        """
-        evaluation, tokens = self.evaluation, self.tokens
-        if not self.merges(like.new_empty(()).expand(len(like), tokens[0], width)):
+        """Return (N, D) of each grid, the counts of tokens before and after merging, before the tokens exist; empty if
+        the chain is not merged. like: a tensor with the tokens' batch, dtype and device. width: the tokens' C."""
+        evaluation, counts = self.evaluation, self.tokens
+        if not self.merges(like.new_empty(()).expand(len(like), counts[0], width)):
             return ()
-        if evaluation.refreshes:
-            return tuple(zip(tokens, tokens, strict=True))
-        counts = list(tokens)
         for n, grid in enumerate(self.grids):
-            if is_merged(grid):
+            if is_merged(grid) and not evaluation.refreshes:
                 plan = evaluation.lasting if n else evaluation.step_plan
                 counts[n] = evaluation.run.num_destinations(grid, plan, like.device)
-        return tuple(zip(tokens, counts, strict=True))
+        return tuple(zip(self.tokens, counts, strict=True))
 
     def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
-        """Whether (B, N, C) tokens of the image are merged. If not, note the reason in the run's stats.
-
-        reason: why the caller does not want to merge, None if it does. part: name of the part of the blocks that gets
-        these tokens, for the report.
-        """
-        if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(self.evaluation.plan_keys)):
+        """Whether (B, N, C) tokens of the image are merged; if not, note why. reason: why the caller does not want to
+        merge. part: name of the part of the blocks that gets these tokens, for the report."""
+        evaluation = self.evaluation
+        if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(evaluation.plan_keys)):
             reason = Reason.TOKENS_CHANGED()
         elif not reason:
-            reason, part = self.evaluation.obstacle(image, *self.work), ""
-        evaluation = self.evaluation
+            reason, part = evaluation.obstacle(image, *self.work), ""
         if reason is None and not chain_merges(evaluation.run, evaluation.step_plan, evaluation.keys(self.name)):
             reason = Reason.NOT_CACHED()
         if reason is not None:
             for name in self.names:
-                self.evaluation.run.stats.not_merged(name, reason, part)
+                evaluation.run.stats.not_merged(name, reason, part)
         return reason is None
 
     def reduce(self, x: Tensor) -> tuple[Reduction, Tensor]:
-        """Merge the (B, N, C) tokens of all grids. If the evaluation only refreshes the caches, return the tokens
-        unchanged."""
+        """Merge the (B, N, C) tokens of all grids. A refresh returns the tokens unchanged."""
         evaluation, name, parts = self.evaluation, self.name, split(x, self.tokens)
         plans = [evaluation.plan(parts[0], self.grids[0], self.scope)]
         cached = list[Refresh | Cached | None]()
@@ -117,17 +106,13 @@ class Reduction:
     cached: tuple[Refresh | Cached | None, ...]  # the chain's cache entry for each grid; None where nothing is cached
     lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid: counts of tokens before and after merging
     attended: set[str] = field(default_factory=set)  # blocks whose attention has read or stored keys and values
-    # Rotary positions of the image's N tokens and of its D destinations, (B or 1, N or D, ..., P, 2, 2) for P pairs of
-    # channels.
+    # Rotary positions of the image's N tokens, then of its D destinations: (B or 1, N or D, ..., channel pairs, 2, 2).
     positions: tuple[Tensor, Tensor] | None = None
     _rotations: dict[tuple[int, torch.dtype], Rotation | None] = field(default_factory=dict)  # by the keys' C and dtype
 
     def restore(self, out: Tensor, reduced: Tensor, x: Tensor, attends: bool) -> Tensor:
-        """Unmerge out, the (B, D, C) output of the last block, to (B, N, C).
-
-        reduced, x: input of the first block, (B, D, C), and the tokens before merging, (B, N, C). attends: whether the
-        blocks attend to all tokens.
-        """
+        """Unmerge out, the (B, D, C) output of the last block, to (B, N, C). reduced: input of the first block, (B, D,
+        C). x: the tokens before merging, (B, N, C). attends: whether the blocks attend to all tokens."""
         counts, exact = [count for _, count in self.lengths], attends and self.attended.issuperset(self.chain.names)
         if attends:
             run = self.chain.evaluation.run
@@ -137,15 +122,12 @@ class Reduction:
         return self.chain.signature.clamp_fp16(joined(restored))
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
-        """Return the keys or values of all tokens, from t, which has those of the destinations.
-
-        (B, before + D + rest, C) -> (B, before + N + rest, C); with axis 2, (B, heads, T, C). A refresh caches t and
-        returns it. A merged step propagates the change at its destinations to the cached tensor. If nothing is cached,
-        t is returned unchanged or, with `always`, unmerged.
-        """
+        """Return the keys or values of all tokens, (B, before + N + rest, C), from t, (B, before + D + rest, C); with
+        axis 2, (B, heads, T, C). A refresh caches t and returns it. A merged step propagates the change at its
+        destinations to the cached tensor. If nothing is cached, t is returned or, with `always`, unmerged."""
         evaluation, lengths = self.chain.evaluation, [count for _, count in self.lengths]
-        quantized = evaluation.run.cache.quantized
-        tokens_btc = to_btc(t.narrow(axis, before, sum(lengths)), axis)
+        quantized, total = evaluation.run.cache.quantized, sum(lengths)
+        tokens_btc = to_btc(t.narrow(axis, before, total), axis)
         own = quantized or (tokens_btc.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
         parts, seen = split(tokens_btc, lengths), []
         for n, (part, (tokens, _), plan) in enumerate(zip(parts, self.lengths, self.plans, strict=True)):
@@ -166,20 +148,17 @@ class Reduction:
                 self.attended.add(block)
         if len(seen) < len(parts):
             return t
-        images = from_btc(joined(seen), t, axis)
-        after = before + sum(lengths)
-        if t.shape[axis] == sum(lengths):
+        images, after = from_btc(joined(seen), t, axis), before + total
+        if t.shape[axis] == total:
             return images if quantized else images.clone()  # blocks may write into the clone, but not into the cache
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
-        """Note the image's rows of two tables of rotary positions: rope is that of [before | N | rest], merged is that
-        of [before | D | rest]. If rotation pairs channels that are not neighbours, nothing is noted, and keys are
-        propagated without undoing their rotation."""
+        """Note the image's rows of rotary positions: of rope, [before | N | rest], and of merged, [before | D | rest].
+        If rotation pairs distant channels, nothing is noted, and keys are propagated without undoing it."""
         axis, (tokens, destinations) = self.chain.signature.rope_token_dim, self.lengths[0]
-        if self.chain.signature.rope_split_half:
-            return
-        if rope.ndim >= 5 and rope.shape[-2:] == (2, 2) and axis < rope.ndim - 3:
+        pairs = rope.ndim >= 5 and rope.shape[-2:] == (2, 2) and axis < rope.ndim - 3
+        if pairs and not self.chain.signature.rope_split_half:
             mine = merged.narrow(axis, before, destinations).movedim(axis, 1)
             self.positions, self._rotations = (rope.narrow(axis, before, tokens).movedim(axis, 1), mine), {}
 
@@ -192,16 +171,22 @@ class Reduction:
         return self._rotations.get(kind)
 
     def rope(self, rope: Tensor, before: int) -> Tensor:
-        """Return the rotary positions of [before | D | rest] from those of [before | N | rest]."""
-        destinations, start = list[Tensor](), 0
-        for plan, (tokens, _) in zip(self.plans, self.lengths, strict=True):
+        """Return the positions of [before | D | rest] from those of [before | N | rest], (B or 1, ..., T, ..., 2, 2): T
+        is the second or third axis, and axes of heads have length 1."""
+        parts, tokens = list[Tensor](), 0
+        for plan, (count, _) in zip(self.plans, self.lengths, strict=True):
             if plan is None:
-                each = torch.arange(tokens, device=rope.device)[None].expand(len(destinations[0]), -1)
+                each = torch.arange(count, device=rope.device)[None].expand(len(parts[0]), -1)
             else:
                 each = plan.destinations
-            destinations.append(each + start if start else each)
-            start += tokens
-        return merged_rope(rope, joined(destinations), before, start, self.chain.signature.rope_token_dim)
+            parts.append(each + tokens if tokens else each)
+            tokens += count
+        destinations, axis = joined(parts), self.chain.signature.rope_token_dim
+        rope = rope.expand(len(destinations), *rope.shape[1:])
+        first, image, last = rope.split([before, tokens, rope.shape[axis] - before - tokens], axis)
+        index = destinations.view(-1, *[1] * (axis - 1), destinations.shape[1], *[1] * (rope.ndim - axis - 1))
+        wanted = *rope.shape[:axis], destinations.shape[1], *rope.shape[axis + 1 :]
+        return torch.cat([first, image.gather(axis, index.expand(wanted)), last], axis)
 
 
 def is_merged(grid: Grid) -> bool:
@@ -217,20 +202,3 @@ def split(x: Tensor, lengths: list[int]) -> list[Tensor]:
 def joined(parts: list[Tensor]) -> Tensor:
     """Reverse `split`."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def merged_rope(rope: Tensor, destinations: Tensor, before: int, tokens: int, axis: int) -> Tensor:
-    """Return the positions of [before | D destinations | rest] from those of [before | N | rest] along `axis`.
-
-    Args:
-        rope: (B or 1, ..., T, ..., 2, 2), as in ComfyUI's models: T is the second or third axis, and axes of heads have
-        length 1.
-        destinations: (B, D), indices of the destinations among the N tokens.
-    """
-    after = before + tokens
-    rope = rope.expand(len(destinations), *rope.shape[1:])
-    wanted = list(rope.shape)
-    wanted[axis] = destinations.shape[1]
-    index = destinations.view(-1, *[1] * (axis - 1), wanted[axis], *[1] * (rope.ndim - axis - 1)).expand(wanted)
-    first, image, last = rope.split([before, tokens, rope.shape[axis] - after], axis)
-    return torch.cat([first, image.gather(axis, index), last], axis)

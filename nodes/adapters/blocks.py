@@ -33,8 +33,7 @@ class BlockFacts:
     width: int  # channels of a token, 0 if unknown
 
     def flops(self, ratio: float = 0.0, attends: bool = False) -> float:
-        """Return the FLOPs of the block for one image, merged by a ratio. attends: whether the merged block attends to
-        all tokens."""
+        """Return the FLOPs for one image, merged by a ratio. attends: whether the block attends to all tokens."""
         left = self.tokens - round(ratio * self.tokens)
         return self.work.flops(left, 1, self.width or 1024, self.tokens if attends else left)
 
@@ -48,8 +47,7 @@ def token_grid(latent: Tensor, patch_size: int) -> Grid:
 
 
 def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> Message | None:
-    """Return why the settings skip the block of this index among `count`, None if they do not. last: whether the model
-    ends with these blocks."""
+    """Return why the settings skip the block of this index among `count`. last: whether the model ends with these."""
     if index < resolve_count(config.skip_first_blocks, count):
         return Reason.SKIP_FIRST_BLOCKS(count=config.skip_first_blocks)
     if last and count - index <= resolve_count(config.skip_last_blocks, count):
@@ -61,11 +59,8 @@ def merged_blocks(
     hooks: Sequence[BlockHook], modules: Any, skips: Sequence[Message | None], evaluation: Evaluation
 ) -> dict[int, BlockHook]:
     """Return the hooks of the blocks that are merged, by index, and set each hook's module to the one that is in the
-    model now. Note in the stats why each of the other blocks is not merged.
-
-    modules: the model's list of blocks, which another pack may have replaced. skips: per block, why the settings skip
-    it.
-    """
+    model now. Note in the stats why each of the other blocks is not merged. modules: the model's list of blocks, which
+    another pack may have replaced. skips: per block, why the settings skip it."""
     merged = {}
     own = isinstance(modules, Sequence | nn.ModuleList) and len(modules) == len(hooks)
     for index, (hook, reason) in enumerate(zip(hooks, skips, strict=True)):
@@ -88,21 +83,17 @@ def chains_of(
     for index, hook in hooks.items():
         before = hooks.get(index - 1)
         joins = before is not None and index not in begins and evaluation.step_plan.joins(before.name, hook.name)
-        if joins and not has_forward_hooks(modules[index - 1], modules[index]):
-            chains[-1].append(hook)
-        else:
-            chains.append([hook])
+        if not joins or has_forward_hooks(modules[index - 1], modules[index]):
+            chains.append([])
+        chains[-1].append(hook)
     return chains
 
 
 def chain_hooks(
     hooks: Sequence[BlockHook], grids: tuple[Grid, ...], x: Tensor, evaluation: Evaluation, options: Options, width: int
 ) -> Iterator[HookPair]:
-    """Yield hooks that keep tokens merged from the first of consecutive blocks to the last.
-
-    grids: the image's grid, then one per reference. x: latent of (B, C, ..., H, W). width: channels of a token, 0 if
-    unknown.
-    """
+    """Yield hooks that keep tokens merged from the first of consecutive blocks to the last. grids: the image's grid,
+    then one per reference. x: latent of (B, C, ..., H, W). width: channels of a token, 0 if unknown."""
     first, config = hooks[0], evaluation.run.config
     evaluation = evaluation.of(first.name)
     # Estimate the cost of a chain of one block as for granularity `block`, which merges in the same way.

@@ -29,12 +29,7 @@ from .origin import is_original, runs_own_loop, unwrapped
 from .signature import BlockGroup, Options
 
 # Methods in which models run their blocks.
-_LOOPS = frozenset(
-    (
-        *("forward", "_forward", "forward_orig", "forward_core_with_concat", "_process_transformer_blocks"),
-        "_backbone",
-    )
-)
+_LOOPS = "forward", "_forward", "forward_orig", "forward_core_with_concat", "_process_transformer_blocks", "_backbone"
 
 
 class ModelHooks:
@@ -44,18 +39,16 @@ class ModelHooks:
     own_presets: Fields = MappingProxyType({})  # settings in which this model's presets differ from its kind's
 
     def kind(self, kv_cache: bool) -> ModelKind:
-        """Return the kind of model, by which presets choose settings. kv_cache: whether a run has a KV cache. UNets,
-        the default, never have one: their convolutions see all tokens, so the error is small without it."""
+        """Return the kind of model, by which presets choose settings. kv_cache: whether a run has a KV cache. UNets
+        need none: their convolutions see all tokens."""
         return ModelKind.UNET
 
     def select(
         self, x: Tensor, evaluation: Evaluation, options: Options, control: Any, references: Sequence[Tensor]
     ) -> Iterator[HookPair]:
         """Yield the (module, hook) pairs to install while the model is evaluated on the latent x of (B, C, ..., H, W).
-
         options: ComfyUI's `transformer_options`. control: residuals that ControlNets add. references: latents of
-        reference images.
-        """
+        reference images."""
         return iter(())
 
     def hook_pairs(self) -> Iterator[HookPair]:
@@ -75,12 +68,8 @@ class ModelHooks:
     ) -> tuple[int, int]:
         """Return how many elements per image are stored with a KV cache: residuals of chains, then keys and values of
         the blocks that these settings merge. Both numbers are 0 if the attention of blocks cannot be overridden.
-
-        Args:
-            options: ComfyUI's `transformer_options`, whose patches may end chains.
-            controlled: whether ControlNets may end chains.
-            references: latents of reference images that may be merged, too.
-        """
+        options: ComfyUI's `transformer_options`, whose patches may end chains. controlled: whether ControlNets may end
+        chains. references: latents of reference images that may be merged, too."""
         return 0, 0
 
     def model_cache_numel(self, cond: Mapping[str, Any], options: Options) -> float:
@@ -88,12 +77,9 @@ class ModelHooks:
         return 0
 
     def times_less_work(self, latent: Tensor, run: RunState) -> float | None:
-        """Return the FLOPs of the unmerged run divided by this run's, for a latent of (B, C, ..., H, W). FLOPs are
-        computed from shapes: nothing is measured in a step.
-
-        None if nothing was merged, or if the model got tiles of the latent or reference images, whose tokens are not
-        counted. Also not counted are the making of plans, and text tokens beyond a family's minimum.
-        """
+        """Return the FLOPs of the unmerged run divided by this run's, for a latent of (B, C, ..., H, W). None if
+        nothing was merged, or if the model got tiles of the latent or reference images, whose tokens are not counted.
+        Also not counted are the making of plans, and text tokens beyond a family's minimum."""
         stats, schedule = run.stats, run.schedule
         if run.tiles or run.references or not stats.merged_blocks:
             return None
@@ -101,8 +87,7 @@ class ModelHooks:
         every = (self.flops_beside_blocks(latent) + sum(fact.flops() for fact in facts)) * stats.evaluations
         saved = 0.0
         for step, ratio in stats.merged_steps.items():
-            # None if all blocks have the same ratio
-            by_block = schedule.ratios_at(0.0, step) if schedule.sigmas else None
+            by_block = schedule.ratios_at(0.0, step) if schedule.sigmas else None  # None if all have the same ratio
             for fact in facts:
                 if step in stats.merged_at.get(fact.name, ()):
                     share = ratio if by_block is None else by_block.get(fact.name, 0.0)
@@ -111,11 +96,7 @@ class ModelHooks:
 
 
 class Transformer(ModelHooks, ABC):
-    """Hooks for a model whose blocks all see the image at one resolution.
-
-    A chain ends where tokens are read between two blocks: where a ControlNet adds to the tokens, or where another node
-    replaces or patches a block.
-    """
+    """Hooks for a model of one resolution. A chain ends where ControlNets or other nodes read tokens between blocks."""
 
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")  # patches of other nodes inside a block
     between: tuple[str, ...] = ()  # patches of other nodes that read tokens between two blocks
@@ -132,14 +113,12 @@ class Transformer(ModelHooks, ABC):
         self.groups = self.block_groups(model)
         # Store the names of the lists of blocks, because another pack may replace a list.
         self.lists = [next((n for n, m in model.named_children() if m is s.blocks), "") for s in self.groups]
-        # The kind is the scope of plans, because blocks of different kinds have different tokens.
-        self.hooks = [
-            [
-                BlockHook(unwrapped(module), f"{group.kind}.{n}", group.signature, group.work, group.kind, shared)
-                for n, module in enumerate(group.blocks)
-            ]
-            for group in self.groups
-        ]
+        self.hooks = []
+        for group in self.groups:
+            # The kind is the scope of plans, because blocks of different kinds have different tokens.
+            rest = group.signature, group.work, group.kind, shared
+            modules = enumerate(map(unwrapped, group.blocks))
+            self.hooks.append([BlockHook(module, f"{group.kind}.{n}", *rest) for n, module in modules])
 
     @abstractmethod
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
@@ -149,7 +128,6 @@ class Transformer(ModelHooks, ABC):
         return ModelKind.TRANSFORMER if kv_cache and self.passes_options else ModelKind.WITHOUT_KV_CACHE
 
     def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
-        """Return why the settings skip this block of a group, None if they do not."""
         return skip_reason(config, index, len(group.blocks), last=group is self.groups[-1])
 
     def hook_pairs(self) -> Iterator[HookPair]:
@@ -188,7 +166,7 @@ class Transformer(ModelHooks, ABC):
         return stacked and not patched(options, self.between)
 
     def attentions(self, block: nn.Module) -> int:
-        """Return how many self-attentions of a block involve merged tokens."""
+        """Return how many self-attentions a block has."""
         return 1
 
     def select(
@@ -216,16 +194,16 @@ class Transformer(ModelHooks, ABC):
         grids = list[Grid]()
         for n, latent in enumerate(references, 1):
             grid, least = token_grid(latent, self.patch_size), config.min_tokens or FEWEST
-            reason = None
+            count, reason = prod(grid), None
             if latent.ndim > 4 and latent.shape[2] != 1:
                 reason = Reason.REFERENCE_FRAMES()
-            elif (count := prod(grid)) < least:
+            elif count < least:
                 reason = Reason.TOO_FEW_TOKENS(least=least)
             elif not round(evaluation.step_plan.ratio * count):
                 reason = Reason.NOTHING_TO_MERGE()
             if reason is not None:
                 stats.not_merged(None, reason, f"reference {n}")
-            grids.append(grid if reason is None else (prod(grid),))
+            grids.append(grid if reason is None else (count,))
         return grids if any(map(is_merged, grids)) else []
 
 

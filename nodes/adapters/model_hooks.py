@@ -26,13 +26,10 @@ RIDING = (ATTACHMENT, SAMPLING, GRAPHS)
 
 
 class Hook:
-    """Stands in for a module's `forward`. `original` is the `forward` that an installed hook replaces.
+    """Stands in for a module's `forward`. It holds state of a run only during one evaluation, and lives as long as its
+    model, because torch.compile guards on the identity of traced objects."""
 
-    A hook holds state of a run only during one evaluation. The hook lives as long as its model, because torch.compile
-    guards on the identity of traced objects.
-    """
-
-    original: Callable[..., Any]
+    original: Callable[..., Any]  # the `forward` that an installed hook replaces
 
     def release(self) -> None:
         """Drop the state of an evaluation. Called when the hook is removed, also after an error."""
@@ -44,17 +41,16 @@ HookPair = tuple[nn.Module, Hook]
 @contextmanager
 def installed(hooks: Iterable[HookPair]) -> Iterator[list[Hook]]:
     """Install every hook, yield the hooks, and afterwards restore each `forward` exactly."""
-    missing = object()
     replaced = []
     try:
         for module, hook in hooks:
-            replaced.append((module, hook, module.__dict__.get("forward", missing)))
+            replaced.append((module, hook, module.__dict__.get("forward")))
             hook.original = module.forward
             module.__dict__["forward"] = hook
         yield [hook for _, hook, _ in replaced]
     finally:
         for module, hook, before in reversed(replaced):
-            if before is missing:
+            if before is None:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = before

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -86,14 +87,12 @@ _NAMES = "unet flux chroma lumina omnigen krea qwen qwen21 ernie ideogram lens s
 _FAMILIES: list[Any] = [globals()[name] for name in _NAMES.split() if name in globals()]
 
 
+@dataclass
 class _Plain(ModelHooks):
-    """Hooks of a model that differs from the one that this pack knows: nothing is merged, and the report names the
-    reason."""
+    """Hooks of a model that differs from the one that this pack knows: nothing is merged."""
 
+    reason: str  # the difference, for the report
     takes_frames = True
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
 
     def select(self, x: Tensor, evaluation: Evaluation, *_: Any, **__: Any) -> Iterator[HookPair]:
         evaluation.run.stats.call_not_merged(Reason.UNKNOWN_API(name=self.reason))
@@ -119,39 +118,32 @@ _hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()
 
 
 def find(diffusion_model: nn.Module) -> ModelHooks | None:
-    """Return the hooks of a model, None if no family matches."""
+    """Return the hooks of a model, None if no family matches. A hook that cannot stand in leaves the model unmerged."""
     model = unwrapped(diffusion_model)
     if model not in _hooks:
         family = next((f for f in _FAMILIES if is_of(f, model)), None)
         if family is None:
             # The model may belong to a family that could not be imported; such a model runs unmerged.
             return _Plain(type(model).__name__) if _unavailable else None
-        _hooks[model] = _made(family, model)
+        try:
+            with require_api(type(model).__name__):
+                hooks: ModelHooks = family.Hooks(model)
+                for module, hook in hooks.hook_pairs():
+                    check(module, hook)
+        except UnsupportedApiError as error:
+            warn(error)
+            hooks = _Plain(str(error))
+        _hooks[model] = hooks
     return _hooks[model]
 
 
 def is_of(family: Any, model: nn.Module) -> bool:
-    """Whether a model is of a family. False for a class that a later ComfyUI derives from a known one, because the new
-    class may read tokens that merging removes."""
+    """Whether a model is of a family. Classes that a later ComfyUI derives may read tokens that merging removes."""
     if not isinstance(model, family.MODEL):
         return False
     kinds = kinds_of(model)
-    fits = getattr(family, "fits", None)
     known = len(kinds) == 1 or kinds[0] in getattr(family, "DERIVED", ())
-    return known and (fits is None or fits(model))
-
-
-def _made(family: Any, model: nn.Module) -> ModelHooks:
-    """Return the family's hooks for the model; `_Plain` if some hook cannot stand in for its module."""
-    try:
-        with require_api(type(model).__name__):
-            hooks: ModelHooks = family.Hooks(model)
-            for module, hook in hooks.hook_pairs():
-                check(module, hook)
-            return hooks
-    except UnsupportedApiError as error:
-        warn(error)
-        return _Plain(str(error))
+    return known and (not hasattr(family, "fits") or family.fits(model))
 
 
 def require(diffusion_model: nn.Module) -> ModelHooks:
@@ -169,8 +161,7 @@ def require(diffusion_model: nn.Module) -> ModelHooks:
 
 
 def blocks_of(model: ModelPatcher, latent: Tensor | None = None) -> list[BlockFacts]:
-    """Return the blocks of a model that may be merged, in forward order. latent: (B, C, ..., H, W), for token counts.
-    Raises `UnsupportedModelError`."""
+    """Return the mergeable blocks of a model, in forward order, see `require`. latent: for token counts."""
     hooks = require(model.get_model_object("diffusion_model"))
     return list(hooks.blocks(torch.empty(1, 1, 64, 64, device="meta") if latent is None else latent))
 

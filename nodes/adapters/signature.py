@@ -30,7 +30,6 @@ class TokenReduction:
 
     @property
     def removed(self) -> int:
-        """Number of tokens that were merged away."""
         return sum([tokens - left for tokens, left in self.lengths])
 
     def shift(self, index: int) -> int:
@@ -58,9 +57,8 @@ class BlockSignature:
     image_last = False
     image_multiple = 1  # the count of image tokens is padded to a multiple of this
     row_args: tuple[str, ...] = ()  # arguments besides `rope_arg` with a row per token, along `rope_token_dim`
-    index_args: tuple[
-        str, ...
-    ] = ()  # arguments that hold indices of tokens: one index, or a list of (start, stop, ...)
+    # Arguments that hold indices of tokens: one index, or a list of (start, stop, ...).
+    index_args: tuple[str, ...] = ()
     text_arg = ""  # the argument with text tokens that are attended to in addition to those of `tokens_arg`
     text_first = True  # whether text comes before the image in positions and in attention
     masks_text = False  # whether attention has a mask of keys that never hides the image
@@ -68,17 +66,13 @@ class BlockSignature:
     attention_arg = ""  # the argument with the function that computes attention, if blocks get one
     passthrough_args: tuple[str, ...] = ()  # known arguments that are not per token
     mutates_input = False  # whether blocks write into the tokens that they get
-    # Whether the model clamps fp16 inside its blocks, so that merging clamps too. For other models clamping would turn
-    # NaN into an image.
-    clamps_fp16 = False
+    clamps_fp16 = False  # whether blocks clamp fp16, so that merging clamps too; elsewhere it would hide NaN
 
     def call_args(self, args: tuple[Any, ...], kwargs: CallArguments) -> CallArguments:
-        """Return the arguments of a call by name, positional ones first. Positional arguments beyond
-        `positional_args` get names by which `obstacle` reports them, because they may be per token."""
-        names = self.positional_args
-        if len(args) > len(names):
-            names = (*names, *[f"argument {n + 1}" for n in range(len(names), len(args))])
-        return {**dict(zip(names, args, strict=False)), **kwargs}
+        """Return the arguments of a call by name, positional ones first. Positional arguments beyond `positional_args`
+        get names by which `obstacle` reports them, because they may be per token."""
+        more = [f"argument {n + 1}" for n in range(len(self.positional_args), len(args))]
+        return {**dict(zip((*self.positional_args, *more), args, strict=False)), **kwargs}
 
     def unpack(self, value: Any) -> Any:
         """Return the tensor in an argument or a result, (B, T, C) tokens or rows. Some models wrap such tensors."""
@@ -89,7 +83,6 @@ class BlockSignature:
         return tensor
 
     def tokens(self, call_args: CallArguments) -> Tensor:
-        """Return the (B, T, C) tokens of a call."""
         return self.unpack(call_args[self.tokens_arg])
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
@@ -103,26 +96,22 @@ class BlockSignature:
         return {**call_args, **{name: self.pack(call_args[name], tensor) for name, tensor in changed.items()}}
 
     def output(self, out: Any) -> Tensor:
-        """Return the (B, T, C) tokens of a block's result."""
         return self.unpack(out if self.output_index is None else out[self.output_index])
 
     def with_output(self, out: Any, x: Tensor) -> Any:
-        """Return a block's result with x in place of its tokens."""
         if self.output_index is None:
             return self.pack(out, x)
         return tuple([x if n == self.output_index else part for n, part in enumerate(out)])
 
     def has_image(self, call_args: CallArguments) -> bool:
-        """Whether a call has tokens of the image. A call without image tokens runs unchanged, and decides nothing for
-        other calls."""
+        """Whether a call has tokens of the image. Other calls run unchanged, and decide nothing."""
         return True
 
     def release(self) -> None:
         """Drop everything that the signature noted, at the end of the evaluation."""
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        """Return how many tokens come before the image in `tokens_arg` of a chain's first block, which gets all tokens;
-        None if unknown. image: N, its number of tokens."""
+        """Return how many tokens precede the image's `image` tokens in a chain's first block; None if unknown."""
         if not self.image_last:
             return 0
         rows: Any = self.tokens(call_args)
@@ -143,9 +132,8 @@ class BlockSignature:
         return self._text(call_args) if self.text_first else 0
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        """Return a tuple for each attention of the block to the image, in order: the number of keys before the image,
-        the number of all keys and, if the queries are not the same tokens, the number of queries. Attentions that do
-        not attend to the image are told apart by these numbers."""
+        """Return for each attention of the block to the image, in order, by which numbers it differs from others: of
+        keys before the image, of all keys and, if queries are other tokens, of queries."""
         tokens = self._text(call_args) + int(self.tokens(call_args).shape[1])
         return ((self.attention_offset(call_args) + before, tokens),)
 
@@ -170,8 +158,7 @@ class BlockSignature:
         return merged
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
-        """Return a copy of the options that describes merged tokens, because another node that computes attention may
-        index by these options."""
+        """Return the options for merged tokens, because another node's attention may index by them."""
         # `img_slice` holds the counts of text tokens and of all tokens.
         changed, image, removed = {}, options.get("img_slice"), reduction.removed
         if image and removed:
@@ -187,24 +174,16 @@ class BlockSignature:
         return pad(mask, (0, removed) if self.text_first else (removed, 0), value=mask.dtype is torch.bool)
 
     def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
-        """Return why the tokens of a chain's first block cannot be merged, None if they can.
-
-        before: how many tokens come before the image, see `image_start`. image: N. references: how many reference
-        tokens after the image are merged, too.
-        """
+        """Return why the tokens of a chain's first block cannot be merged, None if they can. before: see `image_start`.
+        image: N. references: how many reference tokens after the image are merged, too."""
         x, following = self.tokens(call_args), self.reference_tokens(call_args)
         total = before + image + following
-        # Compare for equality first, so that a graph guards on `total`: `before` may come from the options, and nodes
-        # that compile single blocks drop the guards on options.
+        # Test equality first, so that a graph guards on `total`: nodes that compile blocks drop guards on options.
         if x.ndim != 3 or (x.shape[1] != total and x.shape[1] < total) or (references and references != following):
             return Reason.TOKENS_CHANGED()
-        known = (
-            *(self.tokens_arg, self.rope_arg, self.text_arg, self.mask_arg, self.attention_arg, "transformer_options"),
-            *(*self.row_args, *self.index_args, *self.passthrough_args),
-        )
-        tied: list[Message | str] = [
-            name for name, value in call_args.items() if value is not None and name not in known
-        ]
+        known = ["transformer_options", *self.row_args, *self.index_args, *self.passthrough_args]
+        known += [self.tokens_arg, self.rope_arg, self.text_arg, self.mask_arg, self.attention_arg]
+        tied: list[Message | str] = [n for n, value in call_args.items() if value is not None and n not in known]
         least = self.attention_offset(call_args) + x.shape[1]
         for name, rows in self.rows(call_args).items():
             axes = 4 if name == self.rope_arg else 3
@@ -219,11 +198,9 @@ class BlockSignature:
         return sum(options.get("reference_image_num_tokens", ()))
 
     def clamp_fp16(self, x: Tensor) -> Tensor:
-        """Clamp fp16 values as the model does inside its blocks. The weights of a merge may sum to more than 1 by
-        rounding, so a token at the limit would become infinite."""
-        if not self.clamps_fp16 or x.dtype is not torch.float16:
-            return x
-        return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)
+        """Clamp fp16 values as the model does: rounded weights of a merge may sum to more than 1, and give infinity."""
+        clamps = self.clamps_fp16 and x.dtype is torch.float16
+        return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if clamps else x
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ def first_of_nested(x: Any) -> Any:
 
 
 def shapes_of(conds: Sequence[Any]) -> Shapes | None:
-    """Return the shapes of the streams, as the groups of conditions list them; None if they are not listed. In a
-    context window, the shapes are those of the window."""
+    """Return the shapes of the streams, or of their context windows, as the conditions list them; None if unlisted."""
     entries = (cond.get("model_conds") or {} for group in conds for cond in group or ())
     return next((each["latent_shapes"].cond for each in entries if "latent_shapes" in each), None)

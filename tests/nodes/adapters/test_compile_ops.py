@@ -64,12 +64,11 @@ def test_operators_pass_torchs_own_checks() -> None:
 
 
 def test_positions_follow_the_destinations() -> None:
-    chain = pack_module("nodes.adapters.active_chain")
     site = prepared(evaluate(), mutates_input=True, rope_arg="pe")
     x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
     site.enter(x)
     site.merge_rows({"pe": pe}, BEFORE)
-    assert torch.equal(site.rows["pe"], chain.merged_rope(pe, site.reduction.plans[0].destinations, BEFORE, TOKENS, 2))
+    assert torch.equal(site.rows["pe"], site.reduction.rope(pe, BEFORE))
     numbers = (site.number, BEFORE, TOKENS, 30, 2)
     torch.library.opcheck(graphs.operators.rope.default, (pe, site.pair[0], *numbers))
     site.leave(torch.randn(2, 30, 8))
