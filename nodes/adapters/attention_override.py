@@ -18,28 +18,32 @@ from .signature import CallArguments
 
 _OVERRIDE = "optimized_attention_override"
 
-# A function that gets a block's keys or values, their name, the number of tokens before the image, and the axis of
-# tokens. It returns the keys or values to attend to in their place: (B, T, C), (B, T, heads, C) or, with axis 2, (B,
-# heads, T, C).
-Change = Callable[[Tensor, str, int, int], Tensor]
-# A function that gets a mask of a block's keys and returns a mask of the keys that replace them, None if unknown.
-Masked = Callable[[Tensor], "Tensor | None"]
-# A function that gets two flags: whether tokens are merged, and whether another node passed the attention on to
-# ComfyUI.
-Note = Callable[[bool, bool], None]
-
 
 @dataclass(eq=False)
 class KVOverride:
     """Stands in for `optimized_attention` in one call of a block."""
 
-    change: Change  # returns the keys and values to attend to
+    # Takes a block's keys or values, their name, the number of tokens before the image, and the axis of tokens. Returns
+    # the keys or values to attend to: (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C).
+    change: Callable[[Tensor, str, int, int], Tensor]
     spans: Sequence[tuple[int, ...]]  # see `BlockSignature.attention_spans`
-    then: Callable[..., Any] | None  # the override of another node, if there is one
-    masked: Masked  # returns the mask of the new keys
-    preferred: Sequence[nn.Module] = ()  # see `preferences_of`
-    note: Note | None = None  # called for each of the block's self-attentions that `then` has computed
+    masked: Callable[[Tensor], Tensor | None]  # takes a mask of a block's keys, returns that of the changed keys
+    preferred: Sequence[Any] = ()  # see `preferences_of`
+    # Called after another node's override: whether tokens are merged, and whether it passed them on to ComfyUI.
+    note: Callable[[bool, bool], None] | None = None
+    then: Callable[..., Any] | None = None  # the override of another node, if there is one
     called: int = 0  # how many of the block's self-attentions have run
+
+    def given_to(self, call_args: CallArguments, attention_arg: str) -> CallArguments:
+        """Return the arguments of a block, changed so that its attention calls this override. They are unchanged if
+        ComfyUI passes the block neither options nor, as `attention_arg`, an attention function."""
+        if attention_arg:
+            return {**call_args, attention_arg: partial(self, call_args[attention_arg])}
+        options = call_args.get("transformer_options")
+        if options is None:
+            return call_args
+        self.then = options.get(_OVERRIDE)
+        return {**call_args, "transformer_options": {**options, _OVERRIDE: self}}
 
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1
@@ -59,7 +63,9 @@ class KVOverride:
                 else:
                     kwargs = {**kwargs, "mask": seen}
         if self.then is None:
-            return self._default(function, number)(q, k, v, *args, **kwargs)
+            # ComfyUI ignores the function that the checkpoint names as soon as there is an override, including ours.
+            named = self.preferred[0 if number == 0 else -1].function if self.preferred else None
+            return (function if named is None else named)(q, k, v, *args, **kwargs)
         if self.note is None or number is None:
             return self.then(function, q, k, v, *args, **kwargs)
         left = list[int]()
@@ -81,43 +87,11 @@ class KVOverride:
         queries = others[0] if others else tokens
         return self.called if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries else None
 
-    def _default(self, function: Callable[..., Any], number: int | None) -> Callable[..., Any]:
-        """Return the function that would compute this attention without an override: the one that the checkpoint names,
-        if any. ComfyUI ignores it as soon as there is an override, including ours."""
-        if not self.preferred:
-            return function
-        named: Any = self.preferred[0 if number == 0 else -1].function
-        return function if named is None else named  # type: ignore[no-any-return]
-
 
 def preferences_of(block: nn.Module) -> tuple[nn.Module, ...]:
-    """Return a block's `ComfyAttention` modules: first that of the self-attention, last that of the attention to text.
-    Each module's `function` is the one that the checkpoint names for this attention, or None. ComfyUI before
-    0.34 has no such modules."""
-    named = dict(block.named_modules())
-    return tuple(module for name, module in named.items() if name.rpartition(".")[2] == "comfy_attention")
-
-
-def override_attention(
-    call_args: CallArguments,
-    change: Change,
-    spans: Sequence[tuple[int, ...]],
-    masked: Masked,
-    attention_arg: str = "",
-    preferred: Sequence[nn.Module] = (),
-    note: Note | None = None,
-) -> CallArguments:
-    """Return the arguments of a block, changed so that its self-attention uses the keys and values from `change`. The
-    arguments are unchanged if ComfyUI passes the block neither options nor, as `attention_arg`, an attention
-    function."""
-    if attention_arg:
-        override = KVOverride(change, spans, None, masked)
-        return {**call_args, attention_arg: partial(override, call_args[attention_arg])}
-    options = call_args.get("transformer_options")
-    if options is None:
-        return call_args
-    override = KVOverride(change, spans, options.get(_OVERRIDE), masked, preferred, note)
-    return {**call_args, "transformer_options": {**options, _OVERRIDE: override}}
+    """Return a block's `ComfyAttention` modules (ComfyUI 0.34 or newer): first that of the self-attention, last that of
+    the attention to text. Their `function` is the one that the checkpoint names for this attention, or None."""
+    return tuple(module for name, module in block.named_modules() if name.rpartition(".")[2] == "comfy_attention")
 
 
 def to_btc(t: Tensor, axis: int) -> Tensor:

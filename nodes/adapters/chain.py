@@ -12,8 +12,8 @@ Eager mode and graphs merge in different ways, because the arguments of blocks a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,16 +24,14 @@ from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from . import compile_ops
 from .active_chain import ActiveChain, Reduction
-from .attention_override import override_attention, preferences_of
+from .attention_override import KVOverride, preferences_of
 from .model_hooks import Hook, eager, outside_graph
 from .signature import BlockSignature, CallArguments, TokenReduction
 
 
 class ChainSite:
-    """A block at which a chain may begin. A site lives as long as the model.
-
-    A graph reads plain values of the site, and torch.compile guards on these values.
-    """
+    """A block at which a chain may begin; lives as long as the model. Graphs guard on the plain values that they
+    read."""
 
     signature: BlockSignature  # how the blocks take and return tokens
     shared: RopeCache  # rotary positions, shared by all chains of the model in an evaluation
@@ -65,22 +63,17 @@ class ChainSite:
         self.shared.entry = self.shared.image_start = None
 
     def begin(self, chain: ActiveChain) -> None:
-        """Begin an evaluation with a chain."""
         self.attends = chain.evaluation.run.kv_cache and chain.evaluation.step_plan.mode.caches
         self.activate(chain)
 
     def activate(self, chain: ActiveChain) -> None:
-        """Set the chain of this evaluation."""
         self.chain, self.image, self.references = chain, chain.tokens[0], sum(chain.tokens[1:])
 
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Set the token counts for a graph in which blocks like `module` get (B, N, width) tokens for a latent of B
-        images.
-
-        Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks. Return
-        True if the counts are set, or if the chain can decide only when it gets its tokens: the chain is not set, the
-        width is unknown (0), or B is no multiple of the number of plan keys.
-        """
+        images. Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks.
+        Return True if the counts are set, or if the chain can decide only when it gets its tokens: the chain is not
+        set, the width is unknown (0), or B is no multiple of the number of plan keys."""
         chain = self.chain
         if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
             self.attends = False  # compiled code cannot depend on a decision at run time
@@ -117,8 +110,7 @@ class ChainSite:
             self.pair = reduced, images
 
     def reason(self, call_args: CallArguments) -> Message | None:
-        """Return why the chain is not merged, from the arguments of its first block, see `BlockSignature.obstacle`;
-        None if it may be merged."""
+        """Return why the chain is not merged, from the arguments of its first block; None if it may be merged."""
         chain, signature = self.chain, self.signature
         if chain is None:
             return None
@@ -135,9 +127,8 @@ class ChainSite:
         return reason
 
     def obstacle(self, call_args: CallArguments) -> Message | None:
-        """Count the tokens before the image, and return why the tokens of the first block cannot be merged, None if
-        they can. If a block without a text stream does not show where the image begins, the index that earlier blocks
-        noted in `shared` is used."""
+        """Count the tokens before the image, and return why the first block's tokens cannot be merged, None if they
+        can. A block without text that cannot tell takes the index that earlier blocks noted in `shared`."""
         before = self.signature.image_start(call_args, self.image)
         if before is None and not self.signature.text_arg:
             before = self.shared.image_start
@@ -206,8 +197,7 @@ class RopeCache:
 
     @eager
     def of(self, rows: dict[str, Any], site: ChainSite, before: int) -> dict[str, Any]:
-        """Return the rows of the merged tokens, by argument, made from the rows of all tokens. Return `rows` itself
-        where the chain only refreshes the cache."""
+        """Return the rows of the merged tokens, by argument, from those of all tokens; `rows` itself in a refresh."""
         reduction = site.reduction
         if not rows or reduction is None or reduction.chain.evaluation.refreshes:
             return rows
@@ -219,24 +209,23 @@ class RopeCache:
         return dict(zip(rows, self.entry[1], strict=True))
 
 
+@dataclass(eq=False)
 class BlockHook(Hook):
     """Stands in for a block that may run on merged tokens, alone or in a chain with other blocks."""
 
+    module: nn.Module
     name: str  # name in the report
+    signature: BlockSignature
     work: Block  # cost of the block
     scope: Hashable  # blocks with equal scopes share plans
-    own_site: ChainSite  # site of a chain that begins with this block
-    site: ChainSite  # site of the block's chain in this evaluation: `own_site`, or that of an earlier block
-    last: bool  # whether the chain ends with the block
-    preferences: Sequence[nn.Module]  # modules with the attention functions that the checkpoint names
+    rope: InitVar[RopeCache]
+    last: bool = True  # whether the block's chain in this evaluation ends with the block
 
-    def __init__(
-        self, module: nn.Module, name: str, signature: BlockSignature, work: Block, scope: Hashable, rope: RopeCache
-    ) -> None:
-        self.module, self.name, self.signature, self.work, self.scope = module, name, signature, work, scope
-        self.own_site, self.last = ChainSite(signature, rope), True
-        self.preferences = preferences_of(module)
-        self.site = self.own_site
+    def __post_init__(self, rope: RopeCache) -> None:
+        self.own_site = ChainSite(self.signature, rope)  # site of a chain that begins with this block
+        self.site = self.own_site  # site of the block's chain in this evaluation, perhaps that of an earlier block
+        # Empty if blocks get their attention as an argument.
+        self.preferences = () if self.signature.attention_arg else preferences_of(self.module)
 
     def release(self) -> None:
         self.own_site.release()
@@ -271,7 +260,6 @@ class BlockHook(Hook):
         return self._merged_outside(len(args), call_args)
 
     def _merged(self, positional: int, call_args: CallArguments) -> Any:
-        """Run the block on the merged tokens of its chain."""
         site, signature, x = self.site, self.signature, self.signature.tokens(call_args)
         before = site.before
         if site is self.own_site:
@@ -284,9 +272,9 @@ class BlockHook(Hook):
         if site.attends:
             spans = signature.attention_spans(merged, before)
             masked = partial(signature.mask_of_all, removed=reduction.removed)
-            attend = partial(site.attend, self.name)
             note = None if site.in_graph else site.note_attention
-            merged = override_attention(merged, attend, spans, masked, signature.attention_arg, self.preferences, note)
+            override = KVOverride(partial(site.attend, self.name), spans, masked, self.preferences, note)
+            merged = override.given_to(merged, signature.attention_arg)
         out = self._call_original(positional, merged)
         return signature.with_output(out, site.leave(signature.output(out))) if self.last else out
 

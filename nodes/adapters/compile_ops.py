@@ -36,9 +36,8 @@ def in_one_piece(model_options: dict[str, Any]) -> bool:
 
 
 def allow_more_graphs() -> None:
-    """Raise PyTorch's limit of eight graphs per function to `_GRAPHS`, because every image size and prompt length needs
-    a graph for full steps and one for merged steps. The limit is not lowered after the run, because the graphs
-    remain."""
+    """Raise PyTorch's limit of eight graphs per function, because every image size and prompt length needs one graph
+    for full steps and one for merged steps. It stays raised, because the graphs remain."""
     from torch._dynamo import config  # imported here, because the import takes seconds
 
     for name in ("recompile_limit", "cache_size_limit"):  # PyTorch before 2.6 has only `cache_size_limit`
@@ -60,7 +59,6 @@ def numbered(site: Any) -> int:
 
 
 def enter(x: Tensor, site: int, destinations: int) -> Tensor:
-    """Merge (B, N, C) to (B, D, C)."""
     there = _sites[site]
     there.reduction, reduced = there.reach().reduce(x)
     return _own(reduced, x)
