@@ -76,7 +76,7 @@ class Runner:
         """Evaluate the model: (B, C, H, W) latents -> the same shape."""
         if not self.looks or self.sampling is None:
             return self._evaluated(inputs)
-        if not self.sampling.observed:
+        if self.sampling.sigma is None:
             self._step(_LEVELS[0], inputs)
         return self._step(_LEVELS[1], inputs)
 

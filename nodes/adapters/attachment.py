@@ -12,8 +12,10 @@ from ...toma_core.config import KVCache, check
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
 from . import registry
+from .compat import comfyui_lines
 from .model_hooks import ATTACHMENT
 
+Settings = UserSettings | ToMAConfig
 _MAX_REPORTS = 32
 _reports: dict[str, RunStats] = {}  # stats of each `Attachment`'s last run, by `report_id`; the latest run comes last
 
@@ -32,19 +34,18 @@ class Watcher(Protocol):
 class Attachment:
     """The settings that a patched model carries."""
 
-    settings: UserSettings | ToMAConfig  # as given by the caller; each run resolves the settings once, see `config_for`
+    settings: Settings  # as given by the caller; each run resolves the settings once, see `config_for`
     report_id: str  # id under which the stats of the model's runs are stored
     watcher: Watcher | None = None
     ratio_schedule: RatioSchedule = ()  # ratios of the profile; empty without a profile
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:
-    """Return the `Attachment` that `apply_toma` gave to this model, or to a model from which this one was cloned; else
-    None."""
+    """Return the `Attachment` that `apply_toma` gave to this model, or to one from which it was cloned; else None."""
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 
-def config_for(settings: UserSettings | ToMAConfig, model: ModelPatcher, kv_cache: bool = True) -> ToMAConfig:
+def config_for(settings: Settings, model: ModelPatcher, kv_cache: bool = True) -> ToMAConfig:
     """Return the config of a model's run. kv_cache: whether the run can have a KV cache."""
     if not isinstance(settings, UserSettings):
         return settings if kv_cache else replace(settings, kv_cache=KVCache.OFF)
@@ -56,14 +57,14 @@ def config_for(settings: UserSettings | ToMAConfig, model: ModelPatcher, kv_cach
 
 
 def last_stats(model: ModelPatcher) -> RunStats | None:
-    """Return the stats of a model's last finished run. None if there was no run with ToMA, or if the stats were dropped
-    to store those of later runs."""
+    """Return the stats of a model's last finished run with ToMA; None if there was none, or if they were dropped."""
     attachment = attachment_of(model)
     return None if attachment is None else _reports.get(attachment.report_id)
 
 
 def keep_stats(attachment: Attachment, stats: RunStats) -> None:
     """Store the stats of a finished run in place of those of the same model's previous run."""
+    stats.comfyui = comfyui_lines()
     _reports.pop(attachment.report_id, None)
     _reports[attachment.report_id] = stats
     for oldest in list(_reports)[:-_MAX_REPORTS]:

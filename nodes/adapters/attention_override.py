@@ -29,8 +29,8 @@ class KVOverride:
     spans: Sequence[tuple[int, ...]]  # see `BlockSignature.attention_spans`
     masked: Callable[[Tensor], Tensor | None]  # takes a mask of a block's keys, returns that of the changed keys
     preferred: Sequence[Any] = ()  # see `preferences_of`
-    # Called after another node's override: whether tokens are merged, and whether it passed them on to ComfyUI.
-    note: Callable[[bool, bool], None] | None = None
+    # `RunStats.attentions`: of another node's attention, whether it got merged tokens, and passed them on to ComfyUI.
+    noted: set[tuple[bool, bool]] | None = None
     then: Callable[..., Any] | None = None  # the override of another node, if there is one
     called: int = 0  # how many of the block's self-attentions have run
 
@@ -66,7 +66,7 @@ class KVOverride:
             # ComfyUI ignores the function that the checkpoint names as soon as there is an override, including ours.
             named = self.preferred[0 if number == 0 else -1].function if self.preferred else None
             return (function if named is None else named)(q, k, v, *args, **kwargs)
-        if self.note is None or number is None:
+        if self.noted is None or number is None:
             return self.then(function, q, k, v, *args, **kwargs)
         left = list[int]()
 
@@ -76,7 +76,7 @@ class KVOverride:
             return function(*args, **kwargs)
 
         out = self.then(default, q, k, v, *args, **kwargs)
-        self.note(q.shape[axis] < k.shape[axis], bool(left))
+        self.noted.add((q.shape[axis] < k.shape[axis], bool(left)))
         return out
 
     def _number(self, q: Tensor, k: Tensor, v: Tensor, axis: int) -> int | None:

@@ -30,8 +30,7 @@ from .signature import BlockSignature, CallArguments, TokenReduction
 
 
 class ChainSite:
-    """A block at which a chain may begin; lives as long as the model. Graphs guard on the plain values that they
-    read."""
+    """A block at which a chain may begin. It lives as long as the model. Graphs guard on its plain values."""
 
     signature: BlockSignature  # how the blocks take and return tokens
     shared: RopeCache  # rotary positions, shared by all chains of the model in an evaluation
@@ -173,11 +172,6 @@ class ChainSite:
         sizes = before, self.tokens, self.destinations, axis
         return compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
 
-    def note_attention(self, merged: bool, left: bool) -> None:
-        """Note whether another node's attention got merged tokens, and whether it passed them on to ComfyUI."""
-        if self.chain is not None:
-            self.chain.evaluation.run.stats.attentions.add((merged, left))
-
     def merge_rows(self, rows: dict[str, Any], before: int) -> None:
         """Set `self.rows` for the merged tokens, made from `rows`, the rows of [before | N | rest]."""
         sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
@@ -209,7 +203,7 @@ class RopeCache:
         return dict(zip(rows, self.entry[1], strict=True))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BlockHook(Hook):
     """Stands in for a block that may run on merged tokens, alone or in a chain with other blocks."""
 
@@ -272,8 +266,8 @@ class BlockHook(Hook):
         if site.attends:
             spans = signature.attention_spans(merged, before)
             masked = partial(signature.mask_of_all, removed=reduction.removed)
-            note = None if site.in_graph else site.note_attention
-            override = KVOverride(partial(site.attend, self.name), spans, masked, self.preferences, note)
+            noted = None if site.in_graph or site.chain is None else site.chain.evaluation.run.stats.attentions
+            override = KVOverride(partial(site.attend, self.name), spans, masked, self.preferences, noted)
             merged = override.given_to(merged, signature.attention_arg)
         out = self._call_original(positional, merged)
         return signature.with_output(out, site.leave(signature.output(out))) if self.last else out

@@ -14,6 +14,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from comfy.model_management import soft_empty_cache
 from torch import nn
 
 from ...toma_core.reasons import Message, MessageError, Reason
@@ -30,31 +31,22 @@ class UnmergedError(Exception):
     @property
     def reason(self) -> Message:
         """The reason why the call is not merged, as shown in the report."""
-        raise NotImplementedError
+        own = isinstance(self, OwnError)
+        return Reason.OWN_ERROR(error=str(self)) if own else Reason.UNKNOWN_API(name=str(self))
 
 
 class UnsupportedApiError(UnmergedError):
     """A part of ComfyUI differs from the one that this pack knows. The message begins with the part's name."""
 
-    @property
-    def reason(self) -> Message:
-        return Reason.UNKNOWN_API(name=str(self))
-
 
 class OwnError(UnmergedError):
     """An error of this pack's code, raised from the original error."""
 
-    @property
-    def reason(self) -> Message:
-        return Reason.OWN_ERROR(error=str(self))
-
 
 @contextmanager
 def require_api(name: str) -> Iterator[None]:
-    """Raise `UnsupportedApiError` with `name` if the lines inside fail to find a part of ComfyUI.
-
-    The lines inside must not call code of this pack: a TypeError in that code would be taken for an unknown ComfyUI.
-    """
+    """Raise `UnsupportedApiError` with `name` if the lines inside fail to find a part of ComfyUI. The lines inside must
+    not call code of this pack: a TypeError in that code would be taken for an unknown ComfyUI."""
     try:
         yield
     except (AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
@@ -91,26 +83,20 @@ def optional_api(name: str) -> Iterator[None]:
         yield
 
 
+_FAILED = "this version of ComfyUI-ToMA has failed (%s). Sampling goes on %s; please report it."
+_UNKNOWN = (
+    "this ComfyUI has something that this version of ComfyUI-ToMA does not know (%s). Sampling goes on %s; please look "
+    "for a newer version of the pack."
+)
+
+
 def warn(error: UnmergedError, consequence: str = "without merging") -> None:
     """Log an error as a warning, once per process and text. consequence: how sampling continues."""
-    text = str(error)
-    if text in _warned:
-        return
-    _warned.add(text)
-    if isinstance(error, OwnError):
-        logging.warning(
-            "ToMA: this version of ComfyUI-ToMA has failed (%s). Sampling goes on %s; please report it.",
-            text,
-            consequence,
-            exc_info=error,
-        )
-        return
-    logging.warning(
-        "ToMA: this ComfyUI has something that this version of ComfyUI-ToMA does not know (%s). Sampling goes on %s; "
-        "please look for a newer version of the pack.",
-        text,
-        consequence,
-    )
+    text, own = str(error), isinstance(error, OwnError)
+    if text not in _warned:
+        _warned.add(text)
+        message = "ToMA: " + (_FAILED if own else _UNKNOWN)
+        logging.warning(message, text, consequence, exc_info=error if own else None)
 
 
 # Options of ComfyUI that switch off two features which need all evaluations of a model to be alike: CUDA graphs, and
@@ -122,9 +108,8 @@ _replays_before = list[dict[str, bool]]()
 
 @contextmanager
 def without_replays() -> Iterator[None]:
-    """Keep ComfyUI from recording or replaying the model calls inside, because merged calls allocate memory differently
-    from full ones, and cache tensors that outlive their block. If several devices are inside at the same time, the
-    last one to leave restores the options."""
+    """Keep ComfyUI from recording or replaying the model calls inside, because merged calls allocate memory in another
+    way, and cache tensors that outlive their block. The last of several devices restores the options."""
     from comfy.cli_args import args
 
     with _replays_lock:
@@ -140,17 +125,18 @@ def without_replays() -> Iterator[None]:
 
 
 def end_interrupted(several_devices: bool = False) -> None:
-    """End ComfyUI's recording and prefetching after an error has ended an evaluation; ComfyUI itself does so only when
-    a node ends. several_devices: end only this device's recording, because other devices still compute."""
+    """End ComfyUI's recording and prefetching after an error has ended an evaluation, and free memory; ComfyUI itself
+    does so only when a node ends. several_devices: end only this device's recording, because others still compute."""
     try:
         from comfy import model_prefetch as prefetch
-    except ImportError:  # an older ComfyUI neither records nor prefetches
-        return
-    name = "cleanup_malloc_graph" if several_devices else "cleanup_prefetch_queues"
-    try:
+
+        name = "cleanup_malloc_graph" if several_devices else "cleanup_prefetch_queues"
         getattr(prefetch, name, lambda: None)()
+    except ImportError:
+        pass  # an older ComfyUI neither records nor prefetches
     except Exception:
         logging.warning("ToMA: ComfyUI could not end an evaluation that ran out of memory.", exc_info=True)
+    soft_empty_cache()
 
 
 def comfyui_lines() -> tuple[Message, ...]:
@@ -159,37 +145,30 @@ def comfyui_lines() -> tuple[Message, ...]:
         from comfyui_version import __version__ as version
     except (ImportError, AttributeError):
         return ()
-    newer = _numbers(version) > _numbers(NEWEST_TRIED)
-    untried = (Line.UNTRIED_COMFYUI(version=version, tried=NEWEST_TRIED),) if newer else ()
+    here, tried = ([int(part) if part.isdecimal() else 0 for part in v.split(".")] for v in (version, NEWEST_TRIED))
+    untried = (Line.UNTRIED_COMFYUI(version=version, tried=NEWEST_TRIED),) if here > tried else ()
     return (Line.COMFYUI(version=version), *untried)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) if part.isdecimal() else 0 for part in version.split("."))
-
-
-def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
-    """Return an argument that ComfyUI may pass by position or by name. Raises KeyError if the argument is missing."""
-    return args[position] if position < len(args) else kwargs[name]
+def arguments(args: Sequence[Any], kwargs: Mapping[str, Any], **positions: int) -> list[Any]:
+    """Return arguments that ComfyUI may pass by position or by name. Raises KeyError if one is missing."""
+    return [args[position] if position < len(args) else kwargs[name] for name, position in positions.items()]
 
 
 def with_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with one value replaced, see `argument`."""
+    """Return the arguments with one value replaced, see `arguments`."""
     if position < len(args):
         return (*args[:position], value, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: value}
 
 
 def check(module: nn.Module, hook: object) -> None:
-    """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`.
-
-    The hook's known arguments are those of its `BlockSignature` or, without one, of its own `__call__`. The known
-    positional arguments must be the first ones of the class's `forward`, with the same names (names before a `/` do not
-    count). The known named arguments must exist in `forward`. Arguments of `forward` that are not known must have
-    defaults, and the hook must take them by a `**rest`.
-    """
+    """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`: the positional arguments that
+    the hook knows (by its `BlockSignature`, else by its `__call__`) must be the first ones of the class's `forward`,
+    with the same names, except before a `/`. Known named arguments must exist. Other arguments of `forward` must have
+    defaults, and the hook must take them by a `**rest`."""
     module = getattr(module, "_orig_mod", module)  # not torch.compile's wrapper, which takes any argument
     try:
         theirs = list(signature(type(module).forward).parameters.values())[1:]
@@ -200,8 +179,8 @@ def check(module: nn.Module, hook: object) -> None:
     taken = getattr(hook, "signature", None)
     if taken is None:
         ours = list(signature(type(hook).__call__).parameters.values())[1:]
-        theirs = theirs[sum(p.kind is Parameter.POSITIONAL_ONLY for p in ours) :]
-        ours = [p for p in ours if p.kind is not Parameter.POSITIONAL_ONLY]
+        unnamed = sum(p.kind is Parameter.POSITIONAL_ONLY for p in ours)
+        ours, theirs = ours[unnamed:], theirs[unnamed:]
         places = [p.name for p in ours if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
         names = {p.name for p in ours if p.kind is not Parameter.VAR_KEYWORD}
         has_rest = any(p.kind is Parameter.VAR_KEYWORD for p in ours)

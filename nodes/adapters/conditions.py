@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .compat import optional_api
@@ -44,8 +46,7 @@ def _name(function: Any) -> tuple[str, str]:
 
 
 def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
-    """Return an area (sizes, then starts) of an image, (B, C, ..., H, W). As in ComfyUI, an area of rows and columns
-    alone covers all frames."""
+    """Return an area (sizes, then starts) of an image, (B, C, ..., H, W). An area without frames covers all of them."""
     if area is None:
         return image
     half = len(area) // 2
@@ -67,11 +68,6 @@ def area_size(area: Sequence[int] | None, size: Sequence[int]) -> tuple[int, ...
     )
 
 
-def takes_part(conds: Sequence[Mapping[str, Any]] | None, sigma: float | None) -> bool:
-    """Whether any of a group of conditions takes part at this noise level."""
-    return sigma is None or any(is_active(cond, sigma) for cond in conds or ())
-
-
 def is_active(cond: Mapping[str, Any], sigma: float) -> bool:
     """Whether ComfyUI evaluates a condition at this noise level."""
     # Round the limits to single precision, as ComfyUI does when it compares them with the noise level; otherwise a
@@ -81,30 +77,89 @@ def is_active(cond: Mapping[str, Any], sigma: float) -> bool:
     return bool(start >= sigma >= end)
 
 
-def controls_of(cond: Mapping[str, Any], sigma: float) -> tuple[bool, ...]:
-    """Return for each ControlNet of a condition whether it acts at this noise level."""
-    active, control = [], cond.get("control")
-    while control is not None:
-        within = getattr(control, "timestep_range", None)
-        active.append(within is None or float(within[0]) >= sigma >= float(within[1]))
-        control = getattr(control, "previous_controlnet", None)
-    return tuple(active)
-
-
-def set_keyframes(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tensor, model_options: Any) -> None:
-    """Set the keyframes of the conditions' weight hooks for an evaluation, so that `weights_of` returns the strengths
+def set_hooks(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tensor, model_options: Any) -> None:
+    """Set the weight hooks of conditions to their keyframes for an evaluation, so that `state_of` returns the strengths
     with which the model will run. ComfyUI itself sets the keyframes later."""
     for hooks in (cond["hooks"] for cond in conds if cond.get("hooks") is not None):
         with optional_api("ModelPatcher.prepare_hook_patches_current_keyframe"):
             model.current_patcher.prepare_hook_patches_current_keyframe(timestep, hooks, model_options)
 
 
-def weights_of(cond: Mapping[str, Any]) -> Hashable:
-    """Return the current strength of each weight hook of a condition; keyframes of a LoRA change its strength."""
+def state_of(cond: Mapping[str, Any], sigma: float, transformer_options: Mapping[str, Any]) -> Hashable:
+    """Return what may change at this noise level for a condition: whether each ControlNet acts, the strength of each
+    weight hook (keyframes of a LoRA change it), and `positions_of`."""
+    active, control = [], cond.get("control")
+    while control is not None:
+        within = getattr(control, "timestep_range", None)
+        active.append(within is None or float(within[0]) >= sigma >= float(within[1]))
+        control = getattr(control, "previous_controlnet", None)
     hooks = getattr(cond.get("hooks"), "hooks", ())
-    return tuple((id(hook), hook.strength) for hook in hooks if hasattr(hook, "strength"))
+    strengths = tuple((id(hook), hook.strength) for hook in hooks if hasattr(hook, "strength"))
+    return tuple(active), strengths, positions_of(transformer_options)
 
 
 def positions_of(transformer_options: Mapping[str, Any]) -> Hashable:
     """Return how other nodes scale and shift the rotary positions of a call."""
     return tuple(sorted((transformer_options.get("rope_options") or {}).items()))
+
+
+# Entries that are not compared: when, where and how strongly a condition takes part, and entries made from others.
+_NOT_CONTENT = {
+    *("uuid", "strength", "area", "mask", "mask_strength", "set_area_to_bounds", "default", "model_conds"),
+    *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
+    *("device", "noise", "width", "height", "prompt_type"),
+}
+
+
+class Contents:
+    """Find conditions of equal content, such as a prompt that a schedule repeats, so that they share caches.
+
+    ComfyUI gives each condition its own id, even if several hold the same text. Contents are compared by digests of
+    their tensors, before sampling. If another node adds conditions later, their tensors on a device are compared by
+    address, because reading them would wait for the device.
+    """
+
+    def __init__(self, conds: Mapping[str, Sequence[Mapping[str, Any]] | None] = {}) -> None:
+        """Compare all conditions before sampling begins. conds: by group ("positive", "negative")."""
+        self._first = [cond for members in conds.values() for cond in members or ()]
+        # The id of the first condition with the same content: in `_of` by a condition's id, in `_stands` by content.
+        self._of: dict[Hashable, Hashable] = {cond["uuid"]: cond["uuid"] for cond in self._first}
+        self._stands: dict[Hashable, Hashable] = {}
+        self._digests: dict[int, tuple[Any, Hashable]] = {}
+        if any(len(members or ()) > 1 for members in conds.values()):
+            self._compare(self._first, wait=True)
+
+    def of(self, uuid: Hashable) -> Hashable:
+        return self._of.get(uuid, uuid)
+
+    def note(self, conds: Sequence[Mapping[str, Any]]) -> None:
+        """Compare conditions that are about to be evaluated: another node may have added some after the run began."""
+        late = [cond for cond in conds if cond["uuid"] not in self._of]
+        if late:
+            self._compare(late if self._stands else [*self._first, *late], wait=False)
+
+    def _compare(self, conds: Sequence[Mapping[str, Any]], wait: bool) -> None:
+        for cond in conds:
+            entries = ((name, value) for name, value in cond.items() if name not in _NOT_CONTENT)
+            content = frozenset((name, self._key(value, wait)) for name, value in entries)
+            self._of[cond["uuid"]] = self._stands.setdefault(content, cond["uuid"])
+
+    def _key(self, value: Any, wait: bool) -> Hashable:
+        if isinstance(value, (str, int, float, bool, type(None))):
+            return value
+        if isinstance(value, (Mapping, list, tuple)):
+            value = value.items() if isinstance(value, Mapping) else value
+            return tuple(self._key(each, wait) for each in value)
+        # Store the object too, so that its id stays unique during the run.
+        if id(value) not in self._digests:
+            self._digests[id(value)] = value, _digest(value, wait) if isinstance(value, Tensor) else id(value)
+        return self._digests[id(value)][1]
+
+
+def _digest(tensor: Tensor, wait: bool) -> Hashable:
+    """Return a digest of a tensor's values. If they lie on a device and `wait` is False, return their address."""
+    kind = tuple(tensor.shape), tensor.dtype
+    if not wait and tensor.device.type != "cpu":
+        return *kind, tensor.stride(), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return *kind, hashlib.blake2b(data, digest_size=16).digest()

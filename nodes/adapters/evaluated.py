@@ -21,12 +21,10 @@ from comfy.samplers import CFGGuider
 from torch import Tensor
 
 from ...toma_core import Schedule, StepMode
-from .conditions import is_active, patches_of
-from .contents import Contents
+from .conditions import Contents, is_active, patches_of
 
 Area = tuple[int, ...]  # area of a latent: sizes, then starts; () for all of it
-# The entries that one evaluation caches: the area of each entry, by its signature. A signature consists of condition,
-# area, patches and number of the call, as in `SamplingRun`.
+# Areas of the entries that one evaluation caches, by condition, area, patches and number of the call.
 Parts = dict[Hashable, Area]
 Call = tuple[Sequence[Any], Hashable]  # groups of conditions that are evaluated at once, and the patches of that call
 
@@ -37,11 +35,8 @@ _FOREIGN = ("sampler_", "model_function_wrapper", "context_handler", "denoise_ma
 
 
 def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Sequence[float]) -> list[Parts]:
-    """Return for each step of a run the cache entries that the step would write if it were a refresh.
-
-    shape: the latent's shape as packed by ComfyUI. sigmas: one per step; if empty, one step with every condition is
-    returned.
-    """
+    """Return for each step of a run the cache entries that the step would write if it were a refresh. shape: the
+    latent's shape as packed by ComfyUI. sigmas: one per step; if empty, one step with every condition is returned."""
     contents = Contents(guider.conds)
     model = _Unloaded(guider.model_patcher)
     conds = _prepared(guider.conds, model, shape)
@@ -60,10 +55,7 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 
 
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
-    """Return the areas of the entries in a run's caches at the step when the caches are largest.
-
-    steps: the entries of each step. size: returns the size of an area's entry.
-    """
+    """Return the areas of the entries in a run's caches at the step when these are largest, by their `size`."""
     held: dict[Hashable, tuple[int, Area]] = {}  # step of the last refresh, and area
     most = [*max(steps, key=lambda parts: sum(map(size, parts.values()))).values()]
     for step, (parts, sigma) in enumerate(zip(steps, schedule.sigmas, strict=False)):
@@ -90,8 +82,7 @@ class _Unloaded:
 
 
 def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dict[str, list[Any]]:
-    """Return copies of all conditions, with areas and noise levels resolved as ComfyUI does when sampling begins. If
-    that fails, the copies are returned unresolved."""
+    """Return copies of all conditions, with areas and noise levels resolved as when sampling begins, if possible."""
     copies = {name: [dict(cond) for cond in group or ()] for name, group in conds.items()}
     prepared = {name: list(group) for name, group in copies.items()}
     try:
@@ -99,9 +90,9 @@ def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dic
             samplers.resolve_areas_and_cond_masks_multidim(group, tuple(shape[2:]), torch.device("cpu"))
             samplers.calculate_start_end_timesteps(model, group)
         # ComfyUI evaluates each area of one group for the other groups, too.
-        for name, group in prepared.items():
+        for group in prepared.values():
             for cond in group:
-                for other in (each for key, each in prepared.items() if key != name):
+                for other in (each for each in prepared.values() if each is not group):
                     samplers.create_cond_with_same_area_if_none(other, cond)
     except Exception as error:
         logging.debug("ToMA: areas and noise levels of conditions are unknown before sampling: %r", error)
@@ -122,12 +113,12 @@ def _calls(
     elif any(getattr(type(guider), name, None) is not getattr(CFGGuider, name) for name in _PREPARING):
         yield list(conds.values()), ()  # all conditions: this guider may prepare `predict_noise` in its own way
     else:
-        if sigma is None:
-            sigma = float(model.model_sampling.sigma_max)
+        sigma = float(model.model_sampling.sigma_max) if sigma is None else sigma
         yield from _asked(guider, conds, model, shape, sigma, unguided_too) or [(list(conds.values()), ())]
     for name in ("sampler_pre_cfg_function", "sampler_post_cfg_function"):
         for n, function in enumerate(options.get(name) or ()):
-            if _evaluates(function):
+            method: Any = type(function).__call__
+            if _evaluates(getattr(function, "__code__", None) or getattr(method, "__code__", None)):
                 yield [conds.get("positive")], (name, n)
 
 
@@ -162,15 +153,9 @@ def _asked(
     return calls
 
 
-def _evaluates(function: Any) -> bool:
-    """Whether a function of another node evaluates the model, as perturbed guidance does; judged by the names in its
-    code."""
-    method: Any = type(function).__call__
-    pending: list[Any] = [getattr(function, "__code__", None) or getattr(method, "__code__", None)]
-    while pending:
-        code = pending.pop()
-        if isinstance(code, CodeType):
-            if {"calc_cond_batch", "_calc_cond_batch", "sampling_function"} & {*code.co_names}:
-                return True
-            pending += code.co_consts
-    return False
+def _evaluates(code: Any) -> bool:
+    """Whether the code of a function evaluates the model, as perturbed guidance does; judged by the names in it."""
+    if not isinstance(code, CodeType):
+        return False
+    names = {"calc_cond_batch", "_calc_cond_batch", "sampling_function"}
+    return not names.isdisjoint(code.co_names) or any(map(_evaluates, code.co_consts))

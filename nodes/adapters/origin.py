@@ -20,8 +20,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def kinds_of(model: nn.Module) -> list[str]:
-    """Return the names of those classes of a model that ComfyUI defines, most derived first. Classes
-    that other packs, or PyTorch on several cards, derive from them are left out."""
+    """Return the names of those classes of a model that ComfyUI defines, most derived first. Classes that other packs,
+    or PyTorch on several cards, derive from them are left out."""
     return [kind.__name__ for kind in type(model).__mro__ if _by_comfyui(kind)]
 
 
@@ -30,8 +30,8 @@ def is_original(block: nn.Module) -> bool:
     module = unwrapped(block)
     own = vars(module).get("forward")
     # Judge by the class that defines `forward`: PyTorch derives a class without it if weights are spread over cards.
-    homes = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
-    return _by_comfyui(homes[0]) and (own is None or isinstance(own, Hook) or _by_comfyui(own))
+    home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    return _by_comfyui(home) and (own is None or isinstance(own, Hook) or _by_comfyui(own))
 
 
 def foreign_positions(model: nn.Module | None) -> str | None:
@@ -50,18 +50,16 @@ def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
 
 
 def has_forward_hooks(before: nn.Module, after: nn.Module) -> bool:
-    """Whether PyTorch hooks read the tokens between two blocks. The hooks by which PyTorch spreads weights over several
-    cards (FSDP) do not read tokens."""
+    """Whether PyTorch hooks read the tokens between two blocks; those that spread weights over cards (FSDP) do not."""
     hooks = [hook for module in (before, unwrapped(before)) for hook in module._forward_hooks.values()]
     hooks += [hook for module in (after, unwrapped(after)) for hook in module._forward_pre_hooks.values()]
     return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
-def wrapped_by_others(transformer_options: Mapping[str, Any], kinds: Iterable[str]) -> bool:
+def wrapped_by_others(wrappers: Mapping[str, Any], kinds: Iterable[str]) -> bool:
     """Whether another pack has a wrapper of one of these kinds (ComfyUI's `WrappersMP`)."""
-    wrappers = transformer_options.get("wrappers") or {}
-    found = [each for kind in kinds for named in (wrappers.get(kind) or {}).values() for each in named]
     pack = __name__.rpartition(".")[0]
+    found = [each for kind in kinds for named in wrappers.get(kind, {}).values() for each in named]
     return not all(
         _by_comfyui(each)
         or str(getattr(each, "__module__", "")).startswith(pack)

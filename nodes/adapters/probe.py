@@ -20,8 +20,8 @@ from torch import Tensor
 from ...toma_core import ToMAConfig
 from ...toma_core.profile import entry_of
 from .blocks import BlockFacts
-from .compat import argument, optional_api
-from .conditions import takes_part
+from .compat import arguments, optional_api
+from .conditions import is_active
 from .model_hooks import SAMPLING
 from .origin import unwrapped
 from .patch_model import apply_toma
@@ -54,8 +54,7 @@ class Probes:
     tick: Callable[[], None] = lambda: None  # called before each additional evaluation
     sigmas: tuple[float, ...] = ()  # noise levels at which the run's steps begin; empty before the run
     bands: tuple[Band, ...] = ()
-    # Squared errors by band, site (None for all sites together) and ratio, on the device, because reading a value would
-    # make the host wait.
+    # Squared errors by band, site (None for all together) and ratio; on the device, so that the host does not wait.
     _errors: dict[tuple[int, str | None, float], Tensor] = field(default_factory=dict)
 
     def on(self, model: ModelPatcher, config: ToMAConfig) -> ModelPatcher:
@@ -65,11 +64,8 @@ class Probes:
         return patched
 
     def squared_errors(self) -> dict[tuple[str, int, float], float]:
-        """Return the squared error of each site, band and ratio; to be read after the run.
-
-        Errors are measured at `RATIO`; a site's errors at other ratios are scaled like the error of all sites together.
-        Sites that gave NaN at any time must not be merged and are left out.
-        """
+        """Return the squared error of each site, band and ratio. Errors at other ratios than `RATIO` are scaled like
+        the error of all sites together. Sites that gave NaN at any time must not be merged and are left out."""
         errors = {key: float(error) for key, error in self._errors.items()}
         joint = {ratio: error for (_, site, ratio), error in errors.items() if site is None}
         single = {(site, band): error for (band, site, _), error in errors.items() if site is not None}
@@ -78,13 +74,10 @@ class Probes:
         return {(*cell, ratio): error * _growth(joint, ratio) for cell, error in usable.items() for ratio in RATIOS}
 
     def _evaluated(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate all conditions unmerged, and return these images to the sampler. At one step of each band, also
-        measure the error of merging each site."""
+        """Evaluate all conditions unmerged for the sampler. At one step of each band, measure each site's error."""
         images = executor(*args, **kwargs)
-        model, conds, x, timestep, options = (
-            argument(args, kwargs, n, name)
-            for n, name in enumerate(("model", "conds", "x_in", "timestep", "model_options"))
-        )
+        model, conds, x = arguments(args, kwargs, model=0, conds=1, x_in=2)
+        timestep, options = arguments(args, kwargs, timestep=3, model_options=4)
         sampling = options["transformer_options"].get(SAMPLING)
         if sampling is None:
             return images
@@ -94,7 +87,7 @@ class Probes:
         measured = {band for band, _, _ in self._errors}
         band = next((n for n, each in enumerate(self.bands) if each.may_probe(step) and n not in measured), None)
         # Measure nothing after memory ran out: every evaluation is then full, and its error would be 0.
-        if band is None or run.disabled_by or not takes_part(conds[0], sampling.sigma):
+        if band is None or run.disabled_by or not any(is_active(cond, sampling.sigma) for cond in conds[0]):
             return images
 
         def evaluated(site: str | None, ratio: float) -> Tensor:
@@ -120,11 +113,10 @@ class Probes:
 def without_caches(model: ModelPatcher) -> ModelPatcher:
     """Return a clone without ComfyUI's step caches and torch.compile."""
     patched = model.clone()
-    with optional_api("ModelPatcher.wrappers"):
+    with optional_api("ModelPatcher.wrappers, object_patches"):
         for wrappers in patched.wrappers.values():
             for key in _LEFT_OUT:
                 wrappers.pop(key, None)
-    with optional_api("ModelPatcher.object_patches"):
         # Drop patches that put torch.compile's wrapper around a block, as some packs do.
         plain = {key: module for key, module in patched.object_patches.items() if unwrapped(module) is module}
         patched.object_patches = plain
@@ -163,7 +155,6 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
 
 
 def _growth(errors: Mapping[float, float], ratio: float) -> float:
-    """Return the error at a ratio divided by the error at `RATIO`. If it was not measured, assume that errors grow as
-    the square of the ratio."""
+    """Return the error at a ratio, divided by that at `RATIO`. An unmeasured error grows as the ratio's square."""
     known = math.isfinite(errors.get(ratio, math.nan)) and errors.get(RATIO, 0.0) > 0.0
     return errors[ratio] / errors[RATIO] if known else (ratio / RATIO) ** 2

@@ -118,7 +118,7 @@ _hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()
 
 
 def find(diffusion_model: nn.Module) -> ModelHooks | None:
-    """Return the hooks of a model, None if no family matches. A hook that cannot stand in leaves the model unmerged."""
+    """Return the hooks of a model, None if no family matches; `_Plain` if a hook cannot stand in for its module."""
     model = unwrapped(diffusion_model)
     if model not in _hooks:
         family = next((f for f in _FAMILIES if is_of(f, model)), None)
@@ -161,7 +161,7 @@ def require(diffusion_model: nn.Module) -> ModelHooks:
 
 
 def blocks_of(model: ModelPatcher, latent: Tensor | None = None) -> list[BlockFacts]:
-    """Return the mergeable blocks of a model, in forward order, see `require`. latent: for token counts."""
+    """Return the blocks that may be merged, in forward order. latent: for token counts. Raises as `require` does."""
     hooks = require(model.get_model_object("diffusion_model"))
     return list(hooks.blocks(torch.empty(1, 1, 64, 64, device="meta") if latent is None else latent))
 

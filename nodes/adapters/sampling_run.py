@@ -9,7 +9,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from comfy.model_sampling import CONST
@@ -23,19 +23,7 @@ from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
 from ...toma_core.tiles import TileBatch
-from .conditions import (
-    area_size,
-    chunks_of,
-    controls_of,
-    crop,
-    frames_of,
-    is_active,
-    patches_of,
-    positions_of,
-    set_keyframes,
-    weights_of,
-)
-from .contents import Contents
+from .conditions import Contents, area_size, chunks_of, crop, frames_of, is_active, patches_of, set_hooks, state_of
 from .origin import foreign_positions
 from .sigmas import SigmaTracker
 from .streams import Shapes, first
@@ -64,18 +52,17 @@ class SamplingRun:
     shapes: Shapes | None = None  # shapes of the latent's streams, if it has several
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # the area of each condition that has one
     trajectory: Trajectory = field(default_factory=Trajectory)
-    begun: int = 0  # evaluations of the sampler so far
-    observed: int = 0  # calls of `observe` in all evaluations so far
     # State of the evaluation in progress.
     sigma: float | None = None  # as passed to the model; None before the run's first evaluation
     latent_shape: tuple[int, ...] = ()  # () if unknown
     patches: Hashable = ()  # patches of the model, by name
     several_devices: bool = False  # whether conditions may run on several devices
-    counts: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)  # calls so far, by condition and key
+    counts: Counter[Hashable] = field(default_factory=Counter)  # calls so far, by condition and key
     calls: int = 0  # calls of `observe` in this evaluation
-    merged_calls: int = 0
+    merged_calls: int = 0  # those of them that merge
     tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)  # by shape and device
     _lock: Lock = field(default_factory=Lock)
+    _key: str = field(default_factory=lambda: uuid4().hex)  # represents the run when it is copied or pickled
 
     @classmethod
     def start(
@@ -86,18 +73,15 @@ class SamplingRun:
         ratio_schedule: RatioSchedule = (),
         takes_frames: bool = False,
     ) -> SamplingRun:
-        """Start a run. sigmas: one per step, then that at the run's end. ratio_schedule: see `Schedule`.
-        takes_frames: whether the model is for videos, which may be split into two models with a run for each."""
-        start, end = float("inf"), float("-inf")
-        if config.start_percent > 0:
-            start = float(model_sampling.percent_to_sigma(config.start_percent))
-        if config.end_percent < 1:
-            end = float(model_sampling.percent_to_sigma(config.end_percent))
-        finishes = bool(sigmas) and sigmas[-1] == 0.0
+        """Start a run. sigmas: one per step, then that at the run's end. ratio_schedule: see `Schedule`. takes_frames:
+        whether the model is for videos, and may be split into two models with a run for each."""
+        first, last = config.start_percent, config.end_percent
+        start = float(model_sampling.percent_to_sigma(first)) if first > 0 else float("inf")
+        end = float(model_sampling.percent_to_sigma(last)) if last < 1 else float("-inf")
+        finishes = sigmas[-1:] == [0.0]
         continues_run = takes_frames and bool(sigmas) and sigmas[0] < _ALL_NOISE * float(model_sampling.sigma_max)
         run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, continues_run, ratio_schedule))
-        run.stats.total_steps = len(sigmas[:-1])
-        run.stats.by_profile = bool(ratio_schedule)
+        run.stats.total_steps, run.stats.by_profile = len(sigmas[:-1]), bool(ratio_schedule)
         best = trusted_below(isinstance(model_sampling, CONST))
         return cls(run, StepPlan(0), partial(replace, config), max_prediction_sigma=best)
 
@@ -105,12 +89,10 @@ class SamplingRun:
         """Begin an evaluation of the sampler at this noise level. Until `observe` decides, the evaluation is full."""
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         self.tracker.next(timestep)
-        self.begun += 1
         self.trajectory.next()
-        self._begin()
+        self._reset()
 
     def predicted(self, image: Any) -> None:
-        """Note the clean image that the evaluation predicted."""
         if isinstance(image, Tensor) and not records_gradients():
             self.trajectory.predicted(first(image, self.shapes))
 
@@ -121,18 +103,16 @@ class SamplingRun:
         return self.run.close()
 
     def no_memory(self, again: bool = True) -> bool:
-        """Drop plans and caches after memory ran out, so that this evaluation and all later ones are full.
-
-        Return False where a full evaluation needs as much memory: for a picture without a KV cache, and if the
-        evaluation is full already. again: whether all calls of the evaluation are repeated.
-        """
+        """Drop plans and caches after memory ran out, so that this evaluation and all later ones are full. Return False
+        where a full evaluation needs as much memory: for a picture without a KV cache, and if the evaluation is full
+        already. again: whether all calls of the evaluation are repeated."""
         plan = out_of_memory(self.run, self.step_plan, self._video)
         if plan is None:
             return False
         self.step_plan = plan
         if again:
             self.run.stats.discard_evaluations(plan.step, self.calls, self.merged_calls)
-            self._begin()
+            self._reset()
         return True
 
     def undecided(self, reason: Message) -> None:
@@ -152,15 +132,15 @@ class SamplingRun:
     def _video(self) -> bool:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
-    def awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether plans need a prediction that does not exist yet: the run's first one or, with a KV cache, whose
-        plans are all made from predictions, the first one for the conditions in progress."""
-        if not self.run.config.uses_prediction or self.begun < 2:
-            return self.run.config.uses_prediction and self.begun == 1
-        windows = transformer_options.get("context_window") is not None
-        return self.run.kv_cache and not windows and self.prediction(transformer_options) is None
+    def _awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
+        """Whether plans need a prediction that does not exist yet: the run's first one or, with a KV cache, whose plans
+        are all made from predictions, the first one for the conditions in progress."""
+        if self.tracker.evaluation < 1 or not self.run.config.uses_prediction:
+            return self.tracker.evaluation == 0 and self.run.config.uses_prediction
+        window = frames_of(transformer_options)
+        return self.run.kv_cache and window is None and self.prediction(transformer_options) is None
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.counts.clear()
         self.tiles.clear()
         self.several_devices = False
@@ -174,44 +154,36 @@ class SamplingRun:
         model_options: Mapping[str, Any] = {},
         model: Any = None,
     ) -> None:
-        """Begin a call for groups of conditions on one latent of (B, C, ..., H, W), and decide the call's mode.
-
-        model: ComfyUI's `BaseModel`.
-        """
+        """Begin a call for groups of conditions on a latent of (B, C, ..., H, W), and decide its mode."""
         at = self.tracker.of(timestep)
         if at.model_sigma != self.sigma:
             self.sigma = at.model_sigma
-            self._begin()
-        self.observed += 1
+            self._reset()
         if latent is not None:
             self.latent_shape = latent.shape
             self.run.cache.bounded = self._video
         options = model_options.get("transformer_options", {})
         frames, self.patches = frames_of(options), patches_of(options)
-        present = [c for group in conds if group is not None for c in group if "uuid" in c]
-        for cond in present:
-            if cond.get("area") is not None:
-                self.areas[cond["uuid"]] = tuple(cond["area"])
+        present = [cond for group in conds for cond in group or () if "uuid" in cond]
+        self.areas.update({cond["uuid"]: tuple(cond["area"]) for cond in present if cond.get("area") is not None})
         self.contents.note(present)
-        active = [c for c in present if is_active(c, at.model_sigma)]
+        active = [cond for cond in present if is_active(cond, at.model_sigma)]
         self.several_devices |= len(active) > 1 and len(model_options.get("multigpu_clones") or ()) > 1
-        keys = self._keys((c["uuid"] for c in active), frames, self.counts.copy())
-        set_keyframes(model, active, timestep, model_options)
+        keys = self._keys((cond["uuid"] for cond in active), frames, self.counts.copy())
+        set_hooks(model, active, timestep, model_options)
         module = foreign_positions(getattr(model, "diffusion_model", None))
-        positions = positions_of(options)
-        states = ((controls_of(c, at.model_sigma), weights_of(c), positions) for c in active)
+        states = (state_of(cond, at.model_sigma, options) for cond in active)
         conditions = dict(zip(keys, states, strict=True))
         if self.trajectory.latent is None and latent is not None:
             self.trajectory.observe(latent, at, tuple(conditions))
         if not self.calls:
             self.run.check_kv_cache(self.config_for)
             self.run.coverage.enforce_limit()
-        without_picture = self.run.tiles or self.prediction(options) is None
         facts = Facts(
             *at,
             conditions,
-            awaits_prediction=self.awaits_prediction(options),
-            unshared=self.several_devices and without_picture,
+            awaits_prediction=self._awaits_prediction(options),
+            unshared=self.several_devices and (self.run.tiles or self.prediction(options) is None),
             gradients=records_gradients(),
             new_noise=self.trajectory.new_noise,
             enlarges=self.tracker.enlarges,
@@ -224,12 +196,9 @@ class SamplingRun:
         self.merged_calls += self.step_plan.mode.merges
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
-        """Return the evaluation of one call of the model on latents of (B, C, ..., H, W).
-
-        Conditions with the same area share plans, made from the tokens of the first condition or, on several devices,
-        from a predicted picture. A call on a tile of the latent, as in tiled sampling, makes its plans from the tile
-        in every evaluation, because the next call may show another tile.
-        """
+        """Return the evaluation of one call of the model on latents of (B, C, ..., H, W). Conditions with the same area
+        share plans, made from the tokens of the first one or, on several devices, from a predicted picture. A call on a
+        tile of the latent makes its plans from the tile, because the next call may show another one."""
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
         if self._is_tile(x, transformer_options):
@@ -243,14 +212,12 @@ class SamplingRun:
             device = transformer_options.get("multigpu_thread_device")
             plan_keys = tuple((device, key) for key in plan_keys)
         pictures = () if picture is None else tuple(crop(picture, area) for area in areas)
-        change = self._change(x, cond_keys)
-        return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, None, pictures, len(x), change)
-
-    def _change(self, x: Tensor, cond_keys: tuple[Hashable, ...]) -> LatentChange | None:
-        """Return the change of a call's latent since the call that wrote its caches, None if unknown."""
+        # The latent of the call that wrote this call's caches; None if unknown, or of another shape.
         before = self.run.coverage.latent_of(cond_keys) if self.run.kv_cache else None
-        known = before is not None and (before.shape, before.device) == (x.shape, x.device)
-        return LatentChange(x, before) if before is not None and known else None
+        change = None
+        if before is not None and (before.shape, before.device) == (x.shape, x.device):
+            change = LatentChange(x, before)
+        return Evaluation(self.run, self.step_plan, plan_keys, cond_keys, None, pictures, len(x), change)
 
     def decide_call(self, evaluation: Evaluation, layout: Hashable) -> Evaluation:
         """Return the evaluation of a call in the mode that its caches allow. layout: see `decision.decide_call`."""
@@ -259,8 +226,7 @@ class SamplingRun:
         return replace(evaluation, step_plan=self.step_plan)
 
     def ended(self, evaluation: Evaluation, x: Tensor, layout: Hashable, unreached: Iterable[str]) -> None:
-        """Record that a call on latents x has written its caches. unreached: names of chains that another node skipped,
-        so that their caches were not written."""
+        """Record that a call on latents x has written its caches. unreached: chains that another node skipped."""
         if not evaluation.step_plan.mode.caches:
             return
         run, missed = self.run, [key for name in unreached for key in evaluation.keys(name)]
@@ -283,7 +249,7 @@ class SamplingRun:
     def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
         """Return the tiles of a call. Only tiles of the first condition are stored, so that comparisons stay few. Tiles
         of other conditions, which come in any order, are compared with the stored ones."""
-        who = self.observed, chunks
+        who = self.calls, chunks
         first, tiles = self.tiles.setdefault((x.shape[1:], x.device), (who, []))
         if who != first:
             return TileBatch(x, tuple(tiles))
@@ -295,7 +261,7 @@ class SamplingRun:
         made from tokens, if the image is too poor, or with context windows."""
         # Reject predictions at high noise levels, unless a KV cache makes poor plans harmless.
         poor = self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache
-        if poor or transformer_options.get("context_window") is not None or not self.run.config.uses_prediction:
+        if poor or frames_of(transformer_options) is not None or not self.run.config.uses_prediction:
             return None
         return self.trajectory.prediction(self.latent_shape)
 
@@ -311,13 +277,10 @@ class SamplingRun:
 
     def cond_keys(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
         """Return a distinct key for each chunk of the batch in this evaluation, and count the call of each."""
-        chunks, frames = chunks_of(batch, transformer_options), frames_of(transformer_options)
         with self._lock:
-            return self._keys(chunks, frames, self.counts)
+            return self._keys(chunks_of(batch, transformer_options), frames_of(transformer_options), self.counts)
 
-    def _keys(
-        self, conditions: Iterable[Hashable], frames: Hashable, counts: Counter[tuple[Hashable, ...]]
-    ) -> tuple[Hashable, ...]:
+    def _keys(self, conditions: Iterable[Any], frames: Hashable, counts: Counter[Hashable]) -> tuple[Hashable, ...]:
         """Return a key for each condition: its content, area, frames, shape, the model's patches (which perturbed
         guidance changes) and the count of its calls, which this method increases."""
         keys = []
@@ -327,22 +290,13 @@ class SamplingRun:
             keys.append((key, counts[each, key]))
         return tuple(keys)
 
-    # A copy is the run itself, because other nodes copy or pickle the options that hold the run while sampling.
-    def __copy__(self) -> SamplingRun:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SamplingRun:
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
-        key = _keys.setdefault(self, uuid4().hex)
-        _runs[key] = self
-        return _run_of, (key,)
+        # A copy is the run itself, because other nodes copy or pickle the options that hold the run while sampling.
+        _runs[self._key] = self
+        return _run_of, (self._key,)
 
 
-# Runs that were pickled, each with a key that represents it in the pickle.
-_keys: WeakKeyDictionary[SamplingRun, str] = WeakKeyDictionary()
-_runs: WeakValueDictionary[str, SamplingRun] = WeakValueDictionary()
+_runs: WeakValueDictionary[str, SamplingRun] = WeakValueDictionary()  # runs that were copied or pickled, by key
 
 
 def _run_of(key: str) -> SamplingRun | None:

@@ -23,8 +23,7 @@ from torch.utils import _contextlib
 from ...toma_core.schedule import step_at
 from .compat import with_argument
 
-# ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule. tests/nodes/adapters/test_sigmas.py
-# checks them.
+# ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule; test_sigmas.py checks them.
 ONCE_A_STEP = (
     *("sample_euler", "sample_euler_cfg_pp", "sample_euler_ancestral", "sample_euler_ancestral_cfg_pp"),
     *("sample_lms", "sample_ddpm", "sample_lcm", "sample_ipndm", "sample_ipndm_v", "sample_deis"),
@@ -49,8 +48,7 @@ _ENLARGES = (
     *("sample_res_multistep_cfg_pp", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2s_ancestral_cfg_pp"),
     "sample_gradient_estimation_cfg_pp",
 )
-# Options that change neither how often nor at which sigmas a sampler evaluates. All other options must have their
-# default.
+# Options that change neither how often nor at which sigmas a sampler evaluates; all others must have their default.
 _PASSIVE = {
     *("eta", "s_noise", "s_noise_end", "noise_sampler", "noise_scaler", "noise_clip_std", "solver_type", "order"),
     *("max_order", "deis_mode", "ge_gamma", "cfg_pp", "max_stage", "tau_func", "predictor_order", "corrector_order"),
@@ -68,42 +66,36 @@ class SigmaStep(NamedTuple):
 
 
 class SigmaTracker:
-    """Track the noise levels and steps of one run. `next` is called before each evaluation of the sampler.
-
-    For samplers that are known to evaluate once a step, the step comes from the order of evaluations. For other
-    samplers the step comes from the steps that the sampler reports to its callback, and without reports from the noise
-    levels passed to the model. Steps never go backwards.
-    """
+    """Track the noise levels and steps of one run. The step comes from the order of evaluations for samplers that are
+    known to evaluate once a step, else from the steps that the sampler reports to its callback, and without reports
+    from the noise levels passed to the model. Steps never go backwards."""
 
     def __init__(self, sigmas: Sequence[float] = (), sampler: Any = None, guider: Any = None) -> None:
         """sigmas: the schedule, and the noise level at which it ends. sampler, guider: ComfyUI's objects."""
-        self._sigmas = tuple(sigmas[:-1])
-        self._scheduled = self._sigmas if _keeps_to_schedule(sampler) and _is_counted(guider) else ()
-        self._sampler, self._counted = sampler, _is_counted(guider)
+        self._sigmas, self._name = tuple(sigmas[:-1]), _name_of(sampler)
+        self._keeps = _keeps_to_schedule(sampler) and _is_counted(guider)
+        self._scheduled = self._sigmas if self._keeps else ()
         self.enlarges = enlarges(sampler)
-        self._evaluation = -1
+        self.evaluation = -1  # index of the evaluation in progress, from 0
         self._given: Tensor | None = None
         self._taken: dict[int, Tensor] = {}
         self._at: SigmaStep | None = None
         self._last_given: float | None = None  # noise level of the model in the previous evaluation
         self._step = self._unreported = 0
-        self._repeated = 0  # evaluations at the noise level of the previous evaluation
         self._kept = True  # whether all noise levels so far are in the schedule
         self._reported: int | None = None  # the last step that was reported
-        self._wraps = _wraps_known(sampler)
+        # Whether another pack wraps a sampler that evaluates once a step, to change only the model's noise levels.
+        self._wraps = list(map(_keeps_to_schedule, _wrapped_by(sampler))) == [True]
         # Evaluations since the last report, and between the last two reports.
         self._since, self._each = 0, int(self._wraps)
         self._reports = bool(self._sigmas)
 
     def measures_noise(self, kv_cache: bool) -> bool:
         """Return whether the new noise of each step has to be measured. kv_cache: whether the run has a KV cache."""
-        function = getattr(self._sampler, "sampler_function", None)
-        draws = kv_cache and getattr(function, "__name__", "") in _DRAWS_NOISE
-        return draws or not (self._counted and _keeps_to_schedule(self._sampler))
+        return not self._keeps or (kv_cache and self._name in _DRAWS_NOISE)
 
     def next(self, timestep: Tensor) -> None:
-        """Begin an evaluation at this noise level."""
-        self._evaluation += 1
+        self.evaluation += 1
         self._since += 1
         self._given, self._at = timestep, None
 
@@ -130,18 +122,17 @@ class SigmaTracker:
         """Return the position of the sampler in its schedule. timestep: noise level of the model call, (B,). If it is
         not the sampler's own tensor, as with some guidance, its value is read."""
         mine = timestep is self._given
-        if mine and self._evaluation < len(self._scheduled):
-            self._taken[self._evaluation] = timestep.detach().flatten()[:1]
-            sigma = self._scheduled[self._evaluation]
-            return SigmaStep(sigma, self._evaluation, sigma)
+        if mine and self.evaluation < len(self._scheduled):
+            self._taken[self.evaluation] = timestep.detach().flatten()[:1]
+            sigma = self._scheduled[self.evaluation]
+            return SigmaStep(sigma, self.evaluation, sigma)
         if mine and self._at is not None:
             return self._at
         given = float(timestep.detach().flatten()[0])
-        if self._evaluation < 0 or self._scheduled or not self._sigmas:
+        if self.evaluation < 0 or self._scheduled or not self._sigmas:
             return SigmaStep(given, None, given)
         if not mine and self._at is not None:
             return self._at._replace(model_sigma=given)
-        self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
         # Limit the sampler's noise level to its step, because another node may have changed that of the model.
@@ -156,12 +147,12 @@ class SigmaTracker:
         by_sigma = step_at(self._sigmas, given)
         if self._reported is None and self._reports:
             if self._wraps:
-                return min(self._evaluation, len(self._sigmas) - 1)
+                return min(self.evaluation, len(self._sigmas) - 1)
             # A noise level that is not in the schedule comes from another node, and a low one does not mean a late
             # step: limit the step by the count of evaluations. Samplers that skip steps use levels of the schedule.
             self._kept &= any(abs(sigma - given) <= 1e-3 * sigma for sigma in self._sigmas)
             if not self._kept:
-                by_sigma = min(by_sigma, self._evaluation - self._repeated)
+                by_sigma = min(by_sigma, self.evaluation)
         if not self._reports or self._since > max(3, self._each + 1):
             return by_sigma
         if self._reported is None:
@@ -178,8 +169,7 @@ class SigmaTracker:
         return again and self._sigmas[following] != self._sigmas[following - 1]
 
     def check(self) -> None:
-        """Warn if the sampler left its schedule. Call this method at the end of a run, when reading a value no longer
-        delays the device."""
+        """Warn if the sampler left its schedule; called when reading a value no longer delays the device."""
         if not self._taken:
             return
         scheduled = torch.tensor([self._scheduled[n] for n in self._taken])
@@ -189,38 +179,36 @@ class SigmaTracker:
             logging.warning(
                 "ToMA: the sampler %s left its schedule, which it was not known to do: some steps were merged by the "
                 "settings of their neighbours. Please report it.",
-                self._sampler.sampler_function.__name__.removeprefix("sample_"),
+                self._name.removeprefix("sample_"),
             )
 
 
 def enlarges(sampler: Any) -> bool:
     """Whether a sampler, or a sampler that it wraps, enlarges errors of the model's predictions."""
+    name = _name_of(sampler)
+    guided = bool((getattr(sampler, "extra_options", None) or {}).get("cfg_pp")) and f"{name}_cfg_pp" in _ENLARGES
+    return name in _ENLARGES or guided or any(map(enlarges, _wrapped_by(sampler)))
+
+
+def _name_of(sampler: Any) -> str:
+    return str(getattr(getattr(sampler, "sampler_function", None), "__name__", ""))
+
+
+def _wrapped_by(sampler: Any) -> list[Any]:
+    """Return the samplers that another pack's sampler wraps."""
     options = getattr(sampler, "extra_options", None) or {}
-    inner = [value for value in options.values() if isinstance(value, KSAMPLER)]
-    name = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
-    guided = bool(options.get("cfg_pp")) and f"{name}_cfg_pp" in _ENLARGES
-    return name in _ENLARGES or guided or any(map(enlarges, inner))
+    return [value for value in options.values() if isinstance(value, KSAMPLER)]
 
 
 def _keeps_to_schedule(sampler: Any) -> bool:
-    """Whether a sampler evaluates once a step, at the sigmas of its schedule: an unchanged sampler of ComfyUI, with
-    options that do not change when it evaluates."""
+    """Whether an unchanged sampler of ComfyUI evaluates once a step, at the sigmas of its schedule."""
     if type(sampler) is not KSAMPLER:
         return False
-    function, options = sampler.sampler_function, sampler.extra_options or {}
-    name = getattr(function, "__name__", "")
+    function, options, name = sampler.sampler_function, sampler.extra_options or {}, _name_of(sampler)
     if name not in ONCE_A_STEP or vars(k_diffusion).get(name) is not function or not _is_comfyuis(function):
         return False
     known = signature(function).parameters
     return all(o in _PASSIVE or (o in known and _equal(value, known[o].default)) for o, value in options.items())
-
-
-def _wraps_known(sampler: Any) -> bool:
-    """Whether another pack's sampler wraps a sampler that evaluates once a step. The wrapper is assumed to change only
-    the noise levels that the model gets."""
-    options = getattr(sampler, "extra_options", None) or {}
-    inner = [value for value in options.values() if isinstance(value, KSAMPLER)]
-    return len(inner) == 1 and _keeps_to_schedule(inner[0])
 
 
 def _equal(a: Any, b: Any) -> bool:

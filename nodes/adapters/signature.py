@@ -132,8 +132,8 @@ class BlockSignature:
         return self._text(call_args) if self.text_first else 0
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each attention of the block to the image, in order, by which numbers it differs from others: of
-        keys before the image, of all keys and, if queries are other tokens, of queries."""
+        """Return for each attention of the block to the image, in order: the number of keys before the image, that of
+        all keys and, if queries are other tokens, that of queries. Attentions are recognized by these numbers."""
         tokens = self._text(call_args) + int(self.tokens(call_args).shape[1])
         return ((self.attention_offset(call_args) + before, tokens),)
 

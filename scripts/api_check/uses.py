@@ -270,8 +270,6 @@ def _wrappers(tree: ast.AST) -> dict[str, str]:
             name = ast.unparse(node.func)
             if name.endswith("add_wrapper_with_key"):
                 pairs = [(node.args[0], node.args[2])]
-            elif name == "_wrap_first":
-                pairs = [(node.args[1], node.args[2])]
         for kind, function in pairs:
             text = str(kind.value) if isinstance(kind, ast.Constant) else ast.unparse(kind)
             if text.startswith("WrappersMP.") or text.isupper():
@@ -282,20 +280,12 @@ def _wrappers(tree: ast.AST) -> dict[str, str]:
 def _read_wrapper(function: ast.FunctionDef, use: Use) -> None:
     first = 1 if function.args.args[:1] and function.args.args[0].arg == "self" else 0
     use.places = max(use.places, len(function.args.args) - first - 1)
-    counted = {
-        pair: [ast.literal_eval(each) for each in source.elts]
-        for node in ast.walk(function)
-        if isinstance(node, ast.comprehension) and isinstance(node.iter, ast.Call)
-        if ast.unparse(node.iter.func) == "enumerate" and isinstance(source := node.iter.args[0], ast.Tuple)
-        for pair in [ast.unparse(node.target).strip("()")]
-    }
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("argument", "with_argument"):
-            place, name = node.args[2:4]
-            if isinstance(place, ast.Constant) and isinstance(name, ast.Constant):
-                use.read.add((int(str(place.value)), str(name.value)))
-            else:
-                use.read.update(enumerate(counted.get(f"{ast.unparse(place)}, {ast.unparse(name)}", [])))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "arguments":
+            use.read |= {(ast.literal_eval(each.value), each.arg) for each in node.keywords if each.arg}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "with_argument":
+            place, name = map(ast.literal_eval, node.args[2:4])
+            use.read.add((place, name))
 
 
 def files_of(root: Path) -> list[Path]:

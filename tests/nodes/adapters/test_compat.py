@@ -74,8 +74,10 @@ def test_errors_of_others_go_through() -> None:
     with pytest.raises(RuntimeError, match="no memory"), contract.require_api("a hook"):
         raise RuntimeError("no memory")
     with pytest.raises(contract.UnsupportedApiError, match=r"^a hook: 'sigmas'$"), contract.require_api("a hook"):
-        contract.argument((1, 2), {}, 3, "sigmas")
-    assert contract.argument((1, 2), {}, 1, "x") == contract.argument((), {"x": 2}, 1, "x") == 2
+        contract.arguments((1, 2), {}, sigmas=3)
+    assert (
+        contract.arguments((1, 2), {"y": 3}, x=1, y=2) == contract.arguments((), {"x": 2, "y": 3}, x=1, y=2) == [2, 3]
+    )
 
 
 def test_same_warning_once(warnings: Any) -> None:

@@ -149,17 +149,6 @@ def test_what_is_gone_leaves_the_model_as_it_was(
     assert torch.equal(sample(model), plain)
 
 
-@every_kind
-def test_without_a_count_of_evaluations_sigmas_are_read(
-    monkeypatch: Any, attach: Any, warnings: Any, model: Any
-) -> None:
-    merged = sample(attach(model))
-    with monkeypatch.context() as later:
-        remove(later, model, "PREDICT_NOISE")
-        assert torch.equal(sample(attach(model)), merged)
-    assert warnings() == []
-
-
 @pytest.fixture
 def without_flux(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
     """Load a second copy of the pack, for which ComfyUI's Flux model does not exist. Yield the copy's name."""

@@ -44,6 +44,8 @@ def prepared(evaluation: Any, batch: int = 2, **signature: Any) -> Any:
 def test_a_full_step_caches_its_residual_in_new_tensors() -> None:
     evaluation = evaluate(full_step_interval=2)
     assert evaluation.refreshes
+    evaluation.run.coverage.begin({}, pack_module("toma_core.coverage").Origin(0, 3.0, None, (0,)), 2)
+    evaluation.run.coverage.refresh()
     site, x = prepared(evaluation), torch.randn(2, TOKENS, 8)
     assert site.destinations == TOKENS
     reduced = site.enter(x)
