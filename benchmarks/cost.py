@@ -170,6 +170,10 @@ def count(
             change = pack_module("toma_core.latent_regression").LatentChange(x, x) if regression else None
             # `pictures` stands for the prediction of the previous step.
             evaluation = pack_module("toma_core").Evaluation(run, decision, pictures=pictures, change=change)
+            origin = pack_module("toma_core.coverage").Origin(step, step, None, ())
+            run.coverage.begin({}, origin, run.schedule.cache_steps)
+            if evaluation.refreshes:
+                run.coverage.refresh()
         chosen = () if evaluation is None else find(model).select(x, evaluation, options, None, references)
         with torch.no_grad(), hooks.installed(chosen):
             model(latents, t, context=context, **given, transformer_options=dict(options))
