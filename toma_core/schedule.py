@@ -20,6 +20,10 @@ RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 # A run "begins flat" if it has at most _FLAT_STEPS steps and the first two lower sigma by less than the _FLAT_SHARE.
 _FLAT_STEPS, _FLAT_SHARE = 8, 0.015
 
+# Runs with more steps than this have two full steps at the beginning, because the second step may still change the
+# composition. In shorter runs a full second step costs more than it mends (benchmarks/results/fidelity/trials.md).
+_SHORT = 12
+
 # Generation number of plans made once a run: an even number, because odd generations have shifted windows.
 LASTING = 1 << 40
 
@@ -122,12 +126,19 @@ class Schedule:
         following = (*self.sigmas, 0.0)[min(step + 1, len(self.sigmas))]
         return 1 - following / self.sigmas[0] if self.sigmas and following <= self.sigmas[0] else 1.0
 
-    def _is_full(self, step: int, age: int) -> bool:
+    def _since_full(self, step: int) -> int:
+        """Return the number of steps since the last step that `full_step_interval` makes full."""
+        first = self.span[0]
+        if step > first == 0 and len(self.sigmas) > _SHORT and not self.continues_run:
+            first = 1
+        return max(0, step - first) % self.config.full_step_interval
+
+    def _is_full(self, step: int) -> bool:
         """Return whether `full_step_interval` makes a step full. If a run begins flat, its full steps, except for the
         first, are at its end."""
         every, last = self.config.full_step_interval, len(self.sigmas) - 1
         if not self.begins_flat:
-            return age % every == 0
+            return self._since_full(step) == 0
         return step == 0 or step >= last - len(range(every, last, every))
 
     @cached_property
@@ -144,8 +155,7 @@ class Schedule:
             return None
         every = self.config.full_step_interval
         if self.sigmas:
-            first = self.span[0]
-            begun = step - (step - first) % every + 1 if every and step >= first else step
+            begun = step - self._since_full(step) + 1 if every and step >= self.span[0] else step
             sigma = self.sigmas[min(begun, len(self.sigmas) - 1)]
         return next((ratios for above, ratios in self.ratio_schedule if sigma > above), self.ratio_schedule[-1][1])
 
@@ -175,7 +185,7 @@ class Schedule:
         # The first step is full because it decides the composition, the last because no later one can mend seams.
         steps = len(self.sigmas)
         counted = bool(config.full_step_interval and steps)
-        full = counted and self._is_full(step, age)
+        full = counted and self._is_full(step)
         # Merge the last step of the second half of a four-step run that two models share, with a KV cache: the half
         # would else merge no step, and has less error than three full steps (benchmarks/results/fidelity/trials.md).
         half = self.continues_run and steps == 2 and config.full_step_interval > 2 and bool(config.kv_cache)

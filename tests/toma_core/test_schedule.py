@@ -143,6 +143,30 @@ def test_modes_of_ten_steps(settings: dict[str, Any], given: dict[str, Any], exp
     assert modes(ten_steps(ToMAConfig(**settings), **given)) == expected
 
 
+@loop(
+    ("steps", "given", "expected"),
+    [
+        (12, {}, "rcccrcccrccf"),
+        (14, {}, "rrcccrcccrcccf"),
+        # The composition is older than the first step.
+        (14, {"continues_run": True}, "rcccrcccrcccrf"),
+        (14, {"sigma_start": 12.0}, "ffrcccrcccrccf"),
+    ],
+)
+def test_long_runs_begin_with_two_full_steps(steps: int, given: dict[str, Any], expected: str) -> None:
+    sigmas = tuple(float(steps - step) for step in range(steps))
+    schedule = Schedule(ToMAConfig(full_step_interval=4), sigmas, finishes=True, **given)
+    assert modes([schedule.decide(sigma) for sigma in sigmas]) == expected
+
+
+def test_in_long_runs_ratios_change_at_full_steps() -> None:
+    sigmas = tuple(float(14 - step) for step in range(14))
+    bands = (8.5, {"a": 0.25}), (0.0, {"a": 0.5})
+    plans = [Schedule(ToMAConfig(full_step_interval=4), sigmas, ratio_schedule=bands).decide(sigma) for sigma in sigmas]
+    assert [plan.ratio for plan in plans] == [0.25] * 5 + [0.5] * 9
+    assert [step for step, plan in enumerate(plans) if plan.mode is StepMode.REFRESH] == [0, 1, 5, 9, 13]
+
+
 # The manual sigmas of ComfyUI's template for the turbo LoRA of Qwen-Image 2.1.
 QWEN_TURBO = (1.0, 0.978, 0.954, 0.927, 0.895, 0.845, 0.705, 0.415)
 LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
