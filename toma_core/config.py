@@ -173,8 +173,7 @@ class ToMAConfig:
     )
     window_size: int = option(
         8,
-        "Side of a window in tokens; a stripe holds about its square. Selection in windows of twice the side takes "
-        "four times as long.",
+        "Side of a window in tokens. Selection in windows of twice the side takes four times as long.",
         (2, 64, 1),
     )
     sharpness: float = option(
