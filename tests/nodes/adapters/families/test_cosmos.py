@@ -8,8 +8,8 @@ import torch
 
 from scripts.comfy_pack import pack_module
 from testbed import models
-from tests.nodes.adapters.cards import balanced
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH, first_fixed
+from tests.nodes.adapters.helpers import balanced
 
 
 def test_presets_merge_a_video_of_a_picture(model_of: Any, stats_of: Any) -> None:

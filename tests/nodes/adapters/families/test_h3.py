@@ -12,8 +12,8 @@ from torch import Tensor
 
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.cards import balanced
 from tests.nodes.adapters.families.layouts import LAYOUTS, TEXT, errors, noise, prompts
+from tests.nodes.adapters.helpers import balanced
 
 HEIGHT, WIDTH, FRAMES = 12, 16, 5
 FRAME = HEIGHT // 2 * (WIDTH // 2)

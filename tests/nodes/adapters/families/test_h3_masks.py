@@ -14,7 +14,6 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.cards import balanced
 from tests.nodes.adapters.families.layouts import TEXT, noise
 from tests.nodes.adapters.families.test_h3 import (
     AUDIO,
@@ -26,6 +25,7 @@ from tests.nodes.adapters.families.test_h3 import (
     check_preset,
     sampled,
 )
+from tests.nodes.adapters.helpers import balanced
 
 Reason = pack_module("toma_core.reasons").Reason
 START, TOKENS = TEXT + AUDIO, FRAMES * FRAME

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from scripts.comfy_pack import pack_module
 from tests.loop import loop
-from tests.nodes.adapters.cards import balanced
 from tests.nodes.adapters.families.test_h3 import sampled
+from tests.nodes.adapters.helpers import balanced
 
 Reason = pack_module("toma_core.reasons").Reason
 STEPS, BLOCKS = 8, 4

@@ -8,8 +8,8 @@ import torch
 
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.cards import balanced
 from tests.nodes.adapters.families.layouts import errors, noise
+from tests.nodes.adapters.helpers import balanced
 
 FRAMES = 5
 SIZES = loop(("kind", "height", "width"), [("ltx_av", 6, 8), ("h3", 12, 16)])

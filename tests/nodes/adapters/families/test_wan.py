@@ -12,8 +12,8 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.cards import balanced
 from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, PREDICTED, WIDTH, first_fixed, noise
+from tests.nodes.adapters.helpers import balanced
 
 Reason = pack_module("toma_core.reasons").Reason
 

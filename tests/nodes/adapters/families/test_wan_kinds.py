@@ -12,8 +12,8 @@ import torch
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.cards import balanced
 from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH, current, first_fixed, noise
+from tests.nodes.adapters.helpers import balanced
 
 Reason = pack_module("toma_core.reasons").Reason
 
