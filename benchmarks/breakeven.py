@@ -1,10 +1,10 @@
 """Measure the number of tokens from which merging pays on this device: `python -m benchmarks.suite --only break-even`.
 
 This benchmark times chains of transformer blocks at both resolutions of SDXL, unmerged and merged, on token grids of
-growing side. The preset `balanced` makes one plan for several steps; one step's share of a plan's time is added to the
-merged time. Every grid is merged, however small, and the note of its row has the decision of Auto (`min_tokens` = 0).
-Auto is right if it merges exactly the grids with a speed-up above 1. On a CPU, the CPU time of the process is measured,
-so that other programs on the machine matter little.
+growing side. The preset `balanced` makes one plan for several steps. One step's share of a plan's time is added to the
+merged time. Every grid is merged, however small. The note of a row says whether Auto (`min_tokens` = 0) would merge the
+grid. Auto is right if it merges exactly the grids with a speed-up above 1. On a CPU, the CPU time of the process is
+measured, so that other programs on the machine matter little.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def stack(width: int, depth: int, dtype: torch.dtype, device: torch.device) -> l
 
 
 def _auto(x: Tensor, ratio: float) -> str:
-    """Return as text whether Auto would merge the tokens x: (B, N, C), from B conditions of one image."""
+    """Return as text whether Auto would merge the tokens x, (B, N, C), of B conditions of one image."""
     core = pack_module("toma_core")
     run = core.RunState(core.Schedule(core.ToMAConfig(ratio=ratio, min_tokens=0)))
     evaluation = core.Evaluation(run, run.schedule.decide(1.0), (None,) * len(x))

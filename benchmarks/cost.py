@@ -178,8 +178,8 @@ def count(
         with torch.no_grad(), hooks.installed(chosen):
             model(latents, t, context=context, **given, transformer_options=dict(options))
 
-    # Run uncounted steps first: they fill caches and do what a model does only in its first call. Without `plan` they
-    # include the step itself, to make its plans.
+    # Run uncounted steps first: they fill caches and do what a model does only in its first call. If `plan` is false,
+    # they include the counted step itself, which makes its plans uncounted.
     for before in range(1 if run is None else step if plan else step + 1):
         with meter:
             forward(before)

@@ -22,7 +22,8 @@ TABLES: dict[str, Callable[[], str]] = {}  # functions that return a table, by t
 
 
 def tabulated(*head: str) -> Callable[[Callable[[], Rows]], Callable[[], str]]:
-    """Return a decorator that adds a table of `TABLES`: the head, and the rows that the decorated function yields."""
+    """Return a decorator that adds a table to `TABLES`, with this head and the rows that the decorated function
+    yields."""
 
     def decorator(rows: Callable[[], Rows]) -> Callable[[], str]:
         TABLES[rows.__name__] = lambda: bench.markdown(head, rows())
@@ -134,7 +135,8 @@ def families() -> Rows:
 
 @tabulated("model", "references", "TFLOP", "not merged, 0.5", "0.75", "merged, 0.5", "0.75", "launches added then")
 def editing() -> Rows:
-    """Tabulate the FLOPs that merging saves with reference images, which are unmerged or merged."""
+    """Tabulate the FLOPs that merging saves with reference images, once with unmerged and once with merged
+    references."""
     for model in EDITORS:
         for references in (1, 2):
             shape = Shape(model, references=references)

@@ -110,8 +110,8 @@ def tokens(stats: Any) -> str:
 def available(
     chosen: Sequence[Variant], start: Callable[[Variant], Any], section: str, shape: Shape
 ) -> tuple[dict[Variant, Any], list[Row]]:
-    """Return what `start` returns for the unpatched model and for each variant, and a row for each variant for which it
-    raises."""
+    """Call `start` for the unpatched model and for each variant. Return the results, and a row for each variant for
+    which `start` raises an error."""
     started, rows = {}, []
     for variant in (UNPATCHED, *chosen):
         try:

@@ -28,7 +28,7 @@ from scripts.comfy_pack import pack_module
 from testbed import offline, stand_ins
 
 RESULTS = "hosttime"
-# Tokens of a picture whose windows are all full. A row has 5 windows, too many for plain PyTorch to merge in one
+# A grid of tokens that consists of complete windows. It has 5 windows, too many for plain PyTorch to merge in one
 # product.
 _GRID, _WINDOW, _CHANNELS = (2, 10), 2, 16
 _CALLS = 200

@@ -3,9 +3,9 @@ cache pays.
 
     python -m benchmarks.memory_table
 
-The pack plans the cache and ComfyUI estimates the memory, as on an NVIDIA card with PyTorch's attention, for models of
-real size without weights. The time of a step is computed, not measured: from its FLOPs, and from the bytes that cross
-the bus at the same time.
+The models have their real size, but no weights. The pack plans their caches and ComfyUI estimates their memory, as on
+an NVIDIA card with PyTorch's attention. The time of a step is computed, not measured: from its FLOPs, and from the
+bytes that cross the bus at the same time.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Choice:
 
     @property
     def advice(self) -> str:
-        """One word: "use"; "smaller" if the card has room for the cache of all blocks only at a smaller picture; "off"
-        if the run is hardly faster."""
+        """Return "off" if the run is hardly faster, "smaller" if the card has room for the cache of all blocks only at
+        a smaller picture, and otherwise "use"."""
         if self.faster < WORTHWHILE:
             return "off"
         return "smaller" if self.kind == "none" or self.skipped else "use"

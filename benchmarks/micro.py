@@ -3,9 +3,9 @@
 Every shape is timed in plain PyTorch, and with the Triton kernels if they run here. Calls cycle through more copies of
 their operands than the device's cache can hold. On a GPU, calls are replayed from a CUDA graph, which measures only GPU
 time; `host` rows time the call as a model makes it. The limit of a call is the least time in which the device can read
-and write its operands once and multiply, at the speeds of a large copy and a large matrix product measured at the
-start. A speed-up is not reported if results differ from fp32 PyTorch by more than rounding, or if the selected
-destinations are worse than those of the search in fp64.
+and write the operands once and multiply them. It follows from the speeds of a large copy and of a large matrix product,
+which are measured at the start. A speed-up is not reported if results differ from fp32 PyTorch by more than rounding,
+or if the selected destinations are worse than those of the search in fp64.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ SCALE = 300.0
 _REPLAYED = 60
 # Bytes of tokens that calls cycle through: several times the last-level cache of any card.
 _ROTATED = 300_000_000
-# Selected destinations are right if two conditions hold: their objective exceeds `_WORTH` times that of the search in
-# fp64, and they differ from that search (by ties in half precision) in less than the share `_APART` of windows.
+# Selected destinations are compared with those of a search in fp64. They are right if their objective exceeds `_WORTH`
+# times the search's objective, and if they differ (by ties in half precision) in less than the share `_APART` of
+# windows.
 _WORTH, _APART = 0.9999, 0.1
 
 
@@ -129,7 +130,7 @@ def picks_problem(picks: Tensor, x: Tensor, windows: Any, budget: Any) -> str:
 def operands(
     grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Operands], Any, Any]:
-    """Return copies of the operands, more than a cache holds, and the windows and budget."""
+    """Return more copies of the operands than a cache can hold, the windows, and the budget."""
     core = pack_module("toma_core.merge")
     layout, selection = pack_module("toma_core.windows"), pack_module("toma_core.selection")
     x = grid.tokens(batch, dtype, device)

@@ -35,7 +35,7 @@ def overhead() -> Rows:
     for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
         base = count(Shape(model))
         for granularity in ("block", "stack") if model == "flux" else ("module", "block", "stack"):
-            # With Triton each merge and each unmerge is one launch, so launches count the calls.
+            # With Triton each merge and each unmerge is one launch, so the number of launches is the number of calls.
             fused = count(Shape(model), by_toma(granularity=granularity), kernels=True).parts
             for kernels, by in ((True, "Triton"), (False, "PyTorch")):
                 merged = count(Shape(model), by_toma(granularity=granularity), kernels=kernels)
@@ -108,7 +108,7 @@ def planning() -> Rows:
     """Tabulate the cost of the balanced preset's plans, and the number of steps that share a plan."""
     for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
         every = counted.settings_of(model, "balanced").selection_interval
-        # Count a merged step, because a full step makes no plans if plans are made from its prediction.
+        # Count a merged step: a full step needs no plans of its own where plans are made from predictions.
         step = merged_steps(model, "balanced", cost.STEPS)[0]
         count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes the windows that the counts reuse
         for kernels, by in ((True, "Triton"), (False, "PyTorch")):

@@ -1,7 +1,7 @@
 """Time complete sampling runs through ComfyUI's sampler: unpatched, with ToMA, with step caches, and stacked.
 
 A run goes from the noise to the last latent and includes the cost of plans. Weights are random, so a step cache does
-not skip as many steps as in a trained model; the measured time is real. A speed-up is not reported if the output is
+not skip as many steps as in a trained model. The measured time is real. A speed-up is not reported if the output is
 broken or nothing was merged.
 """
 

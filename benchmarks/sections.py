@@ -162,7 +162,7 @@ def sdxl_rivals(suite: Suite) -> None:
 
 
 def compiled(suite: Suite) -> None:
-    """Measure torch.compile through ComfyUI's node, alone and with ToMA in both orders; results are written after each
+    """Measure torch.compile through ComfyUI's node, alone and with ToMA in both orders. Results are written after each
     variant."""
     compiler, merged = variants.compiled("eager" if suite.dry else "inductor"), suite.toma("stack")
     shape = suite.shape("sdxl", 1024, 2)
@@ -174,7 +174,7 @@ def compiled(suite: Suite) -> None:
 
 def kv_place(suite: Suite) -> None:
     """Measure a merged step with keys and values on the card and in main memory, in Flux.1 at 1024 and in a block of
-    LTX-2 at 1280 x 704 x 121; and the speed of copies."""
+    LTX-2 at 1280 x 704 x 121. Also measure the speed of copies."""
     suite.results.note(place.copy_speeds(suite.device, suite.dry))
     chosen = place.chosen(RATIO, **suite.more)
     suite.evaluations(suite.shape("flux", 1024), chosen, section="place", limit=suite.left() * 0.5)

@@ -179,8 +179,8 @@ def _todo_flux(model: Any, rows: int, columns: int) -> Any:
 
 
 def hypertile() -> Variant:
-    """Apply ComfyUI's own HyperTile node: tiles of 256 pixels at two resolutions, each time one of two tilings at
-    random."""
+    """Apply ComfyUI's own HyperTile node with tiles of 256 pixels at two resolutions. Each call uses one of two
+    tilings, chosen at random."""
     patch = core_node("nodes_hypertile", "HyperTile", 256, 2, 1, False)
     return Variant("HyperTile 256, depth 1", patch, "tiles queries, not keys and values")
 
@@ -189,8 +189,8 @@ def step_cache(name: str, threshold: float = 0.2) -> Variant:
     """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range."""
 
     def on_copies(model: Any) -> Any:
-        """Make the model copy its latent, because a skipped step of EasyCache adds to the latent in place, and in fp32
-        the latent is the sampler's own tensor."""
+        """Make the model copy its latent. A skipped step of EasyCache adds to the latent in place, and in fp32 the
+        latent is the sampler's own tensor."""
         from comfy.patcher_extension import WrappersMP
 
         def forward(executor: Any, x: Any, *args: Any, **kwargs: Any) -> Any:

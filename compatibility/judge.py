@@ -1,7 +1,7 @@
 """The checks that every row passes.
 
-1. With ToMA idle (nothing to merge) and off (outside of its steps), in either order of the nodes, the result is bit for
-   bit that of the feature without ToMA.
+1. If ToMA is idle (nothing to merge) or off (outside of its steps), the result is bit-identical to that of the feature
+without ToMA, in either order of the nodes.
 2. With ToMA on, the result is finite, has the shape of the result without ToMA, and does not depend on the order of the
    nodes. The report names the merged and the unmerged parts that the row expects.
 3. The feature still acts: it changes the latent in the same direction with merging as without.

@@ -36,8 +36,8 @@ Results = dict[str, Any]
 
 def recorded() -> Results:
     """Return the recorded results. `comfyui` and `torch`: versions. `rows`: for each feature and family, `cell` and
-    `unmerged` of the verdict; for a community pack also `tried`, its version and that of ComfyUI. `presets`: for each
-    preset, feature and family, whether the verdict equals that without a preset."""
+    `unmerged` of the verdict; for a community pack also `tried`, the versions of the pack and of ComfyUI. `presets`:
+    for each preset, feature and family, whether the verdict equals that without a preset."""
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
 
 

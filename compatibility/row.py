@@ -61,7 +61,8 @@ class Graph:
     without: Graph | None = None
     # Whether `without` turns the feature off, so that its result with ToMA must be exactly that of ToMA alone.
     off: bool = False
-    # Whether the change by the feature is compared; False if no graph lacks the feature, as for a choice of sampler.
+    # Whether the feature's change of the latent is compared. False if every graph has the feature, as with a choice of
+    # sampler.
     steered: bool = True
     # Settings with which ToMA alone must give exactly the result of ToMA with the feature.
     same_as: Mapping[str, Any] | None = None
@@ -87,7 +88,7 @@ class Graph:
 class Expected:
     """The expected report of ToMA."""
 
-    # Whether every block that ToMA alone merges is merged, at least in part; otherwise none is.
+    # True: every block that ToMA merges without the feature is merged, at least in part. False: no block is merged.
     merged: bool = True
     # Ids of the reasons why parts are not merged -> number of parts.
     unmerged: Mapping[str, int] = field(default_factory=dict)
@@ -112,7 +113,7 @@ MERGED = Expected()
 NONE = NotFor("-")
 NOT_TRIED = NotFor("not tried")
 # For rows whose graphs do the same on each model. To save time, they are not tried on Flux.2, whose text always has 512
-# tokens, and on Z-Image, the widest of the small models, which has the class of Lumina 2.
+# tokens, or on Z-Image, the widest of the small models. Z-Image and Lumina 2 have the same class.
 CHEAP: dict[str, Outcome] = {**dict.fromkeys(OTHERS, MERGED), "flux2": NOT_TRIED, "z_image": NOT_TRIED}
 CHEAP |= dict.fromkeys(SOUND, NOT_TRIED)
 FOR_UNETS = NotFor("for UNets")

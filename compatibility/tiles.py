@@ -19,9 +19,9 @@ def corners(side: int) -> list[tuple[int, int]]:
 def tiled(
     model: Any, tiles: Sequence[tuple[int, int]], at_once: int = 1, move: Callable[[int], int] = lambda _: 0
 ) -> Any:
-    """Return a clone of the model that is evaluated on tiles, as in MultiDiffusion: `at_once` tiles per batch, each
-    with all of its conditions, averaged where they overlap. move: returns by how many columns the latent is rolled in
-    the n-th evaluation, as in SpotDiffusion."""
+    """Return a clone of the model that is evaluated on tiles, as in MultiDiffusion. A batch has `at_once` tiles, each
+    with all of its conditions. Where tiles overlap, their outputs are averaged. move: returns the number of columns by
+    which the n-th evaluation rolls the latent, as in SpotDiffusion."""
     model, count = model.clone(), 0
 
     def evaluate(apply: Any, args: dict[str, Any]) -> Tensor:

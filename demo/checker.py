@@ -33,7 +33,7 @@ class Checker(nn.Module):
         widths = (3, 32, 48, 96, 128)
         stages: list[nn.Module] = []
         for narrow, wide in itertools.pairwise(widths):
-            # Convolutions are dense as long as small objects cover several cells, and grouped where there are many
+            # Convolutions are dense where small objects still cover several cells, and grouped where there are many
             # channels.
             groups = 1 if wide < 64 else wide // 8
             stages.append(
@@ -117,15 +117,15 @@ def accuracy(checker: Checker, image: torch.Tensor, scenes: list[Scene]) -> dict
 
 
 def frechet_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Compute the Frechet distance of two sets of features (n, d) and (m, d), fitted with Gaussians as in FID
-    (float64)."""
+    """Fit Gaussians to two sets of features, (n, d) and (m, d), and compute their Frechet distance in float64, as in
+    FID."""
     if a.shape[0] < 2 or b.shape[0] < 2:
         raise ValueError("a Frechet distance needs at least two pictures on each side")
     a, b = a.double(), b.double()
     cov_a, cov_b = torch.cov(a.T), torch.cov(b.T)
     values, vectors = torch.linalg.eigh(cov_a)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    # tr((A B)^1/2) is computed through the symmetric root(A) B root(A), whose eigenvalues are real.
+    # tr((A B)^1/2) is computed from the symmetric matrix root(A) B root(A), whose eigenvalues are real.
     cross = torch.linalg.eigvalsh(root @ cov_b @ root).clamp(min=0).sqrt().sum()
     return float((a.mean(0) - b.mean(0)).square().sum() + cov_a.trace() + cov_b.trace() - 2 * cross)
 
@@ -142,7 +142,8 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
         first = FIRST_TRAINING_SEED + step * batch
         scenes = [scene_from_seed(first + index) for index in range(batch)]
         image = render_batch(scenes)
-        # Add a little noise, as generated pictures have; otherwise the checker would judge noise, not content.
+        # Add a little noise, because generated pictures have some. Otherwise the checker would judge noise, not
+        # content.
         strength = 0.15 * torch.rand(batch, 1, 1, 1, generator=generator)
         image = (image + strength * torch.randn(image.shape, generator=generator)).clamp(-1, 1)
         truth = torch.tensor([scene.values() for scene in scenes])

@@ -24,7 +24,8 @@ PIXELS_PER_TOKEN = 4
 # Side of a frame in pixels: 16 x 16 tokens of 2 x 2 pixels.
 CLIP_SIZE = 32
 # Loss weight of shape and small objects relative to the background, for models with a weighted loss. Shape and objects
-# cover a fifth of a picture and would be learnt last at equal weight. The optimum does not depend on the weight.
+# cover a fifth of a picture and would be learnt last at equal weight. The network that minimises the loss does not
+# depend on the weights.
 THINGS_WEIGH = 5.0
 
 
@@ -46,8 +47,8 @@ class Plan:
     width: int = 128
     blocks: tuple[int, int] = (2, 5)
     token: int = PIXELS_PER_TOKEN
-    # Shares of steps with half-size scenes and with full pictures, before and after `late`; all other steps have crops.
-    # Wan has no crops: its shares are of single frames and of clips.
+    # Shares of steps with half-size scenes and with full pictures, before and after `late`. All other steps have crops.
+    # For Wan, which has no crops, they are the shares of single frames and of clips.
     early_shares: tuple[float, float] = (0.9, 0.05)
     late_shares: tuple[float, float] = (0.2, 0.6)
     late: float = 0.45
@@ -84,15 +85,16 @@ class View:
     offset: tuple[int, int] = (0, 0)
     # 2 for scenes at half the size, in which a token covers 2 x 2 tokens of the full grid; otherwise 1.
     scale: int = 1
-    # The flow's sigmas are sigmoid(normal(centre, 1.4)). Neighbouring pixels are redundant, so the scene is visible
-    # until sigma is nearly 1, and the prompt is learnt only above that sigma. Hence centres are far above 0.
+    # The flow's sigmas are sigmoid(normal(centre, 1.4)). Neighbouring pixels are redundant, so the scene stays visible
+    # in the noise until sigma is nearly 1. The prompt is learnt only where the scene is invisible. Hence centres are
+    # far above 0.
     centre: float = 2.0
 
     def rope_options(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the positions of the tokens for ComfyUI's Flux class.
 
         Positions are tensors, because torch.compile would recompile for every Python number. The position of a token in
-        a half-size scene is the centre of the 2 x 2 tokens that it replaces, at time 1 in place of 0.
+        a half-size scene is the centre of the 2 x 2 tokens that it replaces. Its time index is 1, not 0.
         """
         values = {
             "shift_y": self.offset[0] + (self.scale - 1) / 2,

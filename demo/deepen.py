@@ -40,7 +40,7 @@ def depths(names: Iterable[str]) -> dict[str, int]:
 
 
 def deepened(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return weights for a UNet with parameters `names`: the stacks of `weights`, each with as many blocks as before or
+    """Return weights for a UNet with parameters `names`. Its stacks are those of `weights`, with as many blocks or
     more."""
     names = list(names)
     before, after, found = depths(weights), depths(names), {}

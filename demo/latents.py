@@ -5,8 +5,8 @@ A picture is pixel-unshuffled by 2 into 12 channels and padded to the 16 channel
 attention.
 
 "Model space" is the input of the networks: the pixels themselves, in -1..1, with padding 0. "Latents" are the values of
-ComfyUI's LATENT type; ComfyUI converts them to model space by `latent_format.process_in`, and this module applies the
-inverse beforehand.
+ComfyUI's LATENT type; ComfyUI converts latents to model space by `latent_format.process_in`, so this module makes
+latents by the inverse.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def new_dit(
     """
     network = comfy.ldm.flux.model.Flux(dtype=torch.float32, operations=operations, **(config or DIT_CONFIG))
     # adaLN-Zero as in the DiT paper: every block starts as the identity. guidance_in stays exactly zero, because the
-    # model is not guidance-distilled; so the value of a FluxGuidance node has no effect.
+    # model is not guidance-distilled. So the value of a FluxGuidance node has no effect.
     zero = (
         "img_mod.lin",
         "txt_mod.lin",
@@ -172,7 +172,7 @@ def new_dit(
 def load_dit(path: str) -> Any:
     """Load the MODEL in a safetensors file of a DiT of any width and token size.
 
-    ComfyUI's own loader assumes tokens of 4 pixels and a head dimension of 128; models with other tokens or head
+    ComfyUI's own loader assumes tokens of 4 pixels and a head dimension of 128. Models with other tokens or head
     dimensions are built here.
     """
     weights = load_weights(path)
@@ -211,8 +211,8 @@ def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, tor
 def _widen_groups(network: nn.Module) -> nn.Module:
     """Set four groups in every GroupNorm, in place, and return the network.
 
-    ComfyUI's UNet always uses 32 groups, of ten or more channels in SDXL. In this UNet a group could be as small as two
-    channels, which would lose their mean and variance, and with them the colour of a flat background.
+    ComfyUI's UNet always uses 32 groups, of ten or more channels in SDXL. In this UNet a group could have only two
+    channels. Normalisation would remove their mean and variance, and with them the colour of a flat background.
     """
     for module in network.modules():
         if isinstance(module, nn.GroupNorm):
@@ -257,7 +257,7 @@ def new_wan(
 
 
 class ClipLatents(comfy.latent_formats.Flux):
-    """Latent format of clips: that of pictures, frame by frame."""
+    """Latent format of clips: each frame has the latent format of a picture."""
 
     latent_dimensions = 3
 

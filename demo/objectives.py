@@ -20,7 +20,7 @@ from .scenes import CANVAS, in_phrases, pooled_tokens, scene_tokens
 
 # Side of the picture that ComfyUI passes to SDXL: 8 times that of the latents, which are 64 x 64 in training.
 NOMINAL_SIZE = 512
-# Value of Flux's guidance for models that do not get the number of steps as their guidance, see `FewStepsObjective`.
+# Value of Flux's guidance input for models that do not read the number of steps from it, see `FewStepsObjective`.
 UNGUIDED = 3.5
 # Standard deviation of the flow's sigmas on the logit scale; `View.centre` is their centre.
 SPREAD = 1.4
@@ -65,8 +65,7 @@ class FluxCall:
 
 
 class WanCall(FluxCall):
-    """Call a Wan network. Wan has no input for the number of steps, which is passed as an additional token of the
-    prompt."""
+    """Call a Wan network. Wan has no input for the number of steps, so an additional token of the prompt encodes it."""
 
     @staticmethod
     def model_sampling() -> Any:
@@ -120,7 +119,7 @@ class FewStepsObjective:
         self.sigmas = {n: calculate_sigmas(sampling, "simple", n) for n in (*self.STEPS, 2 * self.STEPS[-1])}
 
     def loss(self, network: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the mean squared error over a batch; the first half learns 4 steps, the second 8."""
+        """Return the mean squared error over a batch. The first half of the batch learns 4 steps, the second half 8."""
         few, many = self.STEPS
         half = len(batch.quantile) // 2
         if 2 * half != len(batch.quantile):
@@ -167,10 +166,10 @@ class VelocityObjective:
     """V-prediction (Salimans and Ho 2022) on SDXL's schedule with zero terminal SNR: ComfyUI's V_PREDICTION and zsnr.
 
     The model sees (clean + sigma * noise) / sqrt(sigma^2 + 1) and predicts (noise - sigma * clean) / sqrt(sigma^2 + 1).
-    With epsilon prediction at sigma 15, an error of a hundredth of the noise would be a sixth of the picture. SDXL's
-    own schedule ends at sigma 15, where the layout of a scene is still visible in the noise. A model trained on this
-    schedule reads the layout from the noise and not from the prompt, and cannot start from pure noise (Lin et al. 2023,
-    "Common Diffusion Noise Schedules and Sample Steps are Flawed").
+    With epsilon prediction at sigma 15, an error of a hundredth of the noise would become an error of a sixth of the
+    picture. SDXL's own schedule ends at sigma 15, where the layout of a scene is still visible in the noise. A model
+    trained on this schedule reads the layout from the noise and not from the prompt, and cannot start from pure noise
+    (Lin et al. 2023, "Common Diffusion Noise Schedules and Sample Steps are Flawed").
     """
 
     def __init__(self, teacher: Callable[..., torch.Tensor] | None = None) -> None:

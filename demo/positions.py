@@ -1,7 +1,7 @@
 """Position encoding for the tiny UNet: sines over the picture, added to the output of its first convolution.
 
-SDXL infers positions from the zero padding of its convolutions, which takes more training than the demo has. The
-encoding is added by ComfyUI's own `input_block_patch`.
+SDXL learns to infer positions from the zero padding of its convolutions. This takes more training than the demo has. An
+`input_block_patch`, one of ComfyUI's own hooks, adds the encoding.
 """
 
 from __future__ import annotations

@@ -50,14 +50,14 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "word_place": ("top-left", "top-right", "bottom-left", "bottom-right"),
     "plate": ("light", "dark"),
 }
-# Attribute that another one can hide -> (the other attribute, the value of the other attribute that hides the first).
+# Attribute that another one can hide -> (the other attribute, the value with which it hides the first attribute).
 HIDDEN_BY: dict[str, tuple[str, int]] = {
     "texture_side": ("texture", 0),
     "object_count": ("objects", 0),
     "object_colour": ("objects", 0),
 }
-# Phrase of a prompt -> (its attributes, attributes outside the phrase that decide its position). Small objects are
-# drawn in the space that shape and word leave free.
+# Phrase of a prompt -> (the phrase's attributes, other attributes that decide the position of what it describes). Small
+# objects are drawn in the space that shape and word leave free.
 PHRASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "background": (("background", "gradient"), ()),
     "texture": (("texture", "texture_side"), ()),
@@ -171,8 +171,8 @@ def _shape_anchor(scene: Scene) -> tuple[float, float]:
 
 
 def _object_anchor(scene: Scene) -> tuple[float, float]:
-    """Return the centre (y, x) of the group of small objects: in a row without shape and word, opposite to the
-    shape."""
+    """Return the centre (y, x) of the group of small objects. It is in a row without shape and word, on the side
+    opposite to the shape."""
     row, column = divmod(scene.shape_cell, 3)
     y = 64.0 if row != 1 else (28.0 if scene.word_place >= 2 else 100.0)
     return y, (98.0, 30.0, 30.0)[column]
@@ -297,8 +297,8 @@ def _all_codes() -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def _codes() -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return one row per attribute value plus a last one for the empty prompt, and the index of each attribute's first
-    row."""
+    """Return a table of codes, and the index of each attribute's first row. The table has one row for each attribute
+    value, and a last row for the empty prompt."""
     sizes = [len(values) for values in ATTRIBUTES.values()]
     starts = tuple(sum(sizes[:index]) for index in range(len(sizes)))
     return _all_codes()[: sum(sizes) + 1], starts
@@ -336,8 +336,8 @@ def _belongs() -> torch.Tensor:
 def in_phrases(tokens: torch.Tensor) -> torch.Tensor:
     """Mix each token with the others of its phrase, as a text encoder would: (..., n * T, TEXT_DIM) -> the same shape.
 
-    Flux mixes its text tokens itself. A UNet only attends to text tokens: if one token encodes red and another one top
-    left, the UNet does not learn to draw red at the top left.
+    Flux mixes its text tokens itself. A UNet only attends to text tokens. If one token encodes "red" and another token
+    "top left", the UNet does not learn to draw red at the top left.
     """
     prompts = tokens.unflatten(-2, (-1, len(ATTRIBUTES)))  # there may be several prompts in a row
     return (_belongs().to(tokens) @ prompts).flatten(-3, -2)

@@ -64,8 +64,8 @@ def device_name() -> str:
 def demo_server(base: Path | None = None, port: int | None = None, listen: str | None = None) -> Iterator[ComfyServer]:
     """Run a server with the pack, the demo nodes and the demo checkpoint, and stop it at the end. listen: addresses of
     this machine to listen on in addition to 127.0.0.1, separated by commas."""
-    # Use PyTorch's attention: ComfyUI's default on the CPU works in slices and is several times slower, which would
-    # make ToMA look better.
+    # Use PyTorch's attention. ComfyUI's default on the CPU works in slices and is several times slower, so ToMA would
+    # seem to gain more.
     flags = ["--use-pytorch-cross-attention"]
     if listen:
         # List every address once, because ComfyUI does not start if one is listed twice.

@@ -56,8 +56,8 @@ def sampling_graph(
 
     Node ids are the same with and without the merge, so that the server does not load the model again. `merged` puts
     ToMA Advanced between loader and sampler, with `settings` on top of the balanced preset. On Flux the preset merges
-    only in runs of three or more steps. `full_step_interval=0` merges every step except the first, and with
-    `similarity_from="tokens"` also the first.
+    only in runs of three or more steps. `full_step_interval=0` merges every step but the first. With
+    `similarity_from="tokens"` in addition, the first is merged too.
     """
     model = ["loader", 0]
     graph: Graph = {

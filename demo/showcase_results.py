@@ -21,7 +21,7 @@ _PAPER, _INK = (34, 34, 36), (230, 230, 230)  # the colours of the report's pict
 _MARGIN, _CAPTION, _PANEL = 16, 30, 256
 _SHOWN = 4  # number of a case's pictures on the sheet
 _LINE = 18  # height of a line under a picture
-_BUSY = 1.5  # no speed-up is reported if those of single pairs differ by this factor
+_BUSY = 1.5  # no speed-up is reported if speed-ups of single pairs differ by this factor
 # The legend of the report's map of merged tokens, which on ComfyUI's page the node shows.
 _MAP = (
     "Dots are destination tokens, the patch around each is merged into it, black lines are windows.",
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def draws(self) -> bool:
-        """Return whether the case's pictures show a scene: at sizes other than that of training they are noise."""
+        """Return whether the case's pictures show a scene. At sizes other than the training's they are noise."""
         return self.kind.trained and self.pixels == CANVAS
 
     @property

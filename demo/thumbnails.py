@@ -103,8 +103,8 @@ def main() -> None:
 
 
 def chain(workflow: dict[str, Any]) -> list[str]:
-    """Return the labels of the nodes that the model passes, in order; repeated labels appear once, with their
-    number."""
+    """Return the labels of the nodes that the model passes, in order. A repeated label appears once, with its number of
+    repetitions."""
     labels = [
         next((label for start, label in _CALLED.items() if node["type"].startswith(start)), "")
         for node in sorted(workflow["nodes"], key=lambda node: node["order"])
@@ -150,7 +150,8 @@ def merged_steps(name: str) -> list[list[bool]]:
         sigmas = [1 - step / steps for step in range(steps)]
         if listed:
             sigmas = [float(sigma) for sigma in listed[index].split(",")][:steps]
-        # Runs with listed sigmas are separate stages; all other runs share one schedule, like the two models of a clip.
+        # Runs with listed sigmas are separate stages. All other runs share one schedule, as the two models of Wan 2.2
+        # do.
         ends, continues = bool(listed) or index == len(thumbnail.runs) - 1, not listed and index > 0
         schedule = Schedule(config, tuple(sigmas), finishes=ends, continues_run=continues)
         runs.append([schedule.decide(sigma, step).mode.merges for step, sigma in enumerate(sigmas)])

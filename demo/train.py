@@ -1,7 +1,7 @@
 """Train the tiny models: `python -m demo.train dit|unet|wan [--steps N] [--minutes M] [--resume] [--seed S]`.
 
 Every step seeds its random numbers with (seed, step), so a resumed run equals an uninterrupted one. Most early steps
-use scenes at half the size, or crops with their positions (each with a quarter of a full picture's tokens); most late
+use scenes at half the size, or crops with their positions. Both have a quarter of a full picture's tokens. Most late
 steps use full pictures of 128 x 128.
 """
 
@@ -96,11 +96,11 @@ class Trainer:
         batch = batch.to(self.device)
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = self.plan.lr_at(self.step) * group["share"]
-        # On a CPU, compute attention by plain products: with fused attention, whose backward pass is slower, a step
+        # On a CPU, compute attention by plain products. The backward pass of fused attention is slower, so that a step
         # takes a third longer.
         plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
-        # Do not cache casts: weights that are cast without gradients for the teacher would be reused where gradients
-        # are needed.
+        # Do not cache casts. Otherwise weights that were cast without gradients for the teacher would be reused where
+        # gradients are needed.
         with plain, torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
             loss = self.objective.loss(self.forward, batch)
         loss.backward()
@@ -132,8 +132,8 @@ class Trainer:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Resume from a file that `save` wrote; if the plan's number of steps has changed since, the cool-down
-        moves."""
+        """Resume from a file that `save` wrote. If the plan's number of steps has changed since, the learning rate's
+        cool-down moves."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         if state["plan"]["kind"] != self.plan.kind or state["plan"]["seed"] != self.plan.seed:
             raise ValueError(

@@ -53,8 +53,8 @@ def draw_clips(
     """Sample one latent per clip: (len(clips), 16, FRAMES, h, w), float32 on the CPU. `seeds` gives each clip its
     noise.
 
-    model_steps: see `clip_conditioning`. runs: number of consecutive sampler runs that share the schedule, as Wan 2.2
-    has one model for high noise and one for low noise.
+    model_steps: see `clip_conditioning`. runs: number of consecutive sampler runs that share the schedule. Wan 2.2
+    needs two: one model is for high noise, one for low noise.
     """
     results, how = [], DEFAULTS["wan"]
     for start in range(0, len(clips), batch):

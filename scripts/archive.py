@@ -1,7 +1,7 @@
 """Make the archive that the Comfy Registry and Manager install: `python -m scripts.archive`.
 
-It is made by the commands of comfy-cli that publishing also uses: `comfy node validate` checks for everything that the
-registry would refuse, and `comfy node pack` zips the files that git tracks, except those that `.comfyignore` names.
+Publishing uses the same two commands of comfy-cli. `comfy node validate` checks for everything that the registry would
+refuse. `comfy node pack` zips the files that git tracks, except those that `.comfyignore` names.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _comfy_node(command: str, root: Path) -> str:
 
 
 def project(root: Path, key: str) -> str:
-    """Return a string of the [project] table of pyproject.toml, by a regular expression, because Python 3.10 has no
-    TOML reader. Raises SetupError if the key is missing."""
+    """Return a string of the [project] table of pyproject.toml. It is found by a regular expression, because Python
+    3.10 has no TOML reader. Raises SetupError if the key is missing."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(rf'^{key} = "(.+?)"', text, re.MULTILINE)
     if found is None:

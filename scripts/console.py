@@ -39,8 +39,8 @@ def run_stage(
 ) -> bool:
     """Run one long command with a progress line, and return whether it succeeded.
 
-    The output of the command goes to `log`. The progress line shows elapsed time and status; on a terminal the line is
-    overwritten, elsewhere it is printed every 15 seconds. If the command fails, the end of the log is printed. status:
+    The output of the command goes to `log`. The progress line shows elapsed time and status. On a terminal the line is
+    overwritten. Elsewhere it is printed every 15 seconds. If the command fails, the end of the log is printed. status:
     returns the text of the status, given the lines of the log.
     """
     say(f"==> {title}")

@@ -18,8 +18,8 @@ from scripts.console import SetupError, run_stage, say
 from scripts.pip_progress import pip_status
 from scripts.venv import make_venv
 
-# Versions that work together and can be imported on Linux. With a newer torch, this torchaudio cannot be imported: it
-# checks the CUDA version of torch.
+# Versions that work together and can be imported on Linux. This torchaudio checks torch's CUDA version when it is
+# imported, and fails with a newer torch.
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 TORCH_PYTHONS = "3.10 to 3.14"
 MARKER = ".complete"
@@ -34,7 +34,7 @@ def ensure(comfyui: ComfyUI) -> Path:
     """Return the Python of the environment for this ComfyUI; the environment is made at first use.
 
     `TOMA_PYTHON` names an interpreter that is used unchanged. Otherwise the environment lies in the cache, named by a
-    hash of its requirements and the Python version. The environment's marker file is written last; if the marker is
+    hash of its requirements and the Python version. The environment's marker file is written last. If the marker is
     missing, the set-up starts again.
     """
     chosen = os.environ.get("TOMA_PYTHON")
@@ -132,8 +132,8 @@ print("Python %s | torch %s | %s" % (platform.python_version(), torch.__version_
 
 
 def _pip_options(folder: Path) -> list[str]:
-    """Return options for pip, without its cache if the disk is only just large enough. Raises an error if the disk is
-    too small."""
+    """Return options for pip. If the disk is only just large enough, they switch off pip's cache. Raises an error if
+    the disk is too small."""
     free = _free_gb(folder)
     if free < NEEDED_GB:
         raise SetupError(

@@ -33,7 +33,8 @@ FOLDERS = (
 FILES = ("*.py", "requirements.txt", "LICENSE")
 EMPTY = ("models", "input", "output", "custom_nodes")
 LARGEST = 60_000
-# Packages have the versions in ComfyUI's requirements; the versions below are for packages without one there.
+# Packages have the versions that ComfyUI's requirements name. The versions below are for packages without a version
+# there.
 PACKAGES = {"comfy-kitchen": "", "comfy-aimdo": "", "torchsde": "==0.2.6", "trampoline": "==0.1.2"}
 GLIBC = ("2_28", "2_27", "2_24", "2_17")
 

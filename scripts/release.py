@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def notes(tag: str, root: Path = ROOT) -> str:
-    """Return the changelog of the version X.Y.Z that the tag vX.Y.Z names. Raises SetupError if pyproject.toml has
+    """Return the changelog of the version that the tag names: X.Y.Z for vX.Y.Z. Raises SetupError if pyproject.toml has
     another version, or if the changelog has no text under `## [X.Y.Z] - date`."""
     version = project(root, "version")
     if tag != f"v{version}":

@@ -1,8 +1,8 @@
 """Type-check the checkout.
 
-The root of the checkout is itself a package whose folder may have any name, and `nodes/` reaches `toma_core/` through
-it (`from ..toma_core import ...`), as required inside ComfyUI. mypy needs a name for this root, so the pack is checked
-through a link called `toma_pack`, and all other folders at their paths.
+The root of the checkout is itself a package, whose folder may have any name. `nodes/` reaches `toma_core/` through this
+root (`from ..toma_core import ...`), as ComfyUI requires. mypy needs a name for the root, so the pack is checked
+through a link called `toma_pack`. All other folders are checked at their paths.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Full-size models: widths, depths and inputs of the checkpoints, from comfy/model_detection.py, or as published if
-that file reads the sizes from the weights."""
+"""Full-size models: widths, depths and inputs of the checkpoints. They come from comfy/model_detection.py. Where that
+file reads a size from the weights, the published size is used."""
 
 from __future__ import annotations
 

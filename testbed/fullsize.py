@@ -15,7 +15,7 @@ from testbed.model_spec import ModelSpec
 # Length of a row of noise from which every weight is cut, because drawing 2.6 billion numbers would take minutes.
 _NOISE = 1 << 24
 
-# Model without a small model in testbed.models -> the small model that stands in for it.
+# Full-size model without a small version in testbed.models -> the small model that stands in for it.
 _LIKE = {"klein": "flux2"}
 # Number of text tokens, their width, and the width of the pooled vector of the small models in testbed.models. Only
 # SDXL's vector has its full width.
@@ -124,8 +124,8 @@ def patcher(
     blocks: tuple[int, ...] | None = None,
     seed: int = 0,
 ) -> Any:
-    """Return a `ModelPatcher` around a model of `SPECS` at full width, with these numbers of blocks of each kind (None:
-    all blocks); or around its tiny model, on the CPU in fp32."""
+    """Return a `ModelPatcher` around a model of `SPECS` at full width. If `tiny`, return one around the model's small
+    version, on the CPU in fp32. blocks: number of blocks of each kind, None for all blocks."""
     if tiny:
         return models.unet() if name == "sdxl" else models.TRANSFORMERS[_LIKE.get(name, name)]()
     from comfy.model_patcher import ModelPatcher
@@ -139,7 +139,7 @@ def patcher(
 
 
 def _fill(model: Any, device: torch.device, seed: int) -> None:
-    """Fill in random weights, drawn on the CPU so that they are the same for all devices; a model on the meta device
+    """Fill in random weights, drawn on the CPU so that they are the same for all devices. A model on the meta device
     gets no weights."""
     if device.type == "meta":
         model.diffusion_model.requires_grad_(False)

@@ -35,8 +35,8 @@ def high_frequency_energy(image: Tensor) -> Tensor:
 
 
 def seam_energy(image: Tensor, window: int, token: int = PIXELS_PER_TOKEN) -> Tensor:
-    """Compute the mean squared difference of neighbouring pixels across window borders, divided by that across the
-    token borders inside windows: (n, 3, H, W) -> (n,).
+    """Compute the mean squared difference of neighbouring pixels across window borders, and divide it by the same
+    difference across the token borders inside windows: (n, 3, H, W) -> (n,).
 
     A value of 1 means that window borders are as smooth as token borders. window: side of a window in tokens. token:
     side of a token in pixels.

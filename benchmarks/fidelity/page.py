@@ -20,8 +20,8 @@ RESULTS = Path("benchmarks/results/fidelity")
 PAGE, TABLES, GAINED = Path("docs/fidelity.md"), RESULTS / "tables.md", RESULTS / "calibrated.md"
 IMAGES = PAGE.parent / "images"
 CALIBRATIONS, SAMPLER_ROWS = "calibrated.json", "samplers.json"
-# Model in the head of a table, such as "| DiT, 8 steps | error | ..." -> start and end of the name of its result file,
-# here dit-8steps-128px-22x3.json.
+# Model in the head of a table -> start and end of the name of the table's result file. For example, the results of the
+# table "| DiT, 8 steps | error | ..." are in dit-8steps-128px-22x3.json.
 MODELS = {
     "DiT": ("dit", "128px-22x3"),
     "Few-step DiT": ("few", "64px-22x3"),
@@ -29,12 +29,12 @@ MODELS = {
     "Wan": ("wan", "report"),
 }
 HEAD = re.compile(rf"\| ({'|'.join(MODELS)}), (\d+) steps \| error \|")
-# Head of a table of advice for N steps: "| DiT | setting | error | ...", with a row "| 4 steps | balanced | ...". A row
-# names a setting by the end of its name in the results. Columns that are not in FORMATS stay unchanged.
+# Head of a table of advice: "| DiT | setting | error | ...". A row, "| 4 steps | balanced | ...", has a number of steps
+# and the end of a setting's name in the results. Columns that are not in FORMATS stay unchanged.
 ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| error \|")
-# Head of the table of calibrations: "| Deep UNet | `balanced` | calibrated | ...", with a row "| 4 steps | ...".
+# Head of the table of calibrations: "| Deep UNet | `balanced` | calibrated | ...". Its rows begin "| 4 steps | ...".
 GAINS = re.compile(r"\| Deep UNet \| `(\w+)` \| calibrated \|")
-# Head of the table of samplers: "| sampler | few-step DiT, 4 steps | ...", with a row "| `er_sde` | ...".
+# Head of the table of samplers: "| sampler | few-step DiT, 4 steps | ...". Its rows begin "| `er_sde` | ...".
 SAMPLERS = re.compile(r"\| sampler \| .*, \d+ steps \|")
 # Column of the table of samplers -> its run in `samplers.RUNS`.
 SAMPLED = {
@@ -141,7 +141,7 @@ def _sampler(shown: str, columns: list[dict[str, Any]]) -> str:
 
 
 def _answer(kind: str, pictures: str, line: str, columns: list[str], folder: Path) -> str:
-    """Return a row of a table of advice with its numbers renewed. Its first cell has the number of steps."""
+    """Return a row of a table of advice with its numbers renewed. The row's first cell has the number of steps."""
     steps, setting, *shown = _cells(line)
     rows = _rows(folder, f"{kind}-{steps.split()[0]}steps-{pictures}")
     plain = setting.strip("*")

@@ -33,7 +33,7 @@ def toma(**settings: Any) -> Patch:
 
 
 def preset(name: str, **settings: Any) -> Patch:
-    """Return a patch that applies a preset of ToMA, which also merges the grids of tiny models."""
+    """Return a patch that applies a preset of ToMA and lets it merge the small grids of tiny models."""
     return lambda model: variants.preset(name, **{"min_tokens": FEWEST, **settings}).patch(model)
 
 
@@ -56,8 +56,8 @@ def packed(patch: Patch) -> Patch:
 
 
 def tiny(model: Any) -> dict[str, Any]:
-    """Return settings for a tiny model. A tiny Flux skips its first block of each kind, which is about the share of
-    blocks that the real Flux skips."""
+    """Return settings for a tiny model. A tiny Flux skips its first block of each kind. The real Flux skips about the
+    same share of its blocks."""
     flux = type(model.model.diffusion_model).__name__ == "Flux"
     return {"min_tokens": FEWEST, **({"skip_first_blocks": 1} if flux else {})}
 

@@ -38,7 +38,7 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def read(self) -> dict[str, Any]:
-        """Return the content of the file; without rows if the file is missing or was measured under other
+        """Return the content of the file, or a content without rows if the file is missing or was measured under other
         conditions."""
         stored = json.loads(self.file.read_text()) if self.file.exists() else {}
         if stored.get("conditions") != asdict(self.conditions):

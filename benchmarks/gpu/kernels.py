@@ -1,8 +1,8 @@
-"""Check every Triton kernel on this device: against fp64, with NaN in free memory, and for bit-identical repetition.
-Count the launches that propagate a cached tensor.
+"""Check every Triton kernel on this device: compare it with fp64, fill free memory with NaN, and demand bit-identical
+results of a second call. Count the launches that propagate a cached tensor.
 
-The suite's section `kernels` has one row for each check, whose `gate` names a failure. In Triton's interpreter, on a
-CPU, only tiny cases run.
+The suite's section `kernels` has one row for each check. A failure is named in the row's `gate`. In Triton's
+interpreter, on a CPU, only tiny cases run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _B, _H, _F = torch.bfloat16, torch.float16, torch.float32
 _EPS = {_B: 4e-3, _H: 6e-4, _F: 2e-6}
 # Free bytes that are needed for tensors of more than 2^31 elements.
 _LARGE = 30e9
-# Number of a token's features in the regression (Flux's latent, its change, and 1), and of a head's rotated pairs.
+# Number of features of a token in the regression (Flux's latent, the latent's change, and 1), and number of rotated
+# pairs in a head.
 _FEATURES, _PAIRS = 129, 64
 
 

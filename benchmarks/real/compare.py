@@ -1,7 +1,7 @@
 """PSNR, SSIM and LPIPS of merged pictures against unmerged ones, and the means of each setting.
 
-PSNR needs only numpy; SSIM is that of scikit-image, LPIPS that of torchmetrics (AlexNet, whose weights are downloaded
-at first use). A metric whose library or weights are missing is left out with a note.
+PSNR needs only numpy. SSIM is computed by scikit-image, and LPIPS by torchmetrics (with AlexNet, whose weights are
+downloaded at first use). A metric whose library or weights are missing is left out with a note.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def loaded() -> tuple[dict[str, Score], list[str]]:
 
 
 def pairs_of(folder: Folder, jobs: Sequence[Job]) -> list[Pair]:
-    """Pair every picture with its unmerged counterpart, and every unmerged picture with that of the next seed."""
+    """Pair every merged picture with its unmerged counterpart, and every unmerged picture with the unmerged one of the
+    next seed."""
     twins = {(job.prompt, job.seed): folder.picture(job) for job in jobs if job.setting is None}
     found = []
     for job in jobs:
@@ -115,7 +116,7 @@ def pairs_of(folder: Folder, jobs: Sequence[Job]) -> list[Pair]:
 
 
 def measure(pairs: Sequence[Pair], metrics: dict[str, Score]) -> None:
-    """Write the metrics into the pairs of merged pictures and of other seeds."""
+    """Compute the metrics of all pairs of two different pictures, and write them into the pairs."""
     wanted = [pair for pair in pairs if pair.setting != UNMERGED]
     for number, pair in enumerate(wanted, 1):
         picture, twin = _pixels(pair.picture), _pixels(pair.twin)
@@ -131,7 +132,8 @@ def _pixels(path: Path) -> Array:
 
 
 def summarise(pairs: Sequence[Pair]) -> list[Summary]:
-    """Return one summary for each setting, the unmerged run first and the other seed last."""
+    """Return one summary for each setting. The first is of the unmerged run, the last of the comparison with another
+    seed."""
     groups: dict[str, list[Pair]] = {UNMERGED: []}
     for pair in sorted(pairs, key=lambda p: p.setting == OTHER_SEED):
         groups.setdefault(pair.setting, []).append(pair)

@@ -31,8 +31,8 @@ def runs(kit: Kit, graph: Graph) -> Graph:
     try:
         graph.run(kit, graph.patch(kit.model if graph.model is None else graph.model))
     except TypeError as error:
-        # Later releases of ComfyUI call functions that a pack replaces with arguments that the pack does not accept.
-        # Such a pack counts as absent; all other errors are raised.
+        # Packs replace functions of ComfyUI. Later releases of ComfyUI may pass arguments that a pack's function does
+        # not accept. Such a pack counts as absent. All other errors are raised.
         if "unexpected keyword argument" not in str(error):
             raise
         raise AbsentError(f"without ToMA, too, it fails in this ComfyUI: {error}") from None
@@ -81,7 +81,7 @@ def advanced_controlnet(kit: Kit) -> Graph:
 
 @row(GROUP, "GGUF: weights quantised to 8 bits (Q8_0)", pack="ComfyUI-GGUF")
 def gguf(kit: Kit) -> Graph:
-    """Write a GGUF file and load it with the pack's loader, into the pack's layers, which dequantise in their
+    """Write a GGUF file and load it with the pack's loader. The pack's layers dequantise the weights in their
     forward."""
     import comfy.model_patcher
 
@@ -112,7 +112,7 @@ def gguf(kit: Kit) -> Graph:
 
 @row(GROUP, "KJNodes: attention by SageAttention (its place taken by PyTorch's)", pack="ComfyUI-KJNodes")
 def kj_attention(kit: Kit) -> Graph:
-    """Use the pack's patch with PyTorch's attention as the library's function, because its kernels need a GPU."""
+    """Use the pack's patch with PyTorch's attention in place of the library's function, whose kernels need a GPU."""
     patch, library = community("ComfyUI-KJNodes")("PathchSageAttentionKJ"), ModuleType("sageattention")
 
     def sageattn(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str, **_: Any) -> Tensor:
@@ -149,8 +149,8 @@ def wavespeed(kit: Kit) -> Graph:
 
 @row(GROUP, "Tiled Diffusion (MultiDiffusion, Mixture of Diffusers, SpotDiffusion)", pack="ComfyUI-TiledDiffusion")
 def tiled_diffusion(kit: Kit) -> Iterator[Graph]:
-    """Use tiles of 16 x 16 latent pixels that overlap by 8. The result does not depend on the batch size, nor on the
-    order of tiles except for SpotDiffusion, where the last tile overwrites the others."""
+    """Use tiles of 16 x 16 latent pixels that overlap by 8. The result does not depend on the batch size. It depends on
+    the order of tiles only in SpotDiffusion, where the last tile overwrites the others."""
     pack = "ComfyUI-TiledDiffusion"
     patch = community(pack)("TiledDiffusion")
     code = importlib.import_module(f"{str(found(pack)).replace('.', '_x_')}.tiled_diffusion")

@@ -97,8 +97,8 @@ def multipliers(kit: Kit) -> Graph:
 
 @row(GROUP, "Hypernetwork", flux=FOR_UNETS)
 def hypernetwork(kit: Kit) -> Graph:
-    """Patch the layers on the text (48 wide) and on the finer resolution (64 wide): keys and values become different
-    tensors."""
+    """Patch the layers that read the text (48 wide) and those at the finer resolution (64 wide). Keys and values then
+    come from different tensors."""
 
     def layer(width: int) -> dict[str, Tensor]:
         return {"linear.weight": random(width, width, scale=0.05), "linear.bias": random(width, scale=0.1)}

@@ -7,8 +7,8 @@ imported.
 
 The exit code is 1 if merging stops because a part is *missing*, or because the pack's arguments *do not fit* it. *New*
 lists derived classes that the pack refuses until a family names them in `DERIVED`, and methods that run blocks but are
-not in `_LOOPS` of `nodes/adapters/family.py`. If the pack begins to use a part, a test asks for --write; releases whose
-folder is not given keep their entries.
+not in `_LOOPS` of `nodes/adapters/family.py`. If the pack begins to use a part, a test asks for --write. Releases that
+cannot be downloaded and whose folder is not given keep their entries.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Find the differences of a ComfyUI from the releases on which the pack was tried, and which of them stop merging."""
+"""Find how a ComfyUI differs from the releases on which the pack was tried, and which of the differences stop
+merging."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def write(known: Known, file: Path = FILE) -> None:
         for release in sorted(known[item], key=number_of):
             texts.setdefault(known[item][release], []).append(release)
         joined = {text: " ".join(releases) for text, releases in texts.items()}
-        # Leave out keys and traits that no release has: they are the pack's own.
+        # Leave out keys and traits that no release has, because they belong to the pack itself.
         if set(texts) != {GONE} or not item.startswith(("key ", "trait ")):
             lines.append(f"{json.dumps(item)}: {json.dumps(joined)}")
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -89,15 +90,15 @@ def newest(known: Known) -> str:
 
 
 def nearest(known: Known, version: str) -> str:
-    """Return the release with which a version is compared: this version if it is listed, else the next older one, or
-    the newest one for an unknown version."""
+    """Return the release with which a version is compared: this version if it is listed, otherwise the next older
+    release. For an unknown version, return the newest release."""
     older = [r for texts in known.values() for r in texts if number_of(r) <= number_of(version)]
     return max(older, key=number_of, default=newest(known))
 
 
 def differences(uses: Uses, facts: Facts, known: Known, release: str, folder: Path) -> list[Difference]:
-    """Return the differences between the facts of a folder and a release, the worst first. If the model of a family is
-    missing, nothing else is listed for the family."""
+    """Return the differences between the facts of a folder and those of a release, the worst first. If the model of a
+    family is missing, nothing else is listed for the family."""
     found, models = list[Difference](), {use.subject for use in uses.values() if use.kind == "derived"}
     missing = {family for family in models if facts[f"derived {family}"] == GONE}
     for item, use in uses.items():
@@ -136,7 +137,7 @@ def _kind(use: Use, before: str, now: str, folder: Path) -> Kind | None:
 
 
 def fits(use: Use, before: str, now: str) -> bool:
-    """Return whether the arguments that the pack passes or reads fit the ComfyUI, as far as signatures show."""
+    """Return whether the arguments that the pack passes or reads fit this ComfyUI. Only signatures are compared."""
     if use.kind == "block":
         forms = now.split("; ")
         return all("(" in form and any(stands_in(each, form) for each in use.stand_ins) for form in forms)
@@ -181,6 +182,6 @@ def _names(form: str) -> list[str]:
 
 
 def unknown_arguments(stand_ins: Iterable[StandIn], form: str) -> list[str]:
-    """Return the arguments of a block that no hook knows; if one of them has a value, the block runs unmerged."""
+    """Return the arguments of a block that no hook knows. If one of them has a value, the block runs unmerged."""
     known = frozenset[str]().union(*({*each.places, *each.required, *each.known} for each in stand_ins))
     return [name.strip("=*") for name in _names(form) if name.strip("=*") not in known and not name.startswith("*")]

@@ -1,5 +1,5 @@
-"""Read from the pack's families for which models and blocks of ComfyUI their hooks stand in, and which arguments the
-hooks know."""
+"""Read from the pack's families which models and blocks of ComfyUI have hooks that stand in for them, and which
+arguments these hooks know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from scripts.api_check.source import Found, Source
 from scripts.api_check.uses import OF_NODES, VARIABLES, StandIn, Uses, add, files_of, uses_in
 
 FAMILIES = "nodes.adapters.families"
-# Blocks of the UNet, and parts of blocks, which no `BlockGroup` lists -> the classes of the hooks that stand in.
+# Block that no `BlockGroup` lists (a block of the UNet or a part of a block) -> the classes of the hooks that stand in
+# for it.
 PARTS = {
     "unet SpatialTransformer.transformer_blocks": ("unet.Signature", "unet_layers.ByModule"),
     "unet BasicTransformerBlock.attn1": ("unet_layers.MergedAttention",),

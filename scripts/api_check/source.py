@@ -214,9 +214,9 @@ class Source:
         return None
 
     def classes_in(self, found: Found, owner: Found | None = None) -> list[Found]:
-        """Return the classes of the objects that a definition makes: the classes that its value calls or names, and
-        those of objects that the enclosing function appends to it. Parameters of the enclosing function are followed to
-        their defaults, and to the values that derived classes pass for them.
+        """Return the classes of the objects that a definition makes. These are the classes that the definition's value
+        calls or names, and the classes of objects that the enclosing function appends to it. Parameters of the
+        enclosing function are followed to their defaults, and to the values that derived classes pass for them.
 
         owner: the class that was looked up, which may be derived from the class with the definition.
         """

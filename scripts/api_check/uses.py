@@ -120,9 +120,9 @@ def _imports(tree: ast.AST, uses: Uses) -> Iterator[tuple[str, str]]:
 
 
 class _Reader(ast.NodeVisitor):
-    """Follow names through a module. The method `path` describes what an expression refers to by a dotted name; by ":"
-    and the class of an instance; by "." and the dotted name of an instance's attribute; or by "%" and the family, with
-    the attributes that lead from the family's model to the object."""
+    """Follow names through a module. The method `path` describes what an expression refers to in one of four ways: a
+    dotted name; ":" and the class of an instance; "." and the dotted name of an instance's attribute; or "%", a family,
+    and the attributes that lead from the family's model to the object."""
 
     def __init__(self, uses: Uses, known: dict[str, str], models: str, words: bool) -> None:
         self.uses, self.known, self.models, self.words = uses, known, models, words

@@ -27,7 +27,7 @@ def built(model: str, recognised: str, config: dict[str, Any], seed: int) -> Any
     """Return a ModelPatcher around `comfy.model_base.<model>`, set up as `comfy.supported_models.<recognised>`."""
     base, kind = classes_of(model, recognised)
     model_config = kind(config)
-    model_config.unet_config.update(config)  # overrides configs that fix the sizes of their only checkpoint
+    model_config.unet_config.update(config)  # needed where a config class fixes the sizes of its only checkpoint
     return patcher(base(model_config, device=torch.device("cpu")), seed)
 
 

@@ -24,8 +24,8 @@ def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> 
 
 
 def sample(model: Any, height: int = 32, width: int = 32, **options: Any) -> torch.Tensor:
-    """Sample a latent of `height` x `width` (in latent pixels) through ComfyUI's own sampler, see `sample_streams`;
-    return the first stream."""
+    """Sample a latent of `height` x `width` latent pixels through ComfyUI's own sampler, and return its first stream.
+    See `sample_streams`."""
     return sample_streams(model, height, width, **options)[0]
 
 
