@@ -108,7 +108,7 @@ def planning() -> Rows:
     """Tabulate the cost of the balanced preset's plans, and the number of steps that share a plan."""
     for model, name in (("sdxl", "SDXL"), ("flux", "Flux")):
         every = counted.settings_of(model, "balanced").selection_interval
-        # Count a merged step: a full step needs no plans of its own where plans are made from predictions.
+        # Count a merged step. Where plans are made from predictions, a full step makes no plans.
         step = merged_steps(model, "balanced", cost.STEPS)[0]
         count(Shape(model), by_preset("balanced"), plan=True, step=step)  # makes the windows that the counts reuse
         for kernels, by in ((True, "Triton"), (False, "PyTorch")):

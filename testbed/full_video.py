@@ -52,7 +52,7 @@ LTX_AV = ModelSpec(
     channels=128,
     pixel=32,
     video=True,
-    audio=lambda frames: (8, 8 * frames - 7, 16),  # the sound has as many positions as the video has frames
+    audio=lambda frames: (8, 8 * frames - 7, 16),  # the sound has one position for each frame of the decoded video
 )
 # MiniMax H3 in its pruned int8 checkpoint.
 H3 = ModelSpec(

@@ -1,11 +1,11 @@
 """A stand-in for ComfyUI's Qwen-Image 2.1, for older ComfyUIs. It calls blocks with the arguments of ComfyUI's own
 model.
 
-There is one stream of [text with references in it | image]. The tokens before the image, the prefix, never attend to
-the image and are modulated as at time 0, so their keys and values never change. A block is called
+There is one stream of [text with references in it | image]. The tokens before the image are the prefix. They never
+attend to the image, and are modulated as at time 0. So their keys and values never change. A block is called
 
     with all tokens                  without a cache, and where the first release of the model fills the cache
-    with the prefix, then the image  where later releases fill the cache; their blocks also add into their input
+    with the prefix, then the image where later releases fill the cache; these blocks also change their input in place
     with the image alone             where the cache is filled
 
 `stand_ins.use_newer_models` makes this file importable as `comfy.ldm.qwen_image21.model`, where newer ComfyUIs have the
@@ -44,7 +44,8 @@ def _parts(x: Tensor, prefix_len: int) -> tuple[Tensor, ...]:
 
 
 def _stored(x: Tensor, asked: Mapping[str, Any]) -> Tensor:
-    """Return keys or values as the cache holds them, rounded by token and head if the node asks for 8 or 4 bits."""
+    """Return keys or values as the cache holds them. If the node asks for 8 or 4 bits, round them for each token and
+    head."""
     if bits := _BITS.get(asked.get("dtype", "")):
         unit = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
         x = (x / unit).round() * unit
@@ -219,8 +220,8 @@ class QwenImage21Transformer2DModel(nn.Module):
         return replacement({**args, "transformer_options": options}, {"original_block": original})["img"]
 
     def _modulations(self, timesteps: Tensor, dtype: torch.dtype) -> tuple[tuple[Any, ...], Tensor]:
-        """Return (scale, gate, scale, gate, 0) for all blocks, the first four each as a `Pair`, and the embedded
-        time."""
+        """Return (scale, gate, scale, gate, 0) for all blocks, and the embedded time. Each scale and each gate is a
+        `Pair`."""
         times = torch.cat([timesteps, timesteps.new_zeros(1)])
         embedded = self.time_out(silu(self.time_in(timestep_embedding(times, 256).to(dtype))))
         scale1, gate1, scale2, gate2 = self.modulation(silu(embedded)).chunk(4, -1)
@@ -232,7 +233,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         self, x: Tensor, context: Tensor, references: list[Tensor], slots: list[int]
     ) -> tuple[Tensor, Tensor, list[tuple[int, int, Tensor | None]]]:
         """Return the stream (B, T, C), its rotary positions (1, T, 1, d/2, 2, 2), and (start, stop, mask) of its parts.
-        slots: how many text tokens come before each reference; without slots, references come behind the text."""
+        slots: how many text tokens come before each reference. Without slots, all references come behind the text."""
         text = self.txt_in(gelu(self.txt_norm(context), approximate="tanh"))
         length = text.shape[1]
         bounds = [0, *(slots + [length] * len(references))[: len(references)], length]
@@ -258,7 +259,8 @@ class QwenImage21Transformer2DModel(nn.Module):
         return torch.cat(parts, 1), pe[:, :, None].float(), segments
 
     def _slot(self, x: Tensor, contents: Sequence[Tensor], options: Mapping[str, Any]) -> Cached | None:
-        """Return the list of this prompt's cached keys and values, empty at first; None without a cache."""
+        """Return the list of this prompt's cached keys and values, which is empty at first. Return None without a
+        cache."""
         patches, where = options.get("patches", {}), options.get("qwen_image21_cache", {}).get("device", "auto")
         others = options.get("patches_replace", {}).get("dit") or patches.get("single_block")
         if not self.prefix_cache_enabled or where == "off" or others or patches.get("attn1_patch"):
@@ -322,8 +324,8 @@ class Config(comfy.supported_models.supported_models_base.BASE):
 
 
 class QwenImage21(comfy.model_base.BaseModel):
-    """The model in a ModelPatcher. ComfyUI sets `current_patcher` for the time of a run; this begins and ends the
-    cache."""
+    """The model in a ModelPatcher. ComfyUI sets `current_patcher` when a run begins, and unsets it when the run ends.
+    Both reset the cache."""
 
     def __init__(self, model_config: Any, device: Any = None) -> None:
         kind = comfy.model_base.ModelType.FLUX

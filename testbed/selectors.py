@@ -45,11 +45,11 @@ def farthest_point(similarity: Tensor, valid: Tensor | None, number: int) -> Ten
 
 
 def tome_matching(similarity: Tensor, valid: Tensor | None, number: int) -> Tensor:
-    """Select by ToMe's bipartite soft matching (Bolya & Hoffman 2023). Every fourth token is a candidate and the others
-    are sources; the sources most similar to a candidate are merged away until `number` tokens are left.
+    """Select by ToMe's bipartite soft matching (Bolya & Hoffman 2023). Every fourth token is a candidate, and the
+    others are sources. The sources most similar to a candidate are merged away until `number` tokens are left.
 
-    similarity: (G, S, S) fp32; valid: (G, S) bool or None. For fewer than a quarter of the tokens, the candidates
-    themselves are thinned evenly, which ToMe does not define.
+    similarity: (G, S, S) fp32; valid: (G, S) bool or None. If `number` is less than a quarter of the tokens, a case
+    that ToMe does not define, candidates are removed at equal distances.
     """
     slots = similarity.shape[1]
     candidate = torch.arange(slots, device=similarity.device) % 4 == 0
@@ -57,7 +57,7 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, number: int) -> Tens
     if valid is not None:
         best = best.masked_fill(~valid[:, None, :], -torch.inf)
     closeness = best.amax(2)
-    # Order of selection: candidates, then the sources that would lose most by merging, and padding slots last.
+    # Slots in the order of selection: candidates, then sources, the least similar to a candidate first, then padding.
     cost = torch.where(candidate, closeness.new_full((), -3.0), closeness)
     if valid is not None:
         cost = cost.masked_fill(~valid, torch.inf)
@@ -126,8 +126,8 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def selecting(name: str) -> Iterator[None]:
-    """Replace the selection of every plan inside the context by a rival's, in plain PyTorch and with the same share of
-    destinations in each window. Only "farthest point" may have an adaptive budget."""
+    """Let a rival select the destinations of every plan inside the context, in plain PyTorch. All windows have the same
+    share of destinations. Only "farthest point" may have an adaptive budget."""
     state, kernels = pack_module("toma_core.run"), pack_module("toma_core.kernels.dispatch")
     laid_out = state.RunState._laid_out
 

@@ -16,7 +16,7 @@ from scripts.comfy_pack import load_pack, use_comfyui
 
 
 def prepare(own_attention: bool = True) -> None:
-    """Make ComfyUI and the pack importable. own_attention: whether ComfyUI chooses its attention, in place of
+    """Make ComfyUI and the pack importable. own_attention: True for the attention that ComfyUI chooses, False for
     PyTorch's."""
     use_comfyui(own_attention=own_attention)
     use_stand_ins()
@@ -79,7 +79,7 @@ class _NewerModels(MetaPathFinder, Loader):
 
 
 def use_newer_models() -> None:
-    """Let models that are newer than ComfyUI be imported. Where ComfyUI has these models, its own are found first. Call
-    this function before the pack is loaded."""
+    """Let models that are newer than ComfyUI be imported. If ComfyUI has such a model itself, its own one is found
+    first. Call this function before the pack is loaded."""
     if not any(isinstance(finder, _NewerModels) for finder in sys.meta_path):
         sys.meta_path.append(_NewerModels())

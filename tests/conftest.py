@@ -44,7 +44,7 @@ HOW_TO = "this test needs a real ComfyUI: run it with `make test`, or set COMFYU
 
 
 class NoComfyUI:
-    """Import hook that replaces the error "No module named 'comfy'" by one that names the remedy."""
+    """Import hook that replaces the error "No module named 'comfy'" by an error that names the remedy."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] in COMFYUI_MODULES:

@@ -1,8 +1,8 @@
 """Provide simulated CUDA streams, on which copies run late, early or at random, and races raise errors.
 
-Computation runs at once. A copy is queued in its stream: with the order `late` until other work waits for the copy,
-with a random order for a random time, with `early` not at all. The simulation tracks, at each point of a stream, how
-much work of the other streams is known to be finished. A copy raises an error
+Computation runs at once. A copy is queued in its stream. With the order `late` it stays there until other work waits
+for it, with a random order for a random time. With `early` it runs at once. For each point of a stream, the simulation
+tracks how much work of the other streams is known to be finished. A copy raises an error
 
 - if it may overlap with the computation of its source, or with the earlier use of its target's memory;
 - if it may overlap with another copy of the same main memory, unless both only read;
@@ -90,7 +90,7 @@ class Copies:
 
     order: when copies run: "late", "early", or at random with this seed.
     pins: whether main memory can be pinned.
-    deaf: a pair of streams. The first ignores its waits for the second; a race then shows that the waits are needed.
+    deaf: a pair of streams. The first ignores its waits for the second. If a race follows, the waits are needed.
     """
 
     order: str | int = "late"

@@ -82,8 +82,8 @@ def test_data_has_every_release_and_nothing_else(all_of_it: Pack) -> None:
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_blocks_are_those_that_hooks_stand_in_for(kind: str, all_of_it: Pack) -> None:
-    """The classes and signatures of blocks that are read from ComfyUI's source code must be those of a real model, and
-    `compat.check` must accept both."""
+    """The classes and signatures of blocks are read from ComfyUI's source code. They must equal those of a real model,
+    and `compat.check` must accept both."""
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     try:
         model = (models.unet if kind == "unet" else models.TRANSFORMERS[kind])().model.diffusion_model

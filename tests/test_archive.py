@@ -57,7 +57,8 @@ def test_holds_what_a_user_needs_and_no_more(packed: Path) -> None:
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git makes clones, and it is not here")
 def test_clones_are_light(tmp_path: Path) -> None:
-    """The README's sparse clone has every folder of the archive, and GitHub's ZIP has no weights of the demo."""
+    """The sparse clone that the README describes has every folder of the archive. GitHub's ZIP has no weights of the
+    demo."""
     (folders,) = re.findall(r"sparse-checkout set ([\w ]+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert {*folders.split()} == {name for name in FOR_USERS if (ROOT / name).is_dir()}
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

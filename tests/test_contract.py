@@ -1,5 +1,5 @@
-"""Test the options and shapes that ComfyUI passes to blocks, which neither signatures nor runs without other patches
-show."""
+"""Test the options and shapes that ComfyUI passes to blocks. Signatures do not show them, and neither do runs without
+other patches."""
 
 from __future__ import annotations
 

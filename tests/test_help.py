@@ -1,4 +1,5 @@
-"""Test that every node has a help page in every language, which describes its settings and is served by ComfyUI."""
+"""Test that every node has a help page in every language. The page must describe the node's settings, and ComfyUI must
+serve it."""
 
 from __future__ import annotations
 

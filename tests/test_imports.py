@@ -1,7 +1,7 @@
 """Test what modules import, read from syntax trees: toma_core <- nodes/adapters <- nodes <- root __init__.py.
 
-Imports between modules of the pack are relative, because ComfyUI names the pack by its path. toma_core never
-imports ComfyUI, shipped code imports none of the folders beside it, and no modules import each other in a circle.
+Imports between modules of the pack are relative, because ComfyUI names the pack by its path. toma_core never imports
+ComfyUI. Shipped code does not import the folders that are not shipped. No modules import each other in a circle.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def violations(file: str, source: str) -> list[str]:
 
 def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
     """Yield the modules of `known` that a file imports relatively. Imports inside functions and for type checking
-    count, because they can hide a circle. The implicit import of a module's package does not count."""
+    count, because they can hide a circle. A module's import also imports its package. This implicit import does not
+    count."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = "/".join([*file.split("/")[: -node.level], *(node.module.split(".") if node.module else [])])
@@ -151,7 +152,7 @@ CORE, KERNELS = "toma_core/merge.py", "toma_core/kernels/dispatch.py"
     ],
 )
 def test_violations_are_found(file: str, source: str, found: int) -> None:
-    """The files of `test_contract` show that allowed imports are not reported."""
+    """`test_contract` shows that allowed imports are not reported."""
     assert len(violations(file, source)) == found
 
 

@@ -1,4 +1,4 @@
-"""Test publishing: tag, version and changelog must agree, and the workflow uses the same versions of tools as the
+"""Test publishing. Tag, version and changelog must agree, and the workflow must use the same versions of tools as the
 tests."""
 
 from __future__ import annotations

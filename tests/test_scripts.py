@@ -185,7 +185,7 @@ class TestCache:
 def test_stage_shows_that_it_is_alive_and_why_it_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal, one line shows the progress and is overwritten; otherwise each state gets a new line."""
+    """On a terminal, one line shows the progress and is overwritten. Otherwise each state gets a new line."""
     monkeypatch.setattr("scripts.console.HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr("scripts.console.TERMINAL_SECONDS", 0.1)
     program = "import time; print('halfway', flush=True); time.sleep(1.5); raise SystemExit('no luck')"

@@ -22,12 +22,13 @@ from tests import newer
 EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
 NOTES = {"Note", "MarkdownNote"}  # the page has these nodes, the server does not
-# Largest allowed heights of nodes. A node that shows text after a run must have room for it; a node that shows a
-# picture grows by itself.
+# Largest allowed heights of nodes. A node that shows text after a run must have room for it. A node that shows a
+# picture grows automatically.
 MOST_HEIGHT = {"ToMA": 250, "ToMAAdvanced": 350, "ToMAReport": 290, "ToMABenchmark": 370, "ToMACalibrate": 370}
 # The type of an input whose choices add widgets to the node. The choice "auto" adds none.
 CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
-# After the widget of a seed, ComfyUI's page adds one for changes of the seed, whose value it does not send.
+# After the widget of a seed, ComfyUI's page adds a widget for changes of the seed. It does not send the value of the
+# added widget.
 SEEDS = ("seed", "noise_seed")
 AFTER_SEED = ("fixed", "increment", "decrement", "randomize")
 
@@ -71,7 +72,7 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
             inputs.setdefault(name, value)
             if options.get("control_after_generate", name in SEEDS):
                 assert values.pop(0) in AFTER_SEED
-        # Only these nodes may have values left over: those of widgets that the page does not send.
+        # Only these nodes may have unused values. These are the values of widgets that the page does not send.
         assert not values or node["type"] in ("PreviewAny", "LoadImage"), (
             f"{node['type']} has more widget values than inputs: {values}"
         )

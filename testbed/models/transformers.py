@@ -12,7 +12,8 @@ from testbed.models.build import built
 
 # The models by name. A new model is one call of `small`.
 TRANSFORMERS: dict[str, Small] = {}
-# Keyword of `Small.__call__` -> entries of a config, one of which holds this number of blocks.
+# Keyword of `Small.__call__`, a number of blocks -> names of config entries. The config has one of these entries, which
+# gets the number.
 _COUNTS = {
     "layers": ("num_layers", "n_layers", "num_blocks", "layers", "depth"),
     "double": ("depth",),
@@ -27,7 +28,7 @@ class Small:
     base: str  # name in `comfy.model_base`
     kind: str  # name in `comfy.supported_models`
     config: Mapping[str, Any]  # as ComfyUI finds it in a checkpoint
-    finish: Callable[[Any, int], None] | None = None  # sets what is no parameter, given the model and the seed
+    finish: Callable[[Any, int], None] | None = None  # sets values that are no parameters, from the seed
 
     def __call__(self, seed: int = 0, *, base: str = "", kind: str = "", **given: Any) -> Any:
         """Return the model. given: entries of the config, or counts of blocks. base, kind: names of other classes."""
@@ -49,7 +50,7 @@ def small(
 
 
 def _norms(model: Any, seed: int) -> None:
-    """Store norms as their difference from 1, as Krea 2 does; otherwise each token would attend to a single token."""
+    """Store norms as their difference from 1, as Krea 2 does. Otherwise each token would attend to a single token."""
     for name, parameter in model.model.diffusion_model.named_parameters():
         if name.endswith("norm.scale"):
             parameter.data -= 1.0

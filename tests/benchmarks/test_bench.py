@@ -53,7 +53,7 @@ def test_no_turn_begins_that_would_end_after_the_limit() -> None:
 
 
 def test_speedup_is_the_median_of_the_turns_ratios() -> None:
-    """The ratios of the turns are 2, 2 and 1.5, with the median 2. The ratio of the two medians would be 1.5."""
+    """The turns have the ratios 2, 2 and 1.5, whose median is 2. The ratio of the two median times would be 1.5."""
     result = compared(row("ToMA"), timing(1.0, 10.0, 4.0), timing(2.0, 20.0, 6.0))
     assert (result.speedup, result.p50, result.gate) == (2.0, 4.0, "")
 

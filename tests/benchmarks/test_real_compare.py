@@ -62,8 +62,8 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def made(folder: Folder) -> list[Job]:
-    """Save pictures of two prompts and two seeds. Merged pictures are noisier than unmerged pictures, except one merged
-    picture that equals the unmerged one."""
+    """Save pictures of two prompts and two seeds. Merged pictures are noisier than unmerged pictures, but one merged
+    picture equals its unmerged counterpart."""
     jobs = []
     for p, prompt in enumerate(("a <script>alert(1)</script> cat", "@@HEAD@@")):
         for seed in (1, 2):

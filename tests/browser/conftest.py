@@ -1,6 +1,6 @@
 """Provide fixtures: one real server, one Chromium and one page of the real frontend for all browser tests.
 
-Screenshots go to build/screenshots; with TOMA_WRITE_SCREENSHOTS=1, those of the documentation go to docs/images.
+Screenshots go to build/screenshots. With TOMA_WRITE_SCREENSHOTS=1, screenshots for the documentation go to docs/images.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class Page:
         page.tab.close()
 
     def shown_image(self, filled: str) -> dict[str, str]:
-        """Return the picture of the only node whose output has pictures and a field `filled`."""
+        """Return the picture of a node. It must be the only node whose output has both pictures and a field
+        `filled`."""
         code = "name => Object.values(app.nodeOutputs).filter(o => o[name] && o.images).map(o => o.images[0])"
         (shown,) = self.evaluate(code, filled)
         return shown  # type: ignore[no-any-return]

@@ -94,7 +94,7 @@ def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1
         nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
         links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
         links += [[5, 4, 0, 7, 0, "MODEL"]]
-    # Give the last node the size of a new node, which grows around its first picture.
+    # Give the last node the size of a new node. Such a node grows when it shows its first picture.
     nodes[-1]["size"] = [480, 290] if sampled else [460, 370]
     graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
     size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}

@@ -53,7 +53,7 @@ def test_what_is_refused_is_said_on_the_node(
 
 
 def test_what_fails_while_running_is_said_on_the_node(page: Any) -> None:
-    """ComfyUI does not validate a value that comes over a link, so an invalid one causes an error during the run."""
+    """ComfyUI does not validate a value that comes over a link, so an invalid value causes an error during the run."""
     page.open(workflow(), "link")
     page.evaluate(LINKED, 2.0)
     page.queue()

@@ -80,7 +80,7 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     page.photograph("advanced-unfolded", [4])
     page.queue()
     assert field(page, "window_size") == "preset (8)"
-    if page.renderer == "litegraph":  # the Vue renderer redraws a list's choice only after a change
+    if page.renderer == "litegraph":  # the Vue renderer does not redraw a list until its choice changes
         assert field(page, "similarity_from") == "preset (tokens)"
     assert field(page, "full_step_interval") == "preset (0)"
     assert field(page, "min_tokens") == "16", "it is set"

@@ -1,4 +1,4 @@
-"""Test the sentence of the page that lists the verdicts that a preset changes."""
+"""Test one sentence of the page: the list of verdicts that a preset changes."""
 
 from __future__ import annotations
 

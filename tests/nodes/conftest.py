@@ -26,7 +26,7 @@ NARROW: dict[str, Any] = {"unet": {"channel_mult": (1, 1, 2)}}
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Run on one thread, which is faster than several for tiny models, and fixes the order of sums."""
+    """Run on one thread. For tiny models this is faster than several threads, and it fixes the order of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -37,7 +37,7 @@ def run(previews: None) -> Any:
 @pytest.mark.compat
 @loop(("kind", "merged"), [("unet", "2 of 17 blocks, 4 of 4"), ("flux", "6 of 6 blocks, 2 of 4")])
 def test_measures_a_real_model_and_says_where(kind: str, merged: str, model_of: Any, run: Any) -> None:
-    """Flux needs another number of channels than the empty latent has."""
+    """Flux needs a latent with more channels than the empty latent has."""
     plot, table, best, nearest, answer = run(model_of(kind))
     assert plot.shape[0] == 1
     assert plot.shape[-1] == 3

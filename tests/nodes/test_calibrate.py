@@ -190,8 +190,8 @@ def test_the_same_again(unet: Any, calibrated: Any, plain_profile: str) -> None:
 
 
 def test_the_preset_as_a_profile(unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the calibrated ratios have a larger error than the preset, the node keeps the preset: its model and its
-    profile give the preset's latent bit for bit."""
+    """If the calibrated ratios have a larger error than the preset, the node keeps the preset. The node's model and its
+    profile then give the preset's latent bit for bit."""
     errors = iter((0.1, 9.0))
     monkeypatch.setattr(calibrate, "error", lambda *_: next(errors))
     made, text, _, answer = calibrated(unet, target="fast")
@@ -240,7 +240,7 @@ def test_the_gain_comes_first() -> None:
 
 
 def test_a_sampler_with_another_cfg_is_named() -> None:
-    """Only samplers whose model comes from the calibration node count, also through other nodes."""
+    """Only samplers whose model comes from the calibration node count. Other nodes may be in between."""
     prompt = {
         "1": {"inputs": {"cfg": 4.0}},
         "2": {"inputs": {"model": ["1", 0]}},

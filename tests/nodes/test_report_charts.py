@@ -19,7 +19,7 @@ report_text = pack_module("nodes.adapters.report_text")
 @pytest.fixture
 def stats() -> Any:
     """Return stats of ten steps, of which steps 3 to 8 merge 25 to 75 % of the tokens. The block middle.0 is never
-    merged, and double.1 is merged except for its part attn1."""
+    merged. The block double.1 is merged, except for its part attn1."""
     made = Stats(total_steps=10)
     for step in range(10):
         made.count_evaluation(step, {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.75}.get(step, 0.0))

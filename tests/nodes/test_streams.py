@@ -81,7 +81,7 @@ def test_the_map_shows_a_frame(kind: str, model_of: Any, attach: Any, stats_of: 
 @BOTH
 def test_benchmark_of_a_video_with_sound(kind: str, model_of: Any) -> None:
     model = model_of(kind)
-    frames = 9 if kind == "h3" else FRAMES  # nodes only merge grids of 256 tokens or more; H3 has 48 per frame
+    frames = 9 if kind == "h3" else FRAMES  # nodes only merge grids of 256 tokens or more, and a frame of H3 has 48
     latent = {"samples": models.empty(model, HEIGHT, WIDTH, 1, frames)}
     positive = models.conditioning(model)
     node = pack_module("nodes.benchmark").ToMABenchmark

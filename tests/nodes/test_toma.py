@@ -135,8 +135,8 @@ def test_ratio_is_refused_before_the_prompt_runs() -> None:
     assert nodes.ToMA.validate_inputs() is True, "a ratio that comes over a link is not known yet"
 
 
-# Settings of ToMA Advanced that allow -1 (the preset's value) but not every number above -1. The widget's range begins
-# at -1 and cannot express this.
+# Settings of ToMA Advanced that allow -1 (the preset's value) but not every number above -1. A widget's range, which
+# begins at -1, cannot exclude these numbers.
 WITH_A_LEAST_VALUE = ("full_step_interval", "selection_interval", "window_size", "sharpness")
 
 

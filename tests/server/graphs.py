@@ -17,8 +17,8 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 def graph(
     toma: dict[str, Any] | None, kind: str = "unet", *, seed: int = 5, size: int = 192, steps: int = STEPS
 ) -> dict[str, Any]:
-    """Return the graph loader -> ToMA -> KSampler -> report and latent. toma: class and inputs of the ToMA node, or
-    None to omit this node and the report."""
+    """Return the graph loader -> ToMA -> KSampler -> report and saved latent. toma: class and inputs of the ToMA node,
+    or None to omit this node and the report."""
     empty = "EmptyLatentImage" if kind == "unet" else "EmptySD3LatentImage"
     inputs = {"positive": ["1", 1], "negative": ["1", 2], "latent_image": ["3", 0], "seed": seed, "steps": steps}
     how = {"cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}

@@ -109,7 +109,7 @@ RANGE = {"start_percent": 0.8, "end_percent": 0.2}
 def test_bad_settings_are_refused_with_range_and_fix(
     tiny_server: ComfyServer, settings: Any, parts: tuple[str, ...]
 ) -> None:
-    """ComfyUI reports the error at every input that was checked, not only at the invalid inputs."""
+    """ComfyUI reports the error at every input that was validated, even if the input is valid."""
     toma = {**simple(), **settings} if "ratio" in settings else advanced(tiny_server, **settings)
     with pytest.raises(PromptError) as refused:
         tiny_server.run(graph(toma))

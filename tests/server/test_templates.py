@@ -19,8 +19,8 @@ from tests.newer import newer_pack
 from tests.server.conftest import TINY_MODELS
 from tests.test_workflows import load, to_prompt
 
-# By class of loader: index of the tiny loader's output that replaces the loader's first output. The tiny loader's next
-# outputs replace the second and third output of a checkpoint loader.
+# Class of a loader -> index of the tiny loader's output that replaces the loader's first output. The next outputs of
+# the tiny loader replace the second and third output of a checkpoint loader.
 LOADERS = {
     "UNETLoader": 0,
     "CheckpointLoaderSimple": 0,

@@ -171,8 +171,8 @@ OF_A_RUN = {
     *("RunState", "Schedule", "SamplingRun", "Evaluation", "MergePlan", "Cache", "Coverage", "Refresh", "Cached"),
     *("_Entry", "Dispatch"),
 }
-# Classes whose objects are cached, and the maximum number of each: stats and maps of the last runs, for the report, and
-# layouts.
+# Classes whose objects are cached -> maximum number of these objects. The report needs stats and maps of the last runs.
+# Layouts are cached too.
 BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 
 
@@ -196,7 +196,7 @@ def census() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def outcome() -> Callable[[ComfyServer, Any], str]:
-    """outcome(server, graph): run a graph, and fail unless it succeeds or is refused with a documented error."""
+    """outcome(server, graph): run a graph. The graph must succeed, or be refused with a documented error."""
 
     def of(server: ComfyServer, graph: Any) -> str:
         before = len(server.log())

@@ -1,6 +1,6 @@
 """Run prompts with ComfyUI's own executor, each in a fresh process.
 
-ComfyUI is imported once, with the flags of a server; every prompt runs in a fork of that process. Each line of stdin is
+ComfyUI is imported once, with the flags of a server. Every prompt runs in a fork of that process. Each line of stdin is
 a prompt in JSON, and each line of stdout is the result of a prompt: {"status": ..., "latent": SHA-256 of the saved
 latent}.
 """

@@ -31,7 +31,7 @@ INTERRUPT = mm.InterruptProcessingException
 
 
 def fail(error: type[BaseException] = FaultError) -> None:
-    """Raise an error. An interrupt is that of ComfyUI's button: the next layer of the model raises the error."""
+    """Raise an error. Raise an interrupt as ComfyUI's button does: the next layer of the model raises the error."""
     if error is INTERRUPT:
         mm.interrupt_current_processing(True)
     else:
@@ -115,7 +115,7 @@ def test_fault_inside_a_merged_block(rig: Any, trap: Trap, stage: str, error: ty
 @both
 @pytest.mark.parametrize("step", [None, 0, 1, 2])
 def test_interrupt_before_and_between_steps(rig: Any, step: int | None) -> None:
-    """step: interrupt after this step; None interrupts before the first step. An interrupt after the last step has no
+    """step: interrupt after this step, or before the first step if None. An interrupt after the last step has no
     effect."""
     patched = rig.patched()
     if step is None:
@@ -163,8 +163,8 @@ MORE = [
 def test_fault_inside_our_own_code(
     rig: Any, monkeypatch: pytest.MonkeyPatch, module: str, name: str, error: type[BaseException], compiled: bool
 ) -> None:
-    """Raise the fault in selection, weights or merging: at the second call of a function, when a plan exists, or at the
-    first of `make_windows`. With torch.compile, ToMA makes layouts before the model runs."""
+    """Raise the fault in selection, weights or merging. It occurs at a function's second call, when a plan exists, or
+    at the first call of `make_windows`. With torch.compile, ToMA makes layouts before the model runs."""
     base = rig.model.clone()
     if compiled:  # the model is only marked as compiled
         base.model_options["torch_compile_kwargs"] = {"backend": "inductor"}

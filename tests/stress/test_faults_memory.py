@@ -51,8 +51,8 @@ def test_attention_that_recovers_from_no_memory_inside_a_merged_block(
 
 
 def test_model_unloaded_reloaded_and_loaded_anew(rig: Any) -> None:
-    """The model is unloaded between runs, in three ways and while sampling, in part, because another model needs
-    memory. A model that was loaded anew is freed."""
+    """The model is unloaded between runs, in three ways. It is also unloaded in part while sampling, because another
+    model needs memory. A model that was loaded again is freed."""
     patched, freed = rig.patched(), []
     size = patched.model_size()
 
@@ -111,7 +111,7 @@ def test_weights_that_do_not_fit(rig: Any, monkeypatch: pytest.MonkeyPatch, shar
 
 @both
 def test_dynamic_patcher_on_a_cpu_is_the_plain_one(rig: Any) -> None:
-    """Without CUDA, ComfyUI's dynamic patcher itself reports that there is no dynamic VRAM."""
+    """Without CUDA, ComfyUI's dynamic patcher reports that dynamic VRAM is off."""
     patcher = pytest.importorskip("comfy.model_patcher")
     if not hasattr(patcher, "ModelPatcherDynamic"):
         pytest.skip("this ComfyUI has no dynamic VRAM")

@@ -20,8 +20,8 @@ from scripts.comfy_server import ComfyServer
 from tests.stress import prompt
 
 KINDS = {"unet": 4, "flux": 16}
-# By kind of model: a fault that delays each call of attention by `calls` milliseconds, so that a run takes two seconds
-# and can be interrupted.
+# By kind of model: a fault that delays each call of attention by `calls` milliseconds. A run then takes two seconds and
+# can be interrupted.
 SLOW = {"unet": {"fault": "slow", "calls": 20}, "flux": {"fault": "slow", "calls": 110}}
 
 

@@ -58,8 +58,8 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
 
 
 def mostly(name: str, *usual: Any) -> st.SearchStrategy[Any]:
-    """Draw one of the usual values, or in one case of ten any allowed value. Many allowed values would merge
-    nothing."""
+    """Draw one of the usual values, or in one case of ten any allowed value. With many allowed values, nothing is
+    merged."""
     return st.sampled_from(range(10)).flatmap(lambda n: values_of(name) if n == 9 else st.sampled_from(usual))
 
 
@@ -300,7 +300,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
             del graph[other]
         graph[name]["inputs"][key] = HOSTILE[index % len(HOSTILE)]
         how = outcome(steady, graph)
-        # In some inputs, hostile text has no effect: ComfyUI takes any text as true, the report node passes on any
+        # In some inputs, hostile text has no effect. ComfyUI takes any text as true, the report node passes on any
         # latent, and ToMA ignores an unreadable profile.
         ignored = {("report", "latent"), ("toma", "profile")}
         harmless = isinstance(NODES[name]["inputs"][key], bool) or (name, key) in ignored

@@ -38,7 +38,7 @@ def run_of(fast: Any = None, **settings: Any) -> Any:
 
 
 def plan_of(x: Tensor, **settings: Any) -> Any:
-    """Make a plan at ratio 0.5 on windows of different sizes, of which the smaller ones are padded."""
+    """Make a plan at ratio 0.5 on windows of different sizes. Smaller windows are padded."""
     return run_of(**settings).plan(x, GRID, "a", MERGED, (None,))
 
 
@@ -116,8 +116,8 @@ BROKEN: dict[str, Callable[[Tensor], None]] = {
 
 
 def check_broken(name: str, dtype: torch.dtype, **settings: Any) -> None:
-    """Check that destinations are valid. The first image, and all windows without a non-finite token, must be
-    bit-identical to those of finite tokens."""
+    """Check that destinations are valid. The restored tokens of the first image, and of all windows whose tokens are
+    finite, must be bit-identical to those without broken tokens."""
     x = smooth(dtype)
     broken = x.clone()
     BROKEN[name](broken)

@@ -1,4 +1,4 @@
-"""Sample with small models in every dtype, with non-finite, empty, huge and tiny latents. Results must not be worse
+"""Sample with small models in every dtype, with non-finite, constant, huge and tiny values. Results must not be worse
 than without ToMA."""
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ STORED = {
     "fp8 in bf16": (torch.float8_e4m3fn, BRAIN),
 }
 BOTH = ("unet", "flux")
-# KINDS leaves out MiniMax H3, whose latents have two streams. WITH_HALF has the models that these tests run in fp16;
-# ComfyUI runs some of the others only in bf16 or fp32. LOWEST leaves out Flux.2, whose 512 text tokens take as long as
-# all other models together.
+# KINDS leaves out MiniMax H3, whose latents have two streams. WITH_HALF has the models that these tests run in fp16.
+# ComfyUI runs some of the other models only in bf16 or fp32. LOWEST leaves out Flux.2, whose 512 text tokens take as
+# long as all other models together.
 KINDS = [kind for kind in models.KINDS if kind != "h3"]
 WITH_HALF = ("unet", "flux", "chroma", "z_image", "krea2", "sd3", "wan")
-# Pairs of family and dtype. Each family of BOTH has every dtype except fp32. All other families have bf16 or fp8 in
-# bf16; those in WITH_HALF also have fp16.
+# Pairs of family and dtype. Each family of BOTH has every dtype except fp32. All other families have bf16, or fp8
+# computed in bf16. Those in WITH_HALF also have fp16.
 WAYS = [(kind, stored) for kind in BOTH for stored in STORED if stored != "fp32"]
 WAYS += [(kind, ("bf16", "fp8 in bf16")[turn % 2]) for turn, kind in enumerate(KINDS) if kind not in BOTH]
 WAYS += [(kind, "fp16") for kind in WITH_HALF if kind not in BOTH]

@@ -35,7 +35,7 @@ REFUSED_ATTRIBUTES = {
     *("add_routes", "add_route", "add_static", "router", "middlewares", "environ", "getenv", "urlopen", "connect"),
     *("basicConfig", "FileHandler", "addHandler"),
 }
-# By script that the pack adds to ComfyUI's page: the scripts that it imports, from ComfyUI or from the pack.
+# Script that the pack adds to ComfyUI's page -> the scripts of ComfyUI or of the pack that it imports.
 SCRIPTS = {
     "web/toma.js": {
         *("../../scripts/api.js", "../../scripts/app.js"),
@@ -114,8 +114,7 @@ def test_what_is_refused_is_found(source: str) -> None:
 
 
 def test_no_other_code_is_shipped(shipped: dict[str, str]) -> None:
-    """There is no install script, requirement or binary. Except Python, the only code is the scripts for ComfyUI's
-    page."""
+    """There is no install script, requirement or binary. All code is Python, except the scripts for ComfyUI's page."""
     scripts = {name for name in shipped if Path(name).suffix in {".js", ".mjs"}}
     assert scripts == set(SCRIPTS)
     assert not {"install.py", "prestartup_script.py", "setup.py"} & set(shipped)
@@ -193,7 +192,7 @@ def files(base: Path) -> set[Path]:
 def test_security_page_names_what_holds_it() -> None:
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert "tests/stress/test_security.py" in text
-    # Require --strict: without it, pip-audit passes even if it looked up no package.
+    # Require --strict, because without it pip-audit passes even if it looked up no package.
     audit = (ROOT / ".github" / "workflows" / "audit.yml").read_text(encoding="utf-8")
     assert "pip-audit --strict --requirement dev.txt" in audit
     assert "/security/advisories/new" in text

@@ -1,7 +1,7 @@
 """Send many prompts to one server, from two clients at the same time. No prompt is lost, every latent equals that of a
 fresh process, and no object of a run is left.
 
-There are 12 prompts by default and 300 in `make soak`; TOMA_SOAK sets the number. Measurements are written to
+There are 12 prompts by default and 300 in `make soak`. TOMA_SOAK sets the number. Measurements are written to
 build/soak.json.
 """
 
@@ -42,7 +42,7 @@ OTHERS = ("flux2", "chroma", "z_image", "lumina2", "krea2", "qwen_image", "sd3",
 
 def random_settings(chance: random.Random) -> dict[str, Any]:
     values: dict[str, Any] = {"ratio": round(chance.uniform(0.05, 0.9), 2), "min_tokens": 16}
-    # Often 0, because with other intervals runs of one or two steps merge nothing.
+    # The interval is often 0, because with other intervals runs of one or two steps merge nothing.
     values["full_step_interval"] = chance.choice([0, 0, 2, 3])
     names = [item.name for item in fields(config.ToMAConfig) if item.name not in values]
     for name in chance.sample(names, chance.randint(0, 5)):
@@ -102,7 +102,7 @@ def random_graph(chance: random.Random, seed: int) -> Graph:
 
 @dataclass
 class Task:
-    """One prompt and its result. stop_at: interrupt the prompt at the Nth message of a kind, as (kind, N)."""
+    """One prompt and its result. stop_at: (kind, N) to interrupt the prompt at the Nth message of this kind."""
 
     graph: Graph
     stop_at: tuple[str, int] | None = None

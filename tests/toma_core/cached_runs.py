@@ -23,7 +23,7 @@ def run_of(**settings: object) -> RunState:
 
 def at(run: RunState, step: int, *cond_keys: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
     """Return the evaluation to which a call with the conditions `cond_keys` belongs. An evaluation may consist of
-    several calls. takes_part: the conditions of all its calls; needed only if it has more calls than this one."""
+    several calls. takes_part: the conditions of all calls, needed only if there are more calls than this one."""
     signatures = dict.fromkeys(takes_part or cond_keys)
     return Evaluation(run, decide(run, Facts(10.0 - step, conditions=signatures)), (None,) * len(cond_keys), cond_keys)
 

@@ -1,5 +1,5 @@
-"""Test that adaptive budgets have the exact total, give windows with more detail more destinations, and have valid
-index maps."""
+"""Test that adaptive budgets have the exact total, that windows with more detail get more destinations, and that index
+maps are valid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int]
     assert counts.sum(-1).tolist() == [even.total] * 2 == [budget.total] * 2
     assert int(counts.min()) >= 1
     assert bool((counts <= torch.tensor(windows.counts)).all())
-    # The used slots of a window come before its unused ones, and `expand` numbers them in order.
+    # The used slots of a window come before its unused slots. `expand` numbers the used slots in order.
     assert torch.equal(budget.valid, torch.arange(budget.slots) < counts[..., None])
     for image in range(2):
         assert torch.equal(budget.compact[image], budget.valid[image].flatten().nonzero()[:, 0])
@@ -67,7 +67,8 @@ def test_no_window_has_more_slots_than_the_others_leave(side: int, size: int, ra
 def test_flat_windows_are_left_to_the_latents_only_where_these_explain_them(
     kv_cache: bool, selection: int, fewest: int, most: int
 ) -> None:
-    """The left half of the picture is the flat one: its standard deviation is 0.3, that of the right half is 1."""
+    """The left half of the picture is flat, with a standard deviation of 0.3. The right half has a standard deviation
+    of 1."""
     x = torch.randn(1, 16, 16, 6, generator=torch.Generator().manual_seed(0))
     x[:, :, :8] = 1 + 0.3 * x[:, :, :8]
     config = ToMAConfig(similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)  # type: ignore[arg-type]

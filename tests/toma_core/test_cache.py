@@ -1,4 +1,4 @@
-"""Test that a `Cache` stores tensors by key, and stores and counts each tensor once."""
+"""Test that a `Cache` stores tensors by key, and that it stores and counts each tensor once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_parts_in_the_cached_order_are_not_copied() -> None:
 
 
 def test_devices_that_keep_at_once_lose_nothing() -> None:
-    """The second device begins its call before that of the first device has ended."""
+    """The second device begins its call before the first device has ended its own."""
     run = run_of()
     first, second = (
         at(run, 0, "cond", takes_part=("cond", "uncond")),

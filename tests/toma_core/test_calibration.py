@@ -55,8 +55,8 @@ def test_saves_enough_at_the_smallest_error_but_for_one_piece(table: Table, shar
 
 
 def test_the_cheap_site_is_merged_first_and_the_broken_one_not_at_all() -> None:
-    """To save 0.3, either the cheap site is merged at 0.75, with an error of 0.09, or both the cheap and the dear site
-    are merged, with an error of 0.03 + 0.1. The first error is smaller."""
+    """There are two ways to save 0.3. Merging the cheap site at 0.75 has an error of 0.09. Merging both the cheap and
+    the dear site has an error of 0.03 + 0.1. The first error is smaller."""
     table = {("cheap", 0): CHEAP, ("dear", 0): DEAR, ("broken", 0): [Option(0.5, 30.0, 0.5)]}
     assert choose(table, 0.3) == {("cheap", 0): CHEAP[2]}
     assert ("broken", 0) not in choose(table, 0.5)

@@ -123,7 +123,7 @@ def test_more_work_is_never_merged_less(
     size: dict[str, Any], granularity: Granularity, more_tokens: int, more_images: int
 ) -> None:
     """A grid that Auto does not merge around stacks is not merged around blocks or modules either. Grids of less than
-    256 tokens are never merged, others always on devices that are no cards."""
+    256 tokens are never merged. On devices other than cards, all larger grids are merged."""
     reason, stack = too_little(**size, granularity=granularity), too_little(**size, granularity=STACK)
     larger = {**size, "tokens": size["tokens"] + more_tokens, "images": size["images"] + more_images}
     assert reason or not too_little(**larger, granularity=granularity)

@@ -55,8 +55,8 @@ def test_an_increasing_sigma_is_not_covered() -> None:
 
 @loop("refreshed", [10.0, 7.0, 2.0])
 def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> None:
-    """The model's noise level at the refresh is compared with that of the next step. It need not be the sampler's
-    sigma, because another node may change it."""
+    """The model's noise level at the refresh is compared with its noise level in the next step. These levels need not
+    be the sampler's sigmas, because another node may change them."""
     run = run_of()
     assert decide(run, Facts(7.0, 3, refreshed, conditions={"c": None})).mode is StepMode.REFRESH
     run.coverage.store((("block", "c"),), features(0))

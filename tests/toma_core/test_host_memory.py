@@ -1,4 +1,5 @@
-"""Test that keys and values in main memory are read as they were written, in whichever order the copies complete."""
+"""Test that keys and values in main memory are read as they were written, for every order in which copies may
+finish."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Test `History.new_noise`, the share of new noise in a latent. It is 0 if a linear solver has made the latent
-from earlier evaluations."""
+"""Test `History.new_noise`, the share of new noise in a latent. It is 0 if a solver has made the latent as a linear
+combination of earlier latents and predictions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_its_share_of_the_noise_is_found(share: float) -> None:
 
 
 def test_a_mask_does_not_hide_it() -> None:
-    """Only a corner of the latent has new noise, as in inpainting."""
+    """Only a corner of the latent has new noise, as in inpainting. It must still be found."""
     found, (first, *_) = history()
     masked = first.clone()
     masked[..., :8, :8] = drawn(9)[..., :8, :8]

@@ -42,8 +42,8 @@ def plan_of(
 
 
 def dense(x: torch.Tensor, plan: MergePlan, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the paper's matrices A and M for one image, each (D, N), computed in loops over tokens in fp64. Check that
-    the destinations of each window are in the order of its slots, window by window."""
+    """Return the paper's matrices A and M for one image, each (D, N), computed in loops over tokens in fp64. Check the
+    order of destinations: window by window, and inside a window by slot."""
     destinations = plan.destinations[0].tolist()
     window_of = {t: w for w, n in enumerate(plan.windows.counts) for t in plan.windows.source[w, :n].tolist()}
     order = [list(window_of).index(token) for token in destinations]
@@ -166,7 +166,7 @@ def test_one_plan_for_a_larger_batch() -> None:
 
 @loop("adaptive", [False, True])
 def test_a_stack_serves_the_same_images_several_times(adaptive: bool) -> None:
-    """The batch has two images for cond, then two for uncond. Two stacked copies of a plan serve it."""
+    """The batch has two images for cond, then two for uncond. It uses a plan of two images, stacked twice."""
     x, y = randn(10, 2, 117, 6), randn(11, 2, 117, 6)
     plan = plan_of(x, 13, 9, adaptive=adaptive)
     twice = stacked([plan, plan])

@@ -35,7 +35,8 @@ def test_a_prediction_is_trusted_from_the_same_share_of_noise_on() -> None:
 
 @loop(("side", "channels"), [(4, 12), (8, 3), (2, 12)])
 def test_a_token_is_described_by_the_cells_that_it_covers(side: int, channels: int) -> None:
-    """A token has at most four numbers per channel. If it covers more than four cells, these are means."""
+    """A token has at most four numbers per channel. If it covers more than four cells, each number is a mean of several
+    cells."""
     clean = picture()
     tokens = picture_tokens(clean, (side, side), clean)
     assert tokens.shape == (2, side**2, channels)
@@ -69,7 +70,7 @@ def test_tokens_of_one_direction_and_other_lengths_are_told_apart(scale: float) 
     clean = scale * torch.stack([torch.cat([dark, bright], 2), torch.cat([bright, bright], 2)])
     features = similarity_features(clean, (4, 8), clean)
     assert torch.equal(features[..., :-1], picture_tokens(clean, (4, 8), clean))
-    # The last feature is the same for all tokens of an image: the root mean square of their lengths.
+    # The last feature is the same for all tokens of an image: the root mean square of the tokens' lengths.
     torch.testing.assert_close(features[:, 0, -1] / scale, torch.tensor([1.02, 1.92]).sqrt())
     likeness = cosine_similarity(features)
     torch.testing.assert_close(likeness[0, 0, 1], torch.tensor(1.0))
@@ -80,7 +81,7 @@ def test_tokens_of_one_direction_and_other_lengths_are_told_apart(scale: float) 
 @loop(("kv_cache", "selected"), [(True, {0.2, 0.8}), (False, {0.2})])
 def test_plans_see_brightness_only_with_the_kv_cache(kv_cache: bool, selected: set[float]) -> None:
     """Each window has two destinations and a dark and a bright half of one colour. With the KV cache, each half gets a
-    destination; without it, the halves count as equal, and both destinations lie in the dark half."""
+    destination. Without it, the halves count as equal, and both destinations lie in the dark half."""
     clean = torch.tensor([0.2, 0.2, 0.8, 0.8] * 2).expand(1, 3, 8, 8)
     run = run_of(similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)
     step = StepPlan(1, StepMode.MERGED_CACHED, 0.875, 0, 0)

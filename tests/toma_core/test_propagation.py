@@ -93,8 +93,8 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
     ],
 )
 def test_without_a_cache_that_fits_a_step_is_merged_plainly(name: str, cond_keys: Any, later: Tensor) -> None:
-    """The cache has no entry for the block or for a condition, or the entry has another batch size or dtype than the
-    tokens. If one condition of a batch has no entry, no entry is used."""
+    """The cache has no entry for the block or for a condition, or the batch size or dtype of the entry is not that of
+    the tokens. If one condition of a batch has no entry, no entry is used."""
     run = run_of()
     passed(features(0), at(run, 0, "cond"))
     out, plan = passed(later, merging(run, 1, *cond_keys), name)
@@ -129,7 +129,8 @@ def test_a_condition_without_a_cache_makes_a_step_a_refresh_for_all_and_the_next
 
 
 def test_propagated_residuals_are_within_the_limits_of_half_precision() -> None:
-    """A propagated value beyond the largest fp16 number would be infinite, and NaN when a later step subtracts it."""
+    """A propagated value beyond the largest fp16 number would become infinite. It would become NaN when a later step
+    subtracts it."""
     run = run_of()
     plan = plan_for(features(0).half(), GRID, "scope", merging(run, 1, "a"))
     assert plan is not None

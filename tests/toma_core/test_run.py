@@ -1,5 +1,5 @@
-"""Test that the plans of a run are made when due, without waiting for the device, are shared by blocks and conditions,
-and are dropped at the end of the run."""
+"""Test that plans are made when due and without waiting for the device, that blocks and conditions share them, and that
+they are dropped at the end of the run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def features(seed: int, batch: int = 1, grid: tuple[int, int] = GRID) -> torch.T
 
 @loop("seed", range(30))
 def test_plans_equal_those_of_a_run_without_sharing(seed: int) -> None:
-    """In each call, chunks of the batch show random parts of the latent, cond and uncond the same part. The first chunk
-    of a part decides for all. Destinations and weights are made when they are due, otherwise those of an earlier call
-    with the same blocks, part, grid, number of images and dtype are used."""
+    """In each call, chunks of the batch show random parts of the latent. Cond and uncond show the same part. The first
+    chunk of a part decides for all chunks of the part. Destinations and weights are made when they are due. Otherwise
+    they come from an earlier call with the same blocks, part, grid, number of images and dtype."""
     chance, run, made = random.Random(seed), run_of(), dict[Any, tuple[MergePlan, int, int]]()  # noqa: S311 - cases
     selection = weighing = selections = weighings = 0
     for call in range(12):
@@ -154,7 +154,7 @@ def test_closing_drops_every_tensor() -> None:
 
 
 def test_draw_shows_the_plan_made_last() -> None:
-    """Scopes a and b have plans of the same grid. The last of these plans is the second one of a."""
+    """Scopes a and b have plans of the same grid. The plan that was made last is the second plan of a."""
     run = run_of()
     for scope, seed, selection in (("a", 0, 0), ("b", 1, 0), ("a", 2, 1)):
         plan = run.plan(features(seed), GRID, scope, step_of(selection=selection), (None,))

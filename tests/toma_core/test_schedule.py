@@ -132,7 +132,7 @@ def modes(plans: list[StepPlan]) -> str:
         ({}, {"finishes": True}, "mmmmmmmmmm"),
         ({"full_step_interval": 4}, {"finishes": True}, "rcccrcccrf"),
         ({"full_step_interval": 4}, {"finishes": True, "sigma_start": 8.0}, "ffrcccrccf"),
-        # Without a residual cache, steps are full where they would be refreshes with it.
+        # Steps that would be refreshes with a residual cache are full steps without one.
         ({"full_step_interval": 3, "granularity": "module"}, {}, "fmmfmmfmmf"),
         ({"full_step_interval": 4, "granularity": "module"}, {"finishes": True}, "fmmmfmmmff"),
         ({"full_step_interval": 4, "granularity": "module"}, {"finishes": True, "sigma_start": 8.0}, "fffmmmfmmf"),
@@ -251,8 +251,8 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
 
 
 def test_blocks_keep_their_ratio_between_full_steps() -> None:
-    """Steps 0, 3, 6 and 9 are full, and a full step has the ratio of the merged steps that follow. Step 6, at sigma 4,
-    thus has the ratios for sigmas below 3.5."""
+    """Steps 0, 3, 6 and 9 are full. A full step has the ratios of the merged steps that follow it. So step 6, at sigma
+    4, has the ratios for sigmas below 3.5."""
     config = ToMAConfig(full_step_interval=3)
     decisions = ten_steps(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
@@ -314,7 +314,7 @@ def test_the_last_of_two_steps_that_continue_another_run_is_merged(
     sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
 ) -> None:
     """The first of the two steps is full, so the run would merge no step if the last one were full too. Without a KV
-    cache or with `full_step_interval` 2, both are full."""
+    cache or with `full_step_interval` 2, both steps are full."""
     config = ToMAConfig(full_step_interval=every, kv_cache=looks)
     schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)
     assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged

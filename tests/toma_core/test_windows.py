@@ -132,8 +132,8 @@ def check_budget(counts: tuple[int, ...], ratio: float) -> Budget:
     if not any(floored):
         assert budget.total == wanted
     elif budget.total > wanted:
-        # Each window has at least one destination. If the total therefore exceeds the wanted one, all larger shares
-        # are rounded down.
+        # Each window has at least one destination. If this makes the total larger than wanted, all larger shares are
+        # rounded down.
         assert all(num_dest == max(1, int(share)) for num_dest, share in zip(budget.counts, shares, strict=True))
     return budget
 

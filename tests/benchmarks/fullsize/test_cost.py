@@ -103,8 +103,8 @@ def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> 
 
 
 class Blocks(NamedTuple):
-    """A class of blocks that are merged, and the name of the cost that its family declares. Refiner blocks, which are
-    not merged, are of the same class."""
+    """A class of merged blocks, and the name of the cost that its family declares. Refiner blocks may have the same
+    class, but are not merged."""
 
     shape: Shape
     kind: str
@@ -163,8 +163,8 @@ def test_what_auto_thinks_of_a_block(blocks: Blocks) -> None:
     if blocks.refined:
         counted = cost.count(blocks.shape, modules={blocks.kind: blocks.kind}, blocks=(number, 0)).parts[blocks.kind]
     assert math.ceil(counted.launches / number) == blocks.declared.launches
-    # All blocks have equal launches but SD3's last one, without text output, and Wan's first one, which copies its
-    # input.
+    # All blocks of a model have equal launches, with two exceptions: SD3's last block has no text output, and Wan's
+    # first block copies its input.
     assert counted.launches == blocks.declared.launches * number or blocks.shape.model in ("sd3", "wan")
     estimate = sum(some * blocks.declared.flops(tokens, 1, width) for some, tokens, width in blocks.grids)
     assert 0.9 < estimate / counted.flops <= 1.0
@@ -177,7 +177,7 @@ def test_what_auto_thinks_that_merging_adds(blocks: Blocks, granularity: str) ->
     cost_model = pack_module("toma_core.cost_model")
     of_model = [each for each in BLOCKS if each.shape == blocks.shape]
     place = of_model.index(blocks)
-    # Double and single blocks have one setting, so as many single blocks are skipped as there are double blocks.
+    # One setting skips both double and single blocks, so as many single blocks are skipped as there are double blocks.
     skipped = sum(each.number for each in of_model[:place])
     merged = toma(
         skip_first_blocks=skipped,
@@ -221,8 +221,8 @@ def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
 
 
 def test_every_file_that_merges_is_counted() -> None:
-    """ADAPTERS must list all adapters that import a core function that merges, except `compile_ops`: inside of compiled
-    graphs nothing is counted."""
+    """ADAPTERS must list all adapters that import a merging function of the core. The exception is `compile_ops`,
+    because nothing is counted inside of compiled graphs."""
     adapters = ROOT / "nodes" / "adapters"
     paths = (path.relative_to(adapters).with_suffix("") for path in adapters.rglob("[a-z]*.py"))
     files = {".".join(path.parts) for path in paths} - {"model_hooks", "compile_ops"}
@@ -281,8 +281,8 @@ def test_the_stand_in_for_kernels_has_their_shapes() -> None:
 
 @pytest.mark.parametrize(("model", "within"), [("sdxl", 0.02), ("flux", 0.08), ("z_image", 0.03), ("sd3", 0.05)])
 def test_what_a_run_counts_is_what_is_counted_here(model: str, within: float) -> None:
-    """Compare the FLOPs that a run derives from shapes with counted FLOPs. The run assumes the shortest text of the
-    family, the counted model has a longer one."""
+    """Compare the FLOPs that a run derives from shapes with counted FLOPs. The run assumes the family's shortest text.
+    The counted model has a longer text."""
     shape = Shape(model)
     hooks = pack_module("nodes.adapters.registry").find(cost.on_meta(model, None).model.diffusion_model)
     latent = torch.empty(1, *shape.latent, device="meta")

@@ -21,7 +21,7 @@ from scripts import gpu_kit
 from scripts.comfyui import ROOT
 
 ISOLATED = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
-# Largest number of files that the script may write, and bytes that each may have.
+# Largest number of files that the script may write, and largest size of a file in bytes.
 MOST_FILES, MOST_BYTES = 8, 1 << 20
 
 

@@ -49,7 +49,7 @@ def test_every_setting_runs(small: dict[str, Any], kind: str) -> None:
 
 
 def test_every_row_of_the_pages_that_is_drawn_here_has_a_setting(pack: ModuleType) -> None:
-    """No setting is needed for rows of unmerged pictures, of a removed setting, and of half the evaluations."""
+    """Three kinds of rows need no setting: unmerged pictures, a removed setting, and half the evaluations."""
     gone = {"levels: coarser", "rival: half the evaluations", "stacked: half the evaluations + every step"}
     for file in RESULTS.glob("*steps-*px-*.json"):
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]

@@ -172,7 +172,7 @@ def test_impossible_plans_are_refused(
     assert "and, with --deep, for the UNet" in capsys.readouterr().err
 
 
-# Even batch sizes, because the two halves of a batch learn different numbers of steps.
+# Batch sizes are even, because the two halves of a batch learn different numbers of steps.
 EVEN = _plan("dit", crop_batch=4, full_batch=4)
 
 

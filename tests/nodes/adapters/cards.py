@@ -19,7 +19,8 @@ VIDEOS = ("wan", "ltx", "h3", "cosmos")
 
 
 class Card:
-    """Records a simulated run: its copies, and the peak of the cache as (bytes on the GPU, bytes in main memory)."""
+    """Records a simulated run: its copies, and the largest size of its cache as (bytes on the GPU, bytes in main
+    memory)."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies, self.peak, self.hosts = copies, (0, 0), list[Any]()

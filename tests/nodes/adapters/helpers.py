@@ -38,7 +38,8 @@ def split_calls(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
 
 
 def split_calls_when(monkeypatch: pytest.MonkeyPatch, merged: Any, splits: Callable[[int], bool]) -> None:
-    """Join conditions in one call, except in evaluations whose number, counted from 1, `splits` accepts."""
+    """Make ComfyUI split conditions into separate calls in the evaluations whose number, counted from 1, `splits`
+    accepts. In all other evaluations it joins them."""
     evaluations = list[int]()
 
     def counting(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,8 +52,8 @@ def split_calls_when(monkeypatch: pytest.MonkeyPatch, merged: Any, splits: Calla
 
 
 class Control(ControlBase):  # type: ignore[misc]
-    """A ControlNet without weights. residuals(x, timestep): return the residuals by kind of block, or None. begin: the
-    share of the noise schedule before which there are no residuals."""
+    """A ControlNet without weights. residuals(x, timestep): return the residuals by kind of block, or None. begin:
+    share of the noise schedule at which residuals begin."""
 
     def __init__(self, residuals: Callable[[Tensor, Tensor], dict[str, Any] | None], begin: float = 0.0) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ KEYS: dict[str, Any] = {
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseException, times: int = 1) -> None:
-    """Make a block raise an error in its call number `at`, and in the next ones until it has been raised `times`."""
+    """Make a block raise an error in its call number `at` and in the following calls, `times` calls in all."""
     calls, forward = list[int](), type(block).forward
 
     def failed(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Provide a stand-in for the recorder of memory allocations that ComfyUI releases after 0.33 use on NVIDIA cards.
 
 ComfyUI records the allocations of each block in an evaluation, and repeats their addresses in the next evaluation. So
-every recorded evaluation must make the same allocations, and the allocations of a block must be free when the next
-block ends. A recording that an error leaves open must be ended before another recording begins. The stand-in counts
+every recorded evaluation must make the same allocations. The allocations of a block must be free when the next block
+ends. A recording that an error leaves open must be ended before another recording begins. The stand-in counts
 violations of these rules. For the stand-in, a block ends when the model calls the next block.
 """
 

@@ -111,7 +111,8 @@ def test_the_attention_that_the_checkpoint_names(kind: str, names: tuple[str, ..
 
 
 class Override:
-    """Another node's override. Records (queries, keys, whether it left the call to ComfyUI) of each call."""
+    """Another node's override. Records (number of queries, number of keys, whether the override left the call to
+    ComfyUI) of each call."""
 
     def __init__(self, leaves: Callable[[int, int], bool]) -> None:
         self.leaves, self.calls = leaves, list[tuple[int, int, bool]]()

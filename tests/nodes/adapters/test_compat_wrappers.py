@@ -86,7 +86,7 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
 def test_own_errors_do_not_end_a_run(
     name: str, monkeypatch: Any, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
-    """An evaluation is full if its mode is unknown because of the error."""
+    """If the error prevents the choice of an evaluation's mode, the evaluation is full."""
     merged, plain = attach(flux), sample(flux)
     fail_from(monkeypatch, name, 0)
     with pytest.raises(TypeError, match="of our own"):

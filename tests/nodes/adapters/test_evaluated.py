@@ -1,4 +1,4 @@
-"""Test the size of the KV cache: the size that is predicted before a run equals the bytes that the run then holds."""
+"""Test that the size of the KV cache that is predicted before a run equals the bytes that the run then holds."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
 
 
 def turns(model: Any, entries: int, prompts: int = 2) -> list[Any]:
-    """Return `entries` entries that have `prompts` prompts in turn, each active in its own part of the run."""
+    """Return `entries` entries, each active in its own part of the run. The entries have `prompts` different prompts,
+    which take turns."""
     conds = list[Any]()
     for n in range(entries):
         times = {"start_percent": n / entries, "end_percent": (n + 1) / entries}

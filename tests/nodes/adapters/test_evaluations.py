@@ -1,7 +1,7 @@
 """Test unusual sequences of evaluations on trained models, compared with Euler's method.
 
-Samplers of other packs evaluate latents of a second size, change prompts at every step, pass the model other sigmas
-than those of the schedule, repeat steps and skip steps. The error of merging must be at most twice the error with
+Samplers of other packs evaluate latents of a second size, change prompts at every step, repeat steps and skip steps.
+They also pass the model sigmas that are not in the schedule. The error of merging must be at most twice the error with
 Euler's method. Evaluations without a valid cache are full.
 """
 
@@ -194,7 +194,7 @@ CHANGED = [(0.9, True), (0.6, False), (1.1, True)]
 def test_a_sigma_that_is_changed_on_purpose(
     trained: Trained, plain: float, usual: dict[int, float], stats_of: Any, factor: float, wraps: bool
 ) -> None:
-    """Detail Daemon and Lying Sigma wrap a sampler and pass the model other sigmas than those of the schedule."""
+    """Detail Daemon and Lying Sigma wrap a sampler and pass the model sigmas that are not in the schedule."""
 
     def function(model: Any, x: Any, sigmas: Any, inner: Any = None, **rest: Any) -> Any:
         class Told:
@@ -234,7 +234,8 @@ def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: f
 
 
 class Watched:
-    """Counts evaluations. In merged ones the last block receives fewer tokens than the text and the image have."""
+    """Counts evaluations. In merged evaluations the last block receives fewer tokens than the text and the image
+    have."""
 
     def __init__(self, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.merged = self.lacking = self.text = 0

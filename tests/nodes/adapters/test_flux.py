@@ -115,7 +115,7 @@ def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: An
     assert out.isfinite().all()
     assert not torch.equal(out, plain)
     assert torch.equal(models.sample(attach(foreign, min_tokens=1000), HEIGHT, WIDTH, steps=2), plain)
-    # Without transformer_options, no block receives the number of reference tokens behind the image tokens.
+    # Without transformer_options, no block knows how many reference tokens follow the image tokens.
     conds = prompts_of(flux, reference_latents=[torch.randn(1, 16, 12, 16)])
     out = models.sample(model, HEIGHT, WIDTH, steps=2, **conds)
     told["transformer_options"] = {"img_slice": [TEXT, TEXT + TOKENS + 48]}

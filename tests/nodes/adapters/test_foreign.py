@@ -97,7 +97,7 @@ def test_a_list_of_blocks_that_is_replaced(what: str, attach: Any, stats_of: Any
 
 
 def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stats_of: Any) -> None:
-    """Another node's blocks still replace the model's own blocks when ToMA first inspects the model."""
+    """When ToMA first inspects the model, its blocks are still replaced by those of another node."""
     model = models.flux()
     replaced = model.clone()
     for index, block in enumerate(blocks_of(model, "flux")):
@@ -155,7 +155,7 @@ def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -
 
 
 def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
-    """Preset `paper` skips 5 blocks in Flux.1. Models with fewer double blocks skip a tenth of their blocks."""
+    """Preset `paper` skips 5 blocks in Flux.1. In models with fewer double blocks it skips a tenth of the blocks."""
     find, core = pack_module("nodes.adapters.registry").find, pack_module("toma_core")
     small, flux_1 = (find(models.flux(double=d, single=s).model.diffusion_model) for d, s in ((2, 3), (19, 38)))
     skipped = [

@@ -107,7 +107,8 @@ def test_a_late_prompt_makes_one_step_full(flux: Any, decisions: Any, stats_of: 
 
 @loop("apart", [False, True])
 def test_a_controlnet_that_begins_late_makes_one_step_full(flux: Any, decisions: Any, apart: bool) -> None:
-    """A ControlNet splits chains of blocks. apart: it belongs to only one condition, which then has a separate call."""
+    """A ControlNet splits chains of blocks. apart: whether it belongs to only one condition, which then has a separate
+    call."""
     residuals = {"input": [torch.full((1, 1, 48), 0.1)] * 3, "output": []}
     control = Control(lambda x, t: residuals, begin=0.2)
     positive, negative = models.conditioning(flux, seed=1), models.conditioning(flux, seed=2)

@@ -6,8 +6,8 @@ change seeds"):
     TOMA_WRITE_GOLDEN=1 make test ARGS=tests/nodes/adapters/test_golden.py
 
 golden.json has the latents of ComfyUI's default release. If a release computes different latents even without ToMA, its
-latents are in entries named "CASE from RELEASE". The same command with COMFYUI_PATH of that release writes these
-entries.
+latents are in entries named "CASE from RELEASE". To write these entries, set COMFYUI_PATH to that release and run the
+same command.
 
 Tolerances are fractions of a latent's rms. They are larger than the effects of rounding, and smaller than the usual
 effect of one replaced destination. On an AVX-512 CPU, these changes had the following largest effects:
@@ -97,8 +97,8 @@ def golden() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model_of(pack: Any) -> Callable[[str], Any]:
-    """model_of(family): return a tiny model with biases around 0. With biases around 1, which other tests use, tokens
-    are so similar (a mean cosine of 0.998 in Flux) that rounding would decide which destinations are selected."""
+    """model_of(family): return a tiny model with biases around 0. Other tests use biases around 1. Tokens are then so
+    similar (a mean cosine of 0.998 in Flux) that rounding would decide which destinations are selected."""
     made: dict[str, Any] = {}
 
     def model(family: str) -> Any:
@@ -134,7 +134,8 @@ def kind_of(family: str) -> Any:
 
 
 def steps_for(family: str, setting: str) -> int:
-    """Return a number of steps in which a second selection is used before the last step, which is full."""
+    """Return a number of steps. The run is long enough to use a second selection before its last step, which is
+    full."""
     return 9 if config_of(family, setting).selection_interval < 9 else 11
 
 
@@ -233,8 +234,8 @@ def test_runs_show_what_they_are_for(golden: dict[str, Any]) -> None:
 
 @pytest.fixture
 def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
-    """sureness(): return how clear the selections since the last call were: the smallest lead of a destination over the
-    next best slot, divided by the largest effect of rounding.
+    """sureness(): return how clear the selections since the last call were. This is the smallest lead of a destination
+    over the next best slot, divided by the largest effect of rounding.
 
     Above 1, all CPUs select the same destinations. Only runs that write golden.json measure the lead.
     """
@@ -252,7 +253,7 @@ def sureness(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
             gain = (S - represented[:, :, None]).relu().sum(1)
             gain = gain if priority is None else gain * priority
             best = (gain - by_place).masked_fill(~open_, -torch.inf).topk(2, 1).values
-            # A window with one open slot or none has no next best slot: count its lead as infinite.
+            # A window with at most one open slot has no next best slot. Count its lead as infinite.
             sure = ((best[:, 0] - best[:, 1]) / (4e-6 + 1e-6 * best[:, 0])).nan_to_num(math.inf)
             narrowest[0] = min(narrowest[0], float(sure.min()))
             open_ = open_.scatter(1, pick[:, None], False)

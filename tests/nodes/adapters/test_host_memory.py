@@ -113,6 +113,6 @@ def test_the_card_holds_two_blocks_at_most(quantized: bool) -> None:
     with a_card(0.0, quantized) as card:
         sampled("z_image", balanced(model), cfg=1.0)
     one = card.peak[1] / card.copies.made
-    # The GPU holds copies of two tensors that are read ahead, two that are being written, and those in use.
+    # The GPU holds copies of two tensors that are read ahead, of two that are being written, and of the tensors in use.
     assert 2 * one <= card.copies.peak <= 6 * one
     assert card.copies.made == 12

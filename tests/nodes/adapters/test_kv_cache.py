@@ -80,7 +80,8 @@ def test_keys_are_propagated_as_their_destinations_change(
 
 @loop("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
 def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, attach: Any) -> None:
-    """Image tokens of Wan also attend to the text, which must not be taken for merged image tokens."""
+    """Image tokens of Wan also attend to the text. Text of the same length must not be taken for merged image
+    tokens."""
     model = model_of("wan")
     own, *found = evaluated(model, text=text)[:1] + evaluated(attach(model, **KEYS), text=text)
     for picture in found:
@@ -139,8 +140,8 @@ def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, wi
     merged, without = balanced(model), balanced(model, kv_cache=False)
     found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
     assert str(NOT_ASKED) in report_text.summary(stats_of(merged))
-    # In `merged`, the second step is full too: without a KV cache, chains differ from those of the first step, so their
-    # residuals are refreshed.
+    # In `merged`, the second step is full too. Without a KV cache the chains differ from those of the first step, so
+    # the residuals of the new chains are refreshed.
     assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
     assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]
     assert (found - own).norm() <= (usual - own).norm()
@@ -189,7 +190,7 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(flux: Any, attach: Any, st
 def test_a_refresh_follows_a_merged_step_in_which_a_cache_skips_later_blocks(
     granularity: str, ran: int, flux: Any, attach: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
-    """A step cache of another pack runs only the first blocks in the merged step 2, which propagate their cached
+    """In the merged step 2, a step cache of another pack runs only the first blocks. These propagate their cached
     tensors. All other cached tensors still belong to the latent of step 1."""
     merged = attach(flux, **KEYS, granularity=granularity)
     outputs: list[Tensor] = []
@@ -235,7 +236,7 @@ def test_masked_text_is_no_obstacle(kind: str, model_of: Any, attach: Any) -> No
 
 @loop("kind", ["wan", "sd3"])
 def test_the_cache_is_read_only(kind: str, attach: Any) -> None:
-    """Another node's override changes keys in place, in models whose attention covers only the image."""
+    """Another node's override changes keys in place. In these models, attention covers only the image."""
     model = models.wan() if kind == "wan" else models.sd3(x_block_self_attn_layers=[0, 1])
 
     def temper(function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -155,7 +155,8 @@ def test_the_estimate_of_a_later_comfyui_may_read_all_that_a_patcher_has(
 
 @loop("dtype", ["fp32", "bf16"])
 def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, cache_plans: list[Any]) -> None:
-    """ModelComputeDtype changes the dtype when the model is loaded, but already the first run must request enough."""
+    """ModelComputeDtype changes the dtype only when the model is loaded. The first run must nevertheless request enough
+    memory."""
     model = models.flux(dtype=torch.bfloat16)
     model.model.diffusion_model.to(torch.bfloat16)
     merged = balanced(ModelComputeDtype().patch(model, dtype)[0])

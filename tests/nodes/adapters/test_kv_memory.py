@@ -1,4 +1,4 @@
-"""Test that ComfyUI reserves the KV cache's memory, and 4-bit caches and full steps if memory is scarce or runs out."""
+"""Test that ComfyUI reserves the KV cache's memory. Also test 4-bit caches, and full steps after memory has run out."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_where_room_is_short_they_are_packed(
     found = models.sample(merged, HEIGHT, WIDTH, **size)
     packed = stats_of(merged)
     assert packed.without_kv_cache is None
-    # The requested size is that of a wide model. In this narrow model, smaller quantization groups make the 4-bit cache
-    # larger.
+    # The requested size assumes the quantization groups of a wide model. This narrow model has smaller groups, so its
+    # 4-bit cache is larger.
     assert requested[0] == held
     assert requested[1] <= packed.cache_bytes <= 0.4 * held
     assert 0 < (found - exact).norm() < 0.5 * (exact - unmerged).norm()
@@ -52,8 +52,8 @@ def test_where_room_is_short_they_are_packed(
 def test_where_packing_runs_out_of_memory_all_steps_are_full(
     at: int, model_of: Any, attach: Any, stats_of: Any, packed: None, monkeypatch: Any
 ) -> None:
-    """at: the number of tensors of keys or values that a merged step quantizes before memory runs out; -2: memory runs
-    out before the last two tensors of the refresh. The evaluation is repeated as a full evaluation."""
+    """at: the number of tensors of keys or values that a merged step quantizes before memory runs out. At -2, memory
+    runs out before the last two tensors of the refresh. The evaluation is repeated as a full evaluation."""
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
     calls, quantize = list[int](), trial.quantize
     kept_whole = 2 * len(model.model.diffusion_model.blocks)

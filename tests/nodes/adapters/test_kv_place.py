@@ -85,7 +85,8 @@ def test_on_the_card_only(model: Any, computer: Any) -> None:
 
 
 def test_the_warning_of_a_failed_estimate_is_true(model: Any, warnings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an estimate no room is counted on the card, so a cache "on the card only" is impossible."""
+    """Without an estimate the pack counts on no free memory on the card, so a cache "on the card only" is
+    impossible."""
     monkeypatch.setattr(memory, "copier_of", lambda device: Copies())
     monkeypatch.setattr(memory, "main_room", lambda: 1e12)
     monkeypatch.setattr(memory, "estimate_memory", Mock(side_effect=ValueError("new")))
@@ -214,8 +215,9 @@ def test_only_cards_with_cuda_streams_use_main_memory(device: str, copies: bool)
 def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
     free: float, planned: float, by_block: bool, model_of: Any, monkeypatch: Any
 ) -> None:
-    """free, planned: the share of keys and values that fits on the card now, and the share that was planned there. If
-    ComfyUI loads weights block by block, they soon fill the free memory, so the planned share is not exceeded."""
+    """free: the share of keys and values that fits on the card now. planned: the share that was planned for the card.
+    If ComfyUI loads weights block by block, the weights soon fill the free memory, so the planned share is not
+    exceeded."""
     model = model_of("z_image")
     host = pack_module("toma_core.host_memory").HostMemory(Copies(), 1000, planned * 1000, 1e9, 50)
     monkeypatch.setattr(memory, "estimate_memory", lambda *_: (7e9, 5e9))
@@ -228,7 +230,8 @@ def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
 
 
 def test_a_run_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan puts all on the card in full precision; other programs then occupy half of that memory."""
+    """The plan puts all keys and values on the card in full precision. Other programs then occupy half of the memory
+    for them."""
     merged, run = balanced(models.z_image(layers=10)), pack_module("nodes.adapters.patch_model")
     with a_card(1.0, quantized=False) as card:
         wanted = sampled("z_image", merged, cfg=1.0)

@@ -49,7 +49,7 @@ def kontext(model: Any) -> dict[str, Any]:
 @loop("granularity", GRANULARITIES)
 @loop("settings", [{}, {"skip_last_blocks": 3}], ids=["all", "some"])
 def test_the_grid_fits_the_tokens_in_a_unet(unet: Any, attach: Any, granularity: str, settings: dict[str, Any]) -> None:
-    """With D merged tokens, `activations_shape` is (B, C, 1, D); elsewhere it is ComfyUI's own shape."""
+    """With D merged tokens, `activations_shape` is (B, C, 1, D). Without merged tokens, it is ComfyUI's own shape."""
     plain, before = listening(unet)
     models.sample(plain, SIDE, SIDE, steps=2)
     foreign, calls = listening(unet)

@@ -139,7 +139,7 @@ def lora(model: Any) -> dict[str, Tensor]:
 
 
 def hooked(trained: Trained, frames: dict[float, float]) -> list[Any]:
-    """Return a prompt with a hook LoRA. frames: the LoRA's strength from each start percent on."""
+    """Return a prompt with a hook LoRA. frames: start percent -> strength of the LoRA from there on."""
     import comfy.hooks
 
     group, keyframes = comfy.hooks.create_hook_lora(lora(trained.model), 1.0, 0.0), comfy.hooks.HookKeyframeGroup()

@@ -80,7 +80,8 @@ def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
 def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
     call: int, stats_of: Any, on_two_devices: Any, monkeypatch: Any
 ) -> None:
-    """If the whole evaluation were repeated, ComfyUI would take the other device's old result for the new one."""
+    """Only this device's call is repeated. If all calls were, ComfyUI would take the other device's old result for its
+    new one."""
     one, other = models.wan(), models.wan()
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(one, HEIGHT, WIDTH, **asked)

@@ -262,7 +262,7 @@ def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_st
 def test_auto_leaves_to_a_fast_card_what_it_computes_at_once(
     model: Any, attach: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
-    """The tiny blocks take an H100 too little time to be merged. On a CPU they are merged from 256 tokens on."""
+    """The H100 computes the tiny blocks too fast for merging to pay. On a CPU they are merged from 256 tokens on."""
     cost_model = pack_module("toma_core.cost_model")
     patched = attach(model, min_tokens=0)
     sampled(patched, 40, steps=1)

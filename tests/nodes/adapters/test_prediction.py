@@ -31,7 +31,8 @@ def planned(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tens
 
 
 def watched(model: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return a clone, and a list of the denoised pictures that the sampler receives from it, one per evaluation."""
+    """Return a clone of the model, and a list that gets one denoised picture per evaluation, as the sampler receives
+    it."""
     model, pictures = model.clone(), list[torch.Tensor]()
 
     def record(executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Test probes, which measure the error of merging one site (a group of blocks) during an unmerged run."""
+"""Test probes. During an unmerged run, a probe measures the error of merging one site (a group of blocks)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_run_is_the_unmerged_one(model: Any, settings: dict[str, Any], no_st
 
 
 def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
-    """After memory ran out every evaluation is full, so errors of 0 would be measured."""
+    """After memory has run out, every evaluation is full, so a probe would measure errors of 0."""
 
     def disable(executor: Any, *args: Any) -> Any:
         args[4]["transformer_options"][SAMPLING].run.disable(Reason.OUT_OF_MEMORY())
@@ -67,8 +67,8 @@ def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
 
 def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
     """Sample with only one site merged. The change of the first evaluation nearly equals the error that the probe
-    measured. They differ slightly, because a probe selects by the first condition's tokens, and a run by the negative
-    condition's."""
+    measured. They differ slightly, because a probe selects by the tokens of the first condition, and a run by those of
+    the negative condition."""
     pictures: list[torch.Tensor] = []
 
     def record(args: dict[str, Any]) -> torch.Tensor:
@@ -166,7 +166,8 @@ def test_step_caches(unet: Any) -> None:
 
 
 def test_compiled(unet: Any) -> None:
-    """The model is marked as ComfyUI's node does, or one block as other packs do. Compilation is lazy."""
+    """Either the model is marked for compilation, as by ComfyUI's node, or one block is, as by other packs. Compilation
+    is lazy, so nothing is compiled here."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     compiled = unet.clone()

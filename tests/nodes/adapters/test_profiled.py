@@ -105,7 +105,7 @@ def test_sigmas_not_steps(unet: Any, decisions: list[Any]) -> None:
 
 
 def test_fingerprints(unet: Any, flux: Any) -> None:
-    """A fingerprint also has what the model predicts."""
+    """A fingerprint also contains what the model predicts, such as EPS or V_PREDICTION."""
     ours = identity.fingerprint(unet)
     assert ours == identity.fingerprint(unet.clone())
     assert ours.startswith("unet with blocks input.4 1, ")

@@ -51,7 +51,7 @@ class Lab:
         return models.sample(model or self.merged, height, width, **{"steps": STEPS, **options})
 
     def as_fresh(self, **options: Any) -> Tensor:
-        """Check that the latent equals that of a merged model that has never run before. Return the latent."""
+        """Check that the latent equals the latent of a merged model that has never run before. Return the latent."""
         out = self.drawn(**options)
         assert torch.equal(out, self.drawn(balanced(models.flux()), **options))
         return out
@@ -261,7 +261,7 @@ def a_range_in_which_nothing_happens(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#14389", "FearL0rd/ComfyUI-ParallelAnything#1")
 def a_batch_that_another_node_splits(lab: Lab) -> None:
-    """A half of the batch has as many rows as a batch of one picture with both prompts."""
+    """Half of this batch has as many rows as a batch of one picture with both prompts."""
 
     def halves(executor: Any, x: Tensor, timestep: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def part(value: Any, half: slice) -> Any:
@@ -311,7 +311,7 @@ def a_cache_that_skips_blocks_of_full_steps(lab: Lab) -> None:
 
 @report("kijai/ComfyUI-WanVideoWrapper#160", quick=False)
 def context_windows(lab: Lab) -> None:
-    """Fixed windows have separate caches; moving windows are merged without a cache."""
+    """Fixed windows have separate caches. Moving windows are merged without a cache."""
     nodes = pytest.importorskip("comfy_extras.nodes_context_windows")
     schema = {item.id: item for item in nodes.ContextWindowsManualNode.define_schema().inputs}
     options = {name: getattr(item, "default", None) for name, item in schema.items() if name != "model"}

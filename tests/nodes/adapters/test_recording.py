@@ -1,4 +1,4 @@
-"""ComfyUI's compiler records allocations of an evaluation in some models. ToMA's caches must be outside of these."""
+"""In some models, ComfyUI's compiler records the allocations of an evaluation. ToMA's caches must not be among them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.nodes.adapters.kv_helpers import failing
 from tests.nodes.adapters.recording import RECORDED, blocks_of, recorded
 
 SIZE = {"h3": (12, 16, 5), "ltx_av": (6, 8, 5), "qwen_image21": (12, 16, 1)}
-# Preset, settings, and the first step that is recorded. None: the step after the last merged one.
+# Preset, settings, and the first step that is recorded. None: the step after the last merged step.
 SETTINGS: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "caches": ("balanced", {}, 5),
     "a part of the schedule": ("balanced", {"end_percent": 0.3}, None),

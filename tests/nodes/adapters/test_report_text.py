@@ -16,7 +16,7 @@ RunStats = pack_module("toma_core.stats").RunStats
 
 
 def stats_of_a_run() -> Any:
-    """Return stats of six steps, four of them merged, with one unmerged block and one that is merged in some steps."""
+    """Return stats of six steps, four of them merged. One block is never merged, and one is merged in some steps."""
     stats = RunStats(total_steps=6)
     for step, ratio in enumerate((0.0, 0.5, 0.5, 0.0, 0.25, 0.25)):
         stats.count_evaluation(step, ratio)

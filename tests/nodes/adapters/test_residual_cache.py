@@ -22,7 +22,8 @@ REUSE = {"full_step_interval": 2}
 # Batches of different sizes round differently. Sharp weights would amplify the difference for tokens with two nearly
 # equal destinations, so use soft weights.
 SMOOTH = {"selector": "grid", "sharpness": 20.0}
-# Options for the first step, or the first two, of a schedule of three steps, whose last step is never merged.
+# Options that run the first step, or the first two steps, of a schedule of three steps. The last step, which is never
+# merged, is not run.
 FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
@@ -33,7 +34,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 def test_a_full_step_is_that_of_the_model(
     model: Any, attach: Any, stats_of: Any, granularity: str, no_state_left: None
 ) -> None:
-    """A full step equals the model's own step, although hooks cache its residuals. The next step is merged."""
+    """A full step equals a step of the model without ToMA, although hooks cache its residuals. The next step is
+    merged."""
     patched = attach(model, **REUSE, granularity=granularity)
     assert torch.equal(models.sample(patched, SIDE, SIDE, **FIRST[1]), models.sample(model, SIDE, SIDE, **FIRST[1]))
     stats = stats_of(patched)
@@ -141,7 +143,7 @@ def sampling_of() -> Any:
 
 
 def test_similar_calls_have_separate_caches() -> None:
-    """The second call of a condition at a sigma, of a tile or a perturbed model, has its own cache."""
+    """At one sigma, a condition's second call (for another tile or a perturbed model) has its own cache."""
     sampling, options = sampling_of(), {"uuids": ["cond", "uncond"]}
     seen = []
     for sigma in (2.0, 2.0, 1.0):

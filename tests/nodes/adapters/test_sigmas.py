@@ -67,7 +67,8 @@ def reads_inside(model: Any, **options: Any) -> int:
         finally:
             trace.__exit__(None, None, None)
 
-    # Make the wrapper ComfyUI's own: with a wrapper of another pack, ToMA would also read the noise of each latent.
+    # Let the wrapper pass for ComfyUI's own. With a wrapper of another pack, ToMA would also read the noise of each
+    # latent.
     evaluation.__module__ = "comfy.samplers"
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", evaluation)
     model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "test", outer)
@@ -106,7 +107,8 @@ PRESETS = [("balanced", "euler"), ("quality", "dpmpp_2m"), ("paper", "lcm")]
 @every_kind
 @loop(("preset", "sampler"), PRESETS)
 def test_nothing_is_read_inside_the_steps(model: Any, kind: str, own_reads: Any, sampler: str, preset: str) -> None:
-    """Count the reads that ToMA adds to those of the sampler. With `heun`, ToMA reads the sigma of each evaluation.
+    """Count the reads of tensor values that ToMA adds to the sampler's own reads. With `heun`, ToMA reads the sigma of
+    each evaluation.
 
     With a KV cache, ToMA reads the amount of new noise once per step, but only if the sampler itself waits for the
     device.
@@ -195,7 +197,7 @@ def test_options_that_are_not_known_are_read(pack: Any, options: dict[str, Any],
 
 
 def flipped(name: str) -> list[str]:
-    """Return the options of a sampler that are on or off."""
+    """Return the options of a sampler that can be on or off."""
     parameters = signature(getattr(sampling, name)).parameters.values() if hasattr(sampling, name) else ()
     return [p.name for p in parameters if isinstance(p.default, bool) and p.name != "disable"]
 

@@ -22,7 +22,7 @@ CASES = [("unet", False, "paper"), ("unet", True, "balanced"), ("flux", True, "p
 
 @pytest.fixture
 def model(kind: str, pack: Any) -> Any:
-    """Build a model that ComfyUI can load a second time, for training."""
+    """Build a model that ComfyUI can load a second time, because training loads it again."""
 
     def made(*_: Any, **__: Any) -> Any:
         return getattr(models, kind)()

@@ -43,7 +43,8 @@ class Case:
         return x.flatten(2).transpose(1, 2).contiguous().to(DEVICE, self.dtype)
 
     def layout(self) -> tuple[Windows, Budget]:
-        """Return windows and budget. An adaptive budget is made for tokens that hardly differ in the left half."""
+        """Return windows and budget. An adaptive budget is computed from tokens that hardly differ in the left half of
+        the grid."""
         device = torch.device(DEVICE)
         windows = make_windows(self.height, self.width, self.size).to(device)
         budget = make_budget(windows.counts, self.ratio).to(device)
@@ -78,8 +79,8 @@ def views(t: Tensor) -> list[Tensor]:
 
 
 def check_slots(dest_slots: Tensor, windows: Any, budget: Any) -> None:
-    """Check that every window has as many destinations as its budget, ascending, distinct and without padding, and
-    that unused slots repeat the first destination."""
+    """Check that every window has as many destinations as its budget. They must be ascending, distinct and no padding.
+    Unused slots must repeat the first destination."""
     for image, kept_here in zip(dest_slots.tolist(), destinations_of(budget, len(dest_slots)), strict=True):
         for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))

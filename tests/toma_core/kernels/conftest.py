@@ -31,7 +31,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Run on one thread; the interpreter's arrays are too small to gain from several."""
+    """Run on one thread, because the interpreter's arrays are too small to gain from several threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -17,8 +17,8 @@ def naive_value(similarity: Tensor, dest_slots: list[int]) -> float:
 
 
 def naive_greedy(similarity: Tensor, dest_slots: int) -> list[int]:
-    """Return the slots that a greedy search selects in one window, best first. Ties, see `tie_step`, go to the lowest
-    slot."""
+    """Return the slots that a greedy search selects in one window, best first. Of slots with equal gains (see
+    `tie_step`), the lowest is selected."""
     slots = similarity.shape[1]
     step = tie_step(slots)
     chosen: list[int] = []

@@ -143,8 +143,8 @@ def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, 
 
 @loop(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
 def test_ties_fall_by_slot_for_any_rounding(side: int, dest_slots: int) -> None:
-    """Late in a search, nearly every window has two tokens that represent only each other, so their gains differ only
-    by rounding. The search must select the same slots however features are rounded."""
+    """Late in a search, nearly every window has two tokens that represent only each other. The gains of these two
+    differ only by rounding. The search must select the same slots, however features are rounded."""
     x = smooth(3, 8, side)
     order, won = leads(x, dest_slots, tie_step(side * side))
     assert won.min() > 2e-6, "these features leave a tie that is none of two mutual neighbours: take others"

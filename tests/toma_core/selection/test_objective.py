@@ -30,7 +30,7 @@ def test_cosines_are_computed_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_half_precision_features_do_not_overflow() -> None:
-    """In fp16 the squares of features above 256 would be infinite."""
+    """In fp16 the square of a feature of 256 or more would be infinite."""
     x = torch.full((1, 2, 64), 3e4, dtype=torch.float16)
     torch.testing.assert_close(cosine_similarity(x), torch.ones(1, 2, 2))
 
@@ -43,7 +43,7 @@ def test_zero_tokens_are_like_nothing() -> None:
 
 @given(seeds, st.integers(1, 12), st.integers(0, 3), st.data())
 def test_value_is_that_of_the_loops(seed: int, slots: int, padding: int, data: st.DataObject) -> None:
-    """The value of padding does not count."""
+    """The objective does not count padding tokens."""
     S = similarity_of(seed, 2, slots + padding)
     size = data.draw(st.integers(1, slots))
     dest_slots = [torch.randperm(slots, generator=torch.Generator().manual_seed(seed + w))[:size] for w in range(2)]

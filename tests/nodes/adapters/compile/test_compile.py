@@ -1,6 +1,6 @@
 """Test that ComfyUI's torch.compile node, before or after ToMA, changes no image and compiles nothing in later steps.
 
-With Inductor, merging is part of the compiled graph (`inside`); with any other backend, merging breaks the graph. Most
+With Inductor, merging is part of the compiled graph (`inside`). With any other backend, merging breaks the graph. Most
 tests use `Counting`, which runs graphs unchanged, so compiled and uncompiled images must be bit-identical.
 """
 
@@ -85,7 +85,8 @@ def test_compiled_run_is_the_uncompiled_one(
     longer = models.sample(compiled_model, SIDE, SIDE, steps=7, seed=6)
     assert torch.equal(longer, models.sample(plain_model, SIDE, SIDE, steps=7, seed=6))
     if granularity == "module":
-        # ComfyUI passes the number of steps to the model, so 7 steps compiled new graphs. A second run reuses them.
+        # ComfyUI passes the number of steps to the model, so a run of 7 steps compiled new graphs. A second run reuses
+        # them.
         warm = backend.graphs
         models.sample(compiled_model, SIDE, SIDE, steps=7, seed=7)
     assert backend.graphs == warm
@@ -178,8 +179,8 @@ def test_prompts_of_other_lengths(attach: Any, each: bool) -> None:
 @pytest.mark.parametrize("kind", ["krea2", "flux"])
 def test_another_size_before_another_prompt(attach: Any, kind: str) -> None:
     """A second image size compiles graphs with the number of all tokens as a variable, but with the first prompt's
-    number of text tokens as a constant. A longer prompt must not reuse these graphs, although ComfyUI's filter drops
-    the guard on the options, from which the constant comes."""
+    number of text tokens as a constant. The constant comes from the options, on which ComfyUI's filter drops the guard.
+    Nevertheless a longer prompt must not reuse these graphs."""
     model = models.krea2(layers=2) if kind == "krea2" else models.flux(double=1, single=2)
     name = "blocks" if kind == "krea2" else "single_blocks"
     keys = [f"diffusion_model.{name}.{n}" for n in range(2)]
@@ -211,7 +212,8 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
     assert len(stats_of(toma).merged_steps) > 1
     own = of_the_model_itself(model, run)
     # Most families need every graph twice, for merged and for full steps. LTX-2 and Qwen-Image 2.1 break the graph
-    # before the blocks and need only the blocks' graph twice. MiniMax H3 reads its sigma; every step compiles a graph.
+    # before the blocks, and need only the blocks' graph twice. MiniMax H3 reads its sigma, so every step compiles a
+    # graph.
     assert backend.graphs == own + {"ltx_av": 1, "qwen_image21": 1, "h3": 0}.get(family, own)
 
 
@@ -231,7 +233,8 @@ def test_ahead_of_time_graphs_run_too(flux: Any, attach: Any) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
 def test_inductor(model: Any, attach: Any) -> None:
-    """Destinations lie on a fixed grid, because Inductor's rounding could change a selection by nearly equal gains."""
+    """Destinations lie on a fixed grid. If they were selected, Inductor's rounding could decide between nearly equal
+    gains."""
     settings = {"full_step_interval": 3, "selector": "grid"}
     plain = models.sample(attach(model, **settings), SIDE, SIDE, steps=4)
     compiled_model = compiled(attach(model, **settings), "inductor")

@@ -23,7 +23,8 @@ from tests.nodes.adapters.families.layouts import (
 
 
 class MergedBlock:
-    """A call of a block that ran merged, to be compared with the block on tokens that are merged by plain indexing.
+    """A call of a block that ran merged. It is compared with a call of the same block on tokens merged by plain
+    indexing.
 
     call, given: the recorded call, and its arguments by name.
     planned: the requests for plans since the call began, and their plans.
@@ -39,7 +40,7 @@ class MergedBlock:
         self.merge(1)
 
     def merge(self, number: int) -> None:
-        """Merge by the first `number` plans: that of the image, and those of references."""
+        """Merge by the first `number` plans: the image's plan, then the plans of references."""
         plans = [each.plan for each in self.planned[:number]]
         self.plan = plans[0]
         matrices = zip(*map(self._dense, plans), strict=True)
@@ -59,7 +60,8 @@ class MergedBlock:
         return self.layout.taken(self.call.out)
 
     def by_hand(self, **others: Any) -> Tensor:
-        """Return the tokens after the block on the merged arguments, of which `others` replace some."""
+        """Call the block on the merged arguments, some of which are replaced by `others`. Return the tokens after the
+        block."""
         out = run(self.block, self.layout, {**self.seen, **others})
         return restored(self.layout, out, self.image, self.merged, self.U)
 
@@ -73,8 +75,8 @@ class MergedBlock:
 
 @pytest.fixture
 def merged_block(attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any) -> Callable[..., MergedBlock]:
-    """merged_block(model, layout, sample, **settings): merge each block for itself, call `sample(merged model)`, which
-    evaluates the model once, and return what the second block did."""
+    """merged_block(model, layout, sample, **settings): merge each block separately. Call `sample(merged model)`, which
+    must evaluate the model once. Return the second block's call as a `MergedBlock`."""
 
     def merged(model: Any, layout: Layout, sample: Callable[[Any], Any], **settings: Any) -> MergedBlock:
         block = getattr(model.model.diffusion_model, layout.blocks)[1]
@@ -89,8 +91,8 @@ def merged_block(attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of
 
 @pytest.fixture
 def run_merged(attach: Any, stats_of: Any) -> Callable[..., Any]:
-    """run_merged(model, settings, **options of sampling): check that a run is merged in all blocks, is finite, and
-    repeats; return its report."""
+    """run_merged(model, settings, **options of sampling): check that a run is merged in all blocks, is finite, and can
+    be repeated with the same result. Return its report."""
 
     def checked(model: Any, settings: Any, height: int = HEIGHT, width: int = WIDTH, **asked: Any) -> Any:
         merged = attach(model, **settings)
@@ -107,7 +109,7 @@ def run_merged(attach: Any, stats_of: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def run_unmerged(attach: Any, stats_of: Any) -> Callable[..., Any]:
-    """run_unmerged(model, **options of sampling): check that ToMA changes nothing in a run; return its report."""
+    """run_unmerged(model, **options of sampling): check that ToMA changes nothing in a run. Return its report."""
 
     def checked(model: Any, **asked: Any) -> Any:
         merged = attach(model)

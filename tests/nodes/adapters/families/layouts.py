@@ -1,5 +1,5 @@
-"""Provide expected results for tests: the layout of the blocks' arguments in every family, and a merged block that is
-computed by plain indexing."""
+"""Provide expected results for tests: the layout of the blocks' arguments in every family, and merged blocks computed
+by plain indexing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layout:
     names: names of the positional arguments, if the signature of `forward` does not name them.
     before: number of tokens before the image in the argument `tokens`.
     rope_arg, rope_token_dim: argument with the positions, and its axis of tokens.
-    above, below: number of positions before and behind those of `tokens`, such as those of a text stream.
+    above, below: number of positions before and behind the positions of `tokens`, for example of a text stream.
     keys: argument with the mask of the attention's keys; the mask begins with the image.
     out: index of the image tokens in the block's results.
     patch: side of a token in latent pixels.
@@ -62,7 +62,7 @@ class Layout:
         return value[None] if self.flat and value.ndim == 2 else value
 
     def given(self, like: Any, tensor: Tensor) -> Any:
-        """Return `tensor`, tokens as (B, T, C), in the form of the argument `like`."""
+        """Return `tensor`, which holds tokens as (B, T, C), in the form of the argument `like`."""
         if self.pairs and isinstance(like, tuple):
             return (tensor, *like[1:])
         if self.grid and like.ndim == 5:

@@ -1,6 +1,7 @@
 """Test every family on a small model of its real class.
 
-Add a new family to `testbed.models` and `LAYOUTS`. The last test here fails if one of them lacks a family.
+Add a new family to `testbed.models` and `LAYOUTS`. The last test here fails if `testbed.models` or `LAYOUTS` lacks a
+family.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def test_block_is_computed_on_merged_tokens(
         block.needs(**{layout.rope_arg: layout.given(rows, first)})
 
 
-# By family: frames, and height and width of a frame in latent pixels.
+# By family: number of frames, and height and width of a frame in latent pixels.
 VIDEOS = {"wan": (5, 20, 28), "cosmos": (5, 20, 28), "hunyuan": (5, 10, 14), "ltx": (5, 6, 8), "ltx_av": (5, 6, 8)}
 
 
@@ -96,7 +97,7 @@ def test_consecutive_blocks_stay_merged(
     merged_args, image, merged = merged_call(layout, given, [plan], M)
     for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
         seen = arguments(block, layout, call)
-        # Arguments without tokens, such as Chroma's modulation, are those of the block's own call.
+        # Arguments without tokens, such as Chroma's modulation, are taken from the block's recorded call.
         told_as_merged = layout.tokens, layout.rope_arg, *layout.rows, layout.keys
         others = {n: v for n, v in seen.items() if n not in told_as_merged}
         out = run(block, layout, {**merged_args, **others})
@@ -182,7 +183,7 @@ def test_plans_from_the_predicted_picture(
 def test_conditions_in_calls_of_their_own(
     family: str, settings: Any, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If memory is low, ComfyUI evaluates prompt and negative prompt in separate calls, which round differently from a
+    """If memory is low, ComfyUI evaluates prompt and negative prompt in separate calls. These round differently from a
     joint call."""
     model = model_of(family)
     merged = attach(model, **settings)

@@ -72,7 +72,8 @@ def by_token_of_both(segments: list[Any]) -> list[Any]:
 
 
 def by_frame(segments: list[Any]) -> list[Any]:
-    """Cut the video into two segments: the first has one row of modulation, the second has a row for each token."""
+    """Cut the video into two segments. The first has one row of modulation for all of its tokens, the second a row for
+    each token."""
     *others, (start, stop, row) = segments
     middle, rows = start + 2 * FRAME, levels(segments)[: stop - start - 2 * FRAME]
     return [*others, (start, middle, row), (middle, stop, rows)]

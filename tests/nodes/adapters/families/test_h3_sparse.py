@@ -21,11 +21,11 @@ STEPS, BLOCKS = 8, 4
 
 @pytest.fixture
 def sparse(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int], list[int]]]:
-    """sparse(start_percent, dense): return a model with sparse attention, and two lists of token counts: of its sparse
-    attentions and of its blocks.
+    """sparse(start_percent, dense): return a model with sparse attention, and two lists that get the number of tokens
+    of each sparse attention and of each block.
 
-    The attention stands in for `BlockSparseAttention`, which came after ComfyUI 0.33. start_percent: where sparse
-    attention begins. dense: indices of blocks that are never sparse.
+    The attention stands in for `BlockSparseAttention`, which came after ComfyUI 0.33. start_percent: share of the
+    schedule at which sparse attention begins. dense: indices of blocks that are never sparse.
     """
 
     def patched(start_percent: float, dense: set[int]) -> tuple[Any, list[int], list[int]]:

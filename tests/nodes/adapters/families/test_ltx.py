@@ -81,7 +81,7 @@ def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) 
 def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Audio that attended only to merged video tokens would have more than 1.4 times the error."""
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
-    # Switch off the lower priority of the last step's destinations, because it would hide a fault.
+    # The last step's destinations have a lower priority. Switch this off, because it would hide a fault.
     monkeypatch.setattr(pack_module("toma_core.run"), "RECENT", 1.0)
     merged = balanced(model)
     own = sampled(model, steps=8)
@@ -108,7 +108,7 @@ def test_without_audio_and_with_that_of_a_reference(model_of: Any, attach: Any, 
 
 def guided(model: Any, strength: float = 1.0, smaller: int = 1) -> dict[str, Any]:
     """Return sampling options with a guide of one frame, as ComfyUI's node adds it. strength: factor of the attention
-    to the guide. smaller: how many times smaller the guide's sides are."""
+    to the guide. smaller: the video's sides divided by the guide's sides."""
     from comfy_extras.nodes_lt import LTXVAddGuide, _append_guide_attention_entry
 
     latent, mask = torch.zeros(1, 128, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)

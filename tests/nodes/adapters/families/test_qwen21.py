@@ -28,8 +28,8 @@ IMAGE = HEIGHT * WIDTH
 
 @pytest.fixture(scope="module")
 def made(pack: Any) -> Any:
-    """made(in_place): return a small model whose blocks change their input in place or not. ComfyUI's own class has
-    only one of these forms."""
+    """made(in_place): return a small model. in_place: whether its blocks change their input in place. ComfyUI's own
+    class has only one of these forms."""
     found: dict[bool, Any] = {}
 
     def of(in_place: bool) -> Any:
@@ -194,8 +194,8 @@ def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: p
     prefix = (TEXT + 24 * 30) * 2 * 4 * 48 * 4  # tokens * (keys and values) * blocks * width * bytes
 
     def planned(cache: str, dtype: str, cfg: float, room: float) -> bool:
-        """Return whether the KV cache fits in full precision. room: free memory beside the KV cache, as a multiple of
-        one condition's prefix cache."""
+        """Return whether the KV cache fits in full precision. room: free memory that the KV cache leaves, as a multiple
+        of one condition's prefix cache."""
         placed = at(model, cache, dtype)
         guider = CFGGuider(placed)
         guider.set_cfg(cfg)

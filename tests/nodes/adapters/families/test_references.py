@@ -33,7 +33,7 @@ REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea
 @loop("too", [False, True], ids=["unmerged", "merged"])
 def test_references(family: str, method: str | None, too: bool, model_of: Any, merged_block: Any) -> None:
     """With `index_timestep_zero`, blocks receive the index of the first reference token. Merging lowers this index by
-    the number of tokens that it removes before it."""
+    the number of tokens removed before that token."""
     model = model_of(family)
     taken = inspect.signature(type(model.model.diffusion_model).forward).parameters
     if family == "krea2" and "ref_latents" not in taken:
@@ -120,14 +120,15 @@ def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: 
 def test_reference_as_large_as_the_image(
     family: str, model_of: Any, attach: Any, plan_calls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference keeps one plan for the run. The image gets a new plan in every step, which both conditions
-    share."""
+    """The reference keeps one plan for the run. The image gets a new plan in every step, and both conditions share this
+    plan."""
     model = model_of(family)
     channels, five = model.model.latent_format.latent_channels, family == "qwen_image"
     size = (1, channels, *((1,) if five else ()), HEIGHT, WIDTH)
     options = {"reference_latents": [torch.randn(size, generator=torch.Generator().manual_seed(9))]}
     conds = prompts(model, **options)
-    # Destinations are on a fixed grid, because rounding in split calls could change a selection by nearly equal gains.
+    # Destinations are on a fixed grid. If they were selected, rounding in split calls could decide between nearly equal
+    # gains.
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1, "selector": "grid"}
     joined = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)
     plan_calls.clear()

@@ -46,8 +46,8 @@ def test_modulation_by_frame(merged_block: Any) -> None:
 
 
 def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(run_merged: Any, run_unmerged: Any) -> None:
-    """Frames behind the video have no sigmas. ComfyUI stretches the video's sigmas over all frames, so tokens have the
-    sigmas of wrong frames."""
+    """Frames behind the video have no sigmas of their own. ComfyUI stretches the video's sigmas over all frames, so
+    tokens get the sigmas of other frames."""
     model = models.wan(**WAN22)
     behind = models.conditioning(model, seed=1, time_dim_concat=noise(1, 48, 1, HEIGHT, WIDTH))
     asked = {"frames": 3, "positive": behind}

@@ -37,7 +37,8 @@ def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE
     return models.sample(model, SIDE, width, steps=steps, **prompts)
 
 
-# By the id of a model and the options of a picture: the model, kept alive for its id, and its picture without ToMA.
+# (id of a model, options of a picture) -> the model and its picture without ToMA. The model is stored so that its id
+# stays unique.
 unmerged: dict[tuple[Any, ...], tuple[Any, Tensor]] = {}
 
 
@@ -49,8 +50,8 @@ def without_toma(model: Any, **options: Any) -> Tensor:
 
 
 def tried(model: Any, alone: Any, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Compare a model's pictures with and without ToMA, when all processes sample together. alone: the same model,
-    which samples in this process only."""
+    """Compare a model's pictures with and without ToMA while all processes sample together. alone: the same model, but
+    sampling in this process only."""
     run = pack_module("nodes.adapters.patch_model")
     config = pack_module("toma_core.config").ToMAConfig(**{**EVERYTHING, **settings})
     merged = run.apply_toma(model, config)

@@ -48,7 +48,7 @@ def test_samplers_that_draw_new_noise(trained: Trained, usual: dict[int, float],
     noise, regression on the latent predicts how the noise changes tokens."""
     error, stats = errors(trained, name), stats_of(trained.merged)
     assert "new_noise" in why_full(stats)
-    if name == "er_sde":  # its new noise decreases, so that late steps are merged
+    if name == "er_sde":  # it draws less and less new noise, so that late steps are merged
         assert set(stats.merged_steps) < set(usual)
         assert stats.merged_steps
         assert error.mean() < 0.1

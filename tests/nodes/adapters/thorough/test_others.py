@@ -23,7 +23,7 @@ compat = pytest.mark.compat
 
 
 def again(test: Any, names: str, values: Iterable[Any]) -> Callable[..., None]:
-    """Return a test with other values. names: of the parameters, with commas."""
+    """Return a test with other values. names: names of the parameters, separated by commas."""
     result: Callable[..., None] = loop(tuple(names.split(",")), values)(test.looped)
     return result
 

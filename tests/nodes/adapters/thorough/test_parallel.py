@@ -53,7 +53,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 
 def check(found: Any, name: str, merged: int, unmerged: set[str], off: float = 1e-5) -> None:
-    """Check the pictures of both processes. off: the largest difference from a picture without ToMA on one process."""
+    """Check the pictures of both processes. off: the largest allowed difference from a picture that one process samples
+    without ToMA."""
     for process in found:
         case = process[name]
         assert case["the same on all"]
@@ -67,8 +68,8 @@ def check(found: Any, name: str, merged: int, unmerged: set[str], off: float = 1
 @loop("way", WAYS)
 @loop("kind", KINDS)
 def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
-    """Each process has a part of the token sequence. With references this part has more tokens than the image, but
-    merging it by the image's grid would be wrong."""
+    """Each process has a part of the token sequence. With references this part has more tokens than the image.
+    Nevertheless, merging it by the image's grid would be wrong."""
     name = f"tokens-{way}-{kind}"
     # Double blocks, whose `forward` raylight replaces, have the reason `block_replaced`. In the case `odd`, tokens also
     # attend to padding, which changes the picture.

@@ -1,5 +1,5 @@
-"""Test whether a run uses Triton kernels or plain PyTorch, that the reason is reported, and that kernels and PyTorch
-give equal results."""
+"""Test when a run uses Triton kernels and when plain PyTorch. The reason must be reported, and both must give equal
+results."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ FULL_SIZE = (
 
 
 def random_plan(case: Case) -> MergePlan:
-    """Return a plan with random weights; those of padding and of unused slots are zero."""
+    """Return a plan with random weights. Weights of padding and of unused slots are zero."""
     windows, budget = case.layout()
     generator = torch.Generator().manual_seed(7)
     shape = (case.batch, len(windows.counts), budget.slots, windows.slots)
@@ -66,7 +66,7 @@ def in_dtype(plan: MergePlan, dtype: torch.dtype) -> MergePlan:
 
 
 def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
-    """Check that `actual` has the error of at most `roundings` roundings to the dtype; kernels compute sums in fp32."""
+    """Check that the error of `actual` is at most `roundings` roundings to the dtype. Kernels compute sums in fp32."""
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     atol = roundings * {FULL: 2e-6, HALF: 1e-3, BRAIN: 8e-3}[dtype]
@@ -127,7 +127,8 @@ def test_any_strides(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 7, 4, 0.5, 40, FULL), Case(13, 19, 8, 0.5, 40, FULL, adaptive=True))
 def test_one_plan_for_a_batch(case: Case, kernels: Any) -> None:
-    """The plan is that of one image, the batch has three. No kernel may read past the end of an adaptive budget."""
+    """The plan is for one image, but the batch has three images. No kernel may read past the end of an adaptive
+    budget."""
     plan, x = random_plan(case), replace(case, batch=3).tokens()
     copied = stacked([plan] * 3)
     merged, theirs = (kernels.merge(x, each.merge_weights, each.windows, each.budget) for each in (plan, copied))
@@ -183,7 +184,7 @@ def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
     """Launches are prepared once for all plans, although each plan has its own budget."""
     first, second = random_plan(case), random_plan(case)
     x = case.tokens()
-    # In the second plan, each of the two images has the other's budget.
+    # In the second plan, the two images have swapped their budgets.
     budget = second.budget
     assert budget.adaptive
     other = Budget(budget.counts, budget.compact.flip(0), budget.expand.flip(0), budget.valid.flip(0))

@@ -16,8 +16,8 @@ from toma_core.kernels.triton.launch import Launch
 from toma_core.latent_regression import Regression, Rotation, regress
 from toma_core.merge import stacked
 
-# (case, number of features, rotated pairs of channels per head, number of images with rotations of their own). Cases
-# with 0 pairs represent values and residuals, which are not rotated.
+# (case, number of features, rotated pairs of channels per head, number of images with separate rotations). Cases with 0
+# pairs represent values and residuals, which are not rotated.
 CASES = (
     (Case(5, 7, 4, 0.5, 40, FULL), 5, 0, 0),
     (Case(5, 7, 4, 0.5, 40, FULL, batch=2), 33, 10, 1),

@@ -1,4 +1,4 @@
-"""Test the kernels that quantise to four bits per number, and that kernels and PyTorch can dequantise each other's
+"""Test the kernels that quantise to four bits per number. Kernels and PyTorch must be able to dequantise each other's
 results."""
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(11, 11, 11, 0.7, 24, FULL))
 def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
-    """The gains of two tokens that are each other's nearest neighbours differ only by rounding. The kernel must select
+    """If two tokens are each other's nearest neighbours, their gains differ only by rounding. The kernel must select
     the first of the two, however features are rounded."""
     x, (windows, budget) = case.tokens(1), case.layout()
     similarity = cosine_similarity(windows.split(x))
