@@ -38,7 +38,7 @@ from .task import Task, error, progress
 
 # By target, a preset and a ratio: the chosen ratios save as much work as this preset at this ratio.
 TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
-_PROBES = 1.2  # number of evaluations for probes, divided by that of a sampling run
+_PROBES = 1.2  # number of evaluations for probes, divided by the evaluations of a sampling run
 _MIN_SITES, _MAX_SITES = 6, 12
 
 
@@ -100,8 +100,8 @@ class Calibrated:
     profile: Profile | None = None  # the chosen ratios, or the preset's if `keeps_preset`; None with a `problem`
     errors: tuple[float, float] = (0.0, 0.0)  # error of the preset, and of the chosen ratios
     work: tuple[float, float] = (1.0, 1.0)  # share of the blocks' work left by the preset, and by the chosen ratios
-    # Whether the profile has the preset's ratio, because the chosen ratios do not lower the error both over all images
-    # and in most images.
+    # Whether the profile has the preset's ratio. The chosen ratios replace it only if they lower the error over all
+    # images together and in most images.
     keeps_preset: bool = False
     problem: Message | None = None  # why nothing was measured or chosen
 
@@ -116,10 +116,10 @@ def calibrate(
     """Measure a model, and choose ratios that need as much work as the target's preset, see `TARGETS`.
 
     If the target's preset has full steps, return the model merged by the preset, without measuring, because no choice
-    had less error than such a preset (benchmarks/results/fidelity/calibrated.md). The given model is not changed, and
-    its own ToMA settings are ignored. overrides: settings that override the preset's. on_run: called when a run begins,
-    with its number and the count of runs. Raises `UnsupportedModelError`, and ComfyUI's own exception if the user
-    cancels.
+    of ratios had less error than such a preset (benchmarks/results/fidelity/calibrated.md). The given model is not
+    changed, and its own ToMA settings are ignored. overrides: settings that override the preset's. on_run: called when
+    a run begins, with its number and the count of runs. Raises `UnsupportedModelError`, and ComfyUI's own exception if
+    the user cancels.
     """
     plain, (preset, ratio) = apply_toma(model, ToMAConfig(ratio=0.0)), TARGETS[target]
     settings = UserSettings(preset, {"ratio": ratio, **overrides})
@@ -172,9 +172,9 @@ def _saving(facts: Sequence[BlockFacts], blocks: Container[str], ratio: float) -
 
 
 def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str]) -> dict[Cell, list[Option]]:
-    """Return the options of every cell (site and band); they save a share of the blocks' work in a run."""
+    """Return the options of every cell (site and band); `Option.saved` is a share of the blocks' work in a run."""
     # By step, the squared share of a predicted image's error that enters the latent. The growth of errors in later
-    # steps is left out, because estimates of it did not improve the choices on a trained UNet.
+    # steps is left out, because estimates of the growth did not improve the choices on a trained UNet.
     passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]
     table: dict[Cell, list[Option]] = {}
     for (site, number, ratio), squared in probes.squared_errors().items():

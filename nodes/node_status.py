@@ -46,7 +46,7 @@ class NodeStatus:
     def ended(self, stats: RunStats) -> None:
         """Show what a run merged, or why it merged nothing."""
         lines = report_text.headline(stats), *report_text.work(stats), *self.notes
-        # Whether the run's first step was full: web/timing.js needs it to correct the time per step.
+        # Whether the run's first step was full: web/timing.js needs this to correct the time per step.
         first_full = min(stats.steps, default=0) not in stats.merged_steps
         self.say(*lines, details=report_text.details(stats), run=True, first_full=first_full, preset=dict(self.preset))
 

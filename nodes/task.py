@@ -27,7 +27,7 @@ class Task:
     cfg: float = 4.0  # used only with a negative conditioning
     sampler_name: str = "euler"
     scheduler: str = "simple"
-    noise: Tensor | None = None  # if None, noise is drawn from seed 0 as by ComfyUI's samplers
+    noise: Tensor | None = None  # if None, noise is drawn from seed 0, as ComfyUI's samplers do
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, latent: Any, negative: Any = None, **sampler: Any) -> Task:
@@ -79,5 +79,5 @@ def progress(steps: int) -> Callable[..., None]:
 
 
 def error(latent: Tensor, unmerged: Tensor) -> float:
-    """Return the relative L2 error of a final latent against that of an unmerged run."""
+    """Return the relative L2 error of a final latent against the final latent of an unmerged run."""
     return float((latent - unmerged).norm() / unmerged.norm().clamp_min(1e-12))

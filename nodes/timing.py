@@ -1,4 +1,4 @@
-"""Measure how long a model samples with and without ToMA, by turns, on this machine.
+"""Measure how long a model samples on this machine, with and without ToMA in turn.
 
 Each run goes through ComfyUI's sampler; its time includes the making of plans, but not the loading of the model. The
 clock waits for the device twice per run, before the first step and after the last, never in between.
@@ -26,7 +26,7 @@ from .adapters.report_text import headline
 from .task import Task, error, progress
 
 _WARM_UP_STEPS = 3  # enough for one merged step, because the first and the last step are full
-WORTH = 1.2  # speed-up from which on merging is worth its error
+WORTH = 1.2  # the lowest speed-up at which merging is worth its error
 TOO_NOISY = 0.15  # speed-ups are not trusted if the runs of one ratio differ by more than this share of their median
 
 
@@ -94,15 +94,16 @@ def measure(
 
 
 def worthwhile(timings: Sequence[Timing]) -> Timing | None:
-    """Return the timing with the smallest error among those about as fast as the fastest: slower by at most a twentieth
-    of the time without ToMA. None if no ratio is reliably faster than the model without ToMA."""
+    """Return the timing with the smallest error among those that are about as fast as the fastest: slower by at most a
+    twentieth of the time without ToMA. None if no ratio is reliably faster than the model without ToMA."""
     faster = _faster(timings)
     enough = min((timing.median for timing in faster), default=0.0) + timings[0].median / 20
     return _least_error(timing for timing in faster if timing.median <= enough)
 
 
 def closest(timings: Sequence[Timing]) -> Timing | None:
-    """Return the timing with the smallest error among those at least `WORTH` times as fast as without ToMA, or None."""
+    """Return the timing with the smallest error among those at least `WORTH` times as fast as without ToMA; None if
+    there is none."""
     return _least_error(each for each in _faster(timings) if timings[0].median >= WORTH * each.median)
 
 

@@ -27,7 +27,7 @@ _SWITCH = {"on": True, "off": False}
 
 def schema(node_id: str, inputs: list[Any], *outputs: Any, words: Sequence[str] = (), **more: Any) -> io.Schema:
     """Return a node's schema with its English texts, which `locales` has for all languages. The texts of settings come
-    from `ToMAConfig`. words: search terms beside those of all nodes. more: other arguments of `io.Schema`."""
+    from `ToMAConfig`. words: search terms in addition to those of all nodes. more: other arguments of `io.Schema`."""
     texts = json.loads(_TEXTS.read_text(encoding="utf-8"))[node_id]
     for item in inputs:
         item.tooltip = item.tooltip or texts["inputs"][item.id]["tooltip"]

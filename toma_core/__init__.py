@@ -1,7 +1,8 @@
 """ToMA, Token Merge with Attention (ICML 2025, arXiv 2509.10918), in PyTorch, with Triton kernels for NVIDIA GPUs.
 
-Start with `reduce` and `restore` in `pipeline`. `UserSettings` (presets) holds what the user chose, `ToMAConfig`
-(config) the settings that follow from it for one model, and `RunState` (run) the state of one sampling run.
+Start with `reduce` and `restore` in `pipeline`. `UserSettings` (in `presets`) holds what the user chose. `ToMAConfig`
+(in `config`) holds the settings that follow from this choice for one model. `RunState` (in `run`) holds the state of
+one sampling run.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Stored = Tensor | Int4Tensor | Parked
 
 
 class _Entry(NamedTuple):
-    """One of the equal chunks of a cached tensor, whose memory is freed only when all its chunks are dropped."""
+    """One of the equal chunks of a cached tensor. The tensor's memory is freed only when all chunks are dropped."""
 
     tensor: Stored
     number: int
@@ -40,8 +40,8 @@ class Cache:
     on_card: int = 0  # part of the reserved bytes that lies on the card
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
-    # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. Never set within a
-    # merged step, where a block may have read the cached keys of all tokens and would then find no cached values.
+    # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. It is never set
+    # within a merged step, because a block that has read its cached keys must also find its cached values.
     disabled: bool = False
     quantized: bool = False  # keys and values are stored in four bits per element
     host: HostMemory | None = None  # holds the keys and values that do not fit on the card; None if all fit
@@ -49,7 +49,7 @@ class Cache:
     dequantize: Callable[[Int4Tensor], Tensor] = Int4Tensor.dequantize
     lock: RLock = field(default_factory=RLock)
     _entries: dict[Key, _Entry] = field(default_factory=dict)
-    _chunks: Counter[int] = field(default_factory=Counter)  # cached chunks of each tensor, by its id
+    _chunks: Counter[int] = field(default_factory=Counter)  # number of cached chunks, by the tensor's id
 
     @property
     def keys(self) -> Keys:
@@ -112,8 +112,8 @@ class Cache:
     def read(self, keys: Keys, like: Tensor) -> Tensor | None:
         """Return the tensors under the keys, concatenated: (B, N, C) with the shape, dtype and device of `like`.
 
-        Return None if any chunk is missing or differs in shape, dtype or device: conditions that are evaluated in one
-        call use the cache together or not at all.
+        Return None if any chunk is missing, or differs from the chunk of `like` in shape, dtype or device: conditions
+        that are evaluated in one call use the cache together or not at all.
         """
         with self.lock:
             found = [self._entries[key] for key in keys if key in self._entries]
@@ -133,8 +133,8 @@ class Cache:
         return self.dequantize(t) if isinstance(t, Int4Tensor) else t
 
     def read_ahead(self, conditions: tuple[Hashable, ...], after: str = "") -> None:
-        """Begin to copy the tensors that a merged call for these conditions needs next from main memory to the device.
-        after: name of the tensor that the call read last."""
+        """Begin to copy tensors from main memory to the device: those that a merged call for these conditions needs
+        next. after: name of the tensor that the call read last."""
         for name in () if self.host is None else self.host.after(after):
             with self.lock:
                 found = [self._entries[key] for c in conditions if (key := (name, c)) in self._entries]
@@ -158,7 +158,7 @@ class Cache:
 
 
 def _complete(entries: list[_Entry], chunks: int) -> Stored | None:
-    """Return the tensor of these entries if they are all of its chunks in order, else None."""
+    """Return the tensor of these entries if the entries are all its chunks, in order. Return None otherwise."""
     together = all(e.tensor is entries[0].tensor and e[1:] == (n, chunks) for n, e in enumerate(entries))
     return entries[0].tensor if together and len(entries) == chunks else None
 

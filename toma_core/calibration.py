@@ -1,8 +1,8 @@
 """Choose ratios from measured errors, so that a given share of the work is saved at the least error.
 
 The paper has no calibration. A *site* is a group of adjacent blocks with one ratio, a *band* a range of noise levels,
-and a *cell* a site in a band. Squared errors of blocks add up (docs/fidelity.md), so this is a knapsack problem:
-choosing greedily along the lower hull of each cell's options is optimal except for the last option chosen.
+and a *cell* a site in a band. Squared errors of blocks add up (docs/fidelity.md), so the choice is a knapsack problem.
+Choosing greedily along the lower hull of each cell's options is optimal, except for the last option chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Option(NamedTuple):
     """A ratio for one cell."""
 
     ratio: float  # share of the tokens that is merged away
-    squared_error: float  # what the option adds to the squared error of the final latent, in one unit for all options
+    squared_error: float  # what the option adds to the final latent's squared error, in the same unit for all options
     saved: float  # the work that the option saves, as a share of the work of all blocks in a run
 
 
@@ -50,8 +50,8 @@ def _price(a: Option, b: Option) -> float:
 
 
 def choose(table: Mapping[Cell, Sequence[Option]], saved: float) -> Choice:
-    """Return the choice with the smallest error that saves the share `saved` of the work, or else the one that saves
-    most. Of equally good options, the first in `table` is taken."""
+    """Return the choice with the smallest error that saves the share `saved` of the work. If no choice saves as much,
+    return the choice that saves most. Of equally good options, the first in `table` is taken."""
     pieces = [(_price(*pair), cell, pair[1]) for cell, options in table.items() for pair in pairwise(hull(options))]
     choice: Choice = {}
     for _, cell, option in sorted(pieces, key=lambda piece: piece[0]):

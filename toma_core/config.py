@@ -11,12 +11,12 @@ from .reasons import MessageError, MessageId
 
 
 class Refusal(MessageId):
-    """Why a value or a model is refused, and what to do. Comments describe parameters."""
+    """Why a value or a model is refused, and what to do. Comments describe the parameters of messages."""
 
-    NOT_A_SWITCH = "not_a_switch"  # setting: its id; value: what was given
-    OUT_OF_RANGE = "out_of_range"  # setting, value: as above; kind: of number; low, high: its range; usual: its default
+    NOT_A_SWITCH = "not_a_switch"  # setting: id of the setting; value: the refused value
+    OUT_OF_RANGE = "out_of_range"  # setting, value: as above; kind: of number; low, high: the range; usual: the default
     NOT_A_CHOICE = "not_a_choice"  # setting, value: as above; choices: the values that are allowed
-    START_AFTER_END = "start_after_end"  # start, end: the two fractions
+    START_AFTER_END = "start_after_end"  # start, end: values of `start_percent` and `end_percent`
     FULL_STEP_INTERVAL_ONE = "full_step_interval_one"
     A_NUMBER = "a_number"
     A_WHOLE_NUMBER = "a_whole_number"
@@ -41,7 +41,7 @@ class SettingSpec:
     minimum: float = 0.0
     maximum: float = 0.0
     step: float = 0.0
-    internal: bool = field(default=False, kw_only=True)  # no node has the setting, only presets set it
+    internal: bool = field(default=False, kw_only=True)  # only presets set it; it is on no node
 
 
 def option(default: Any, tooltip: str, bounds: tuple[float, ...] = (), *, internal: bool = False) -> Any:
@@ -67,7 +67,7 @@ class Granularity(str, Enum):
 
 
 class SimilarityFrom(str, Enum):
-    """The values by which tokens are compared when destinations are selected and weighed."""
+    """The values by which tokens are compared when destinations are selected and merge weights are computed."""
 
     TOKENS = "tokens"
     PREDICTION = "prediction"
@@ -81,14 +81,15 @@ class RatioAdvice(NamedTuple):
     most: float
 
 
-# In UNets, `most` is the highest ratio that was measured. In transformers, merging above `most` has a larger error than
-# running fewer steps unmerged for the same work (docs/fidelity.md).
+# In UNets, `most` is the highest ratio that was measured. In transformers, merging at a ratio above `most` has a larger
+# error than an unmerged run of fewer steps with the same work (docs/fidelity.md).
 UNET_RATIOS = RatioAdvice(0.25, 0.5, 0.75)
 TRANSFORMER_RATIOS = RatioAdvice(0.25, 0.5, 0.6)
 
 
 class KVCache(str, Enum):
-    """Whether merged blocks attend to all tokens, and where keys and values may lie. Converts from and to bool."""
+    """Whether merged blocks attend to all tokens, and where cached keys and values may lie. Converts from and to
+    bool."""
 
     ON = "on"
     CARD_ONLY = "on the card only"
@@ -206,7 +207,7 @@ class ToMAConfig:
 
     @property
     def uses_cache(self) -> bool:
-        """Whether full steps cache updates; with granularity `MODULE` a block would need three entries."""
+        """Whether full steps cache updates. With granularity `MODULE` they do not: a block would need three entries."""
         return self.full_step_interval > 0 and self.granularity is not Granularity.MODULE
 
     @property
@@ -227,7 +228,7 @@ def setting_spec(name: str) -> SettingSpec:
 
 
 def check(name: str, value: Any) -> Any:
-    """Return the value as a field of `ToMAConfig` holds it (enum, int, float or bool). Raises `ConfigError`."""
+    """Return a value of the setting `name` in the setting's type: enum, int, float or bool. Raises `ConfigError`."""
     spec = setting_spec(name)
     default = spec.default
     if isinstance(default, Enum):
@@ -250,7 +251,7 @@ def check(name: str, value: Any) -> Any:
 
 
 def resolve_count(amount: float, count: int) -> int:
-    """Return how many of `count` blocks are skipped by `amount`, the value of `skip_first_blocks` or
-    `skip_last_blocks`; below 1 it is a share of the blocks, rounded up."""
+    """Return how many of `count` blocks are skipped. amount: the value of `skip_first_blocks` or `skip_last_blocks`; a
+    value below 1 is a share of the blocks, rounded up."""
     wanted = amount * count if amount < 1 else amount
-    return min(count, math.ceil(wanted - 1e-9))  # an excess of less than 1e-9 over an integer is rounding
+    return min(count, math.ceil(wanted - 1e-9))  # an excess of less than 1e-9 is a rounding error

@@ -1,9 +1,10 @@
 """Estimate which token grids become faster by merging, for `min_tokens` = 0 (Auto).
 
 The host launches the GPU's operations one by one, ahead of the GPU. Merging shortens the GPU's time for a block and
-lengthens the host's a little, so it gains only if the GPU takes longer to compute the block than the host to launch it.
-`too_little` estimates both times from shapes and the card's data sheet. It measures no time, because measurements vary
-and the same seed has to give the same picture. `python -m benchmarks.suite --only break-even` compares it with a card.
+lengthens the host's a little. So merging saves time only if the GPU takes longer to compute the block than the host
+takes to launch it. `too_little` estimates both times from shapes and the card's data sheet. It measures no time,
+because measurements vary and the same seed has to give the same picture. `python -m benchmarks.suite --only break-even`
+compares the estimates with a card's times.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from .reasons import Message, Reason
 
 FEWEST = 256  # grids of fewer tokens are not merged on any device
 LAUNCH = 6e-6  # seconds that PyTorch and ComfyUI's Python code take to launch one operation
-EFFICIENCY = 0.4  # of peak FLOP/s over a block: 0.5 to 0.7 in large products, next to nothing in norms and activations
-CLOCK = 2.0e9  # Hz, if PyTorch does not report it: cards since 2017 boost to 1.4 (A100) up to 2.5 GHz (RTX 4090)
+EFFICIENCY = 0.4  # share of the peak FLOP/s that a block reaches: 0.5 to 0.7 in large products, nearly 0 in norms
+CLOCK = 2.0e9  # Hz, if PyTorch reports no clock: cards since 2017 boost to between 1.4 (A100) and 2.5 GHz (RTX 4090)
 # FLOPs per clock cycle and multiprocessor, by the lowest compute capability that reaches them, for dense half-precision
 # products with fp32 sums. Each is peak / (multiprocessors x boost clock), from NVIDIA's data sheets. The peaks in
 # TFLOP/s: V100 125, T4 65, A100 312, A40 150, RTX 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
 _HALF = {(12, 0): 1024, (10, 0): 8192, (9, 0): 4096, (8, 6): 1024, (8, 0): 2048, (7, 0): 1024}
 # GeForce cards reach half the rates of `_HALF`: RTX 2080 Ti 54 TFLOP/s, RTX 3090 71, RTX 4090 165, RTX 5090 210.
 _GEFORCE = 0.5
-# The same for fp32 (PyTorch uses no TF32 by default), and for any dtype on cards without tensor cores.
+# FLOPs per cycle and multiprocessor in fp32 (PyTorch uses no TF32 by default), and in any dtype without tensor cores.
 _SINGLE = 256
 
 
@@ -38,11 +39,11 @@ class Block:
     # feed-forward layer has twice its expansion factor, or three times if it is gated.
     weights: float
     launches: int  # operations per block, the mean over all blocks of an evaluation
-    # Operations per block that merging adds with granularity stack, block and module. Those of a stack are divided by
-    # the blocks of the family's shortest stack, and rounded up. For a block without modules to merge, the third number
-    # is that of granularity block without the residual cache.
+    # Operations that merging adds to a block, with granularity stack, block and module. Operations of a stack are
+    # divided by the number of blocks in the family's shortest stack, and rounded up. If a block has no modules to
+    # merge, the third number is for granularity block without the residual cache.
     added: tuple[int, int, int]
-    beside: int = 0  # text tokens that the block computes beside the image's: the fewest that ComfyUI pads a prompt to
+    beside: int = 0  # text tokens that the block computes too: the shortest length to which ComfyUI pads a prompt
 
     def launching(self, granularity: Granularity) -> float:
         """Return the seconds that the host takes to launch the merged block."""
@@ -94,9 +95,9 @@ def too_little(
 ) -> Message | None:
     """Return why Auto does not merge a token grid, None if Auto merges it.
 
-    images: images per condition. The number of conditions in the batch does not count, because it depends on free
-    memory, which must not change a picture. card: None if the device is no NVIDIA GPU; every grid of `FEWEST` or more
-    tokens is then merged. granularity: that of the merge; `BLOCK` for a stack of one block.
+    images: images per condition. The number of conditions in the batch does not count: it depends on free memory, and
+    free memory must not change a picture. card: None if the device is no NVIDIA GPU; every grid of `FEWEST` or more
+    tokens is then merged. granularity: of the merge; `BLOCK` for a stack of one block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)

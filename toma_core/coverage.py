@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .cache import Cache, Keys
 
-# Limit of the cache in bytes, in addition to its reserved bytes, so that it cannot fill the card: the update of one
-# chain of a 720p video takes 1.5 GB for two conditions, and ControlNets may split a chain into 40.
+# Limit of the cache in bytes, in addition to its reserved bytes. Without a limit the cache could fill the card: the
+# update of one chain of a 720p video takes 1.5 GB for two conditions, and ControlNets may split a chain into 40.
 MAX_CACHE_BYTES = 4 << 30
-# At a sigma above this factor times that of the refresh, the sampler must have returned to an earlier step.
+# If sigma is above this factor times the refresh's sigma, the sampler must have returned to an earlier step.
 _SIGMA_FACTOR = 1.5
 
 
@@ -23,7 +23,7 @@ class Origin(NamedTuple):
     """The inputs from which the entries of a condition were made."""
 
     step: int
-    falling: float  # noise level of the model, or its inverse in unsampling, so that it falls during a run
+    falling: float  # noise level of the model; in unsampling its inverse, so that it falls in every run
     state: Hashable  # stands for ControlNets, weights and positions, on which the entries depend too
     other_steps: tuple[int, ...]  # `step` as counted in other ways, see `decision._begin`
 
@@ -48,7 +48,7 @@ class Coverage:
 
     cache: Cache
     _records: dict[Hashable, _Record] = field(default_factory=dict)
-    _now: dict[Hashable, Origin] = field(default_factory=dict)  # of the evaluation in progress; None: other signatures
+    _now: dict[Hashable, Origin] = field(default_factory=dict)  # of this evaluation; under None, for other signatures
     _refreshing: dict[Hashable, Origin] = field(default_factory=dict)  # `_now` in a refresh, else empty
     _absent: set[Hashable] = field(default_factory=set)  # signatures announced for a refresh that did not evaluate them
     _interval: int = 1  # age in steps at which entries are dropped
@@ -56,12 +56,12 @@ class Coverage:
     def begin(self, states: Mapping[Hashable, Hashable], origin: Origin, interval: int) -> bool:
         """Begin an evaluation of these conditions; return whether the entries of all of them may be used.
 
-        states: `Origin.state` of each condition. origin: that of all conditions, except for their states.
+        states: `Origin.state` of each condition. origin: the same for all conditions, except for its `state`.
         """
         with self.cache.lock:
             self._interval, records = interval, self._records
             # Do not wait for entries of conditions that the last refresh did not evaluate: some nodes skip conditions.
-            # If it recorded no condition at all, another node skipped the refresh itself.
+            # If the last refresh recorded no condition at all, another node skipped the entire refresh.
             if any(s in records and records[s].origin == each for s, each in self._refreshing.items()):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in records)
             self._refreshing = {}
@@ -110,8 +110,8 @@ class Coverage:
         self._absent.difference_update(fresh)
 
     def ended(self, signatures: tuple[Hashable, ...], latent: Tensor | None, layout: Hashable = None) -> None:
-        """Note that a call has written the entries of these conditions from a latent, (B, C, ..., H, W); None if
-        entries are not propagated. layout: that of the call; None if it is merged."""
+        """Note that a call has written the entries of these conditions. latent: (B, C, ..., H, W), the latent of the
+        call; None if entries are not propagated. layout: the layout of the call; None if the call is merged."""
         parts = [None] * len(signatures) if latent is None else latent.chunk(len(signatures))
         with self.cache.lock:
             if layout is not None:

@@ -1,4 +1,5 @@
-"""Decide the `StepMode` of an evaluation, a model call and a chain: the schedule's, adjusted by the state of a run."""
+"""Decide the `StepMode` of an evaluation, a model call and a chain: the schedule's mode, adjusted to the run's
+state."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan, step_at
 
-# A KV cache is used while at most this share of the latent's noise is in none of the last latents
-# (benchmarks/results/fidelity/trials.md).
+# A KV cache is used only if at most this share of the latent's noise is new (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE = 0.4
-# If a run begins flat, new noise is ignored while at most this share of the latent comes from predictions.
+# If a run begins flat (`Schedule.begins_flat`), new noise is ignored while at most this share of the latent comes from
+# predictions.
 _SMALL_SHARE = 0.03
 
 
@@ -31,9 +32,9 @@ class Facts:
     awaits_prediction: bool = False  # merge plans need a predicted picture, and there is none yet
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
     gradients: bool = False  # gradients are computed, so nothing may be merged or cached
-    new_noise: float = 0.0  # share of the latent's noise that is in no earlier latent; inf if unknown
+    new_noise: float = 0.0  # share of the latent's noise that is new (`innovation`); inf if unknown
     enlarges: bool = False  # the sampler enlarges errors of the model's predictions
-    another: bool = False  # the latent differs from an earlier one at this step and sigma with these conditions
+    another: bool = False  # these conditions had a different latent before, at the same step and sigma
     unknown: Message | None = None  # names a part of the model that may change from step to step
 
 
@@ -72,7 +73,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
 
     Guidance takes the difference between conditions, so all of them use caches or none does: if the entries of one
     condition cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, only one
-    step between two scheduled refreshes becomes such a refresh; later ones merge without caches.
+    step between two scheduled refreshes becomes such a refresh; later steps merge without caches.
     """
     if run.cache.disabled:
         return _without_cache(run, plan, Reason.CACHE_DISABLED()).mode
@@ -112,7 +113,7 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
 
 
 def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable) -> StepPlan:
-    """Return the plan of a model call and of all later calls of its evaluation: a refresh in place of merging if the
+    """Return the plan of a model call and of all later calls of its evaluation. A merged call becomes a refresh if the
     caches of these conditions do not fit `layout`, the shapes of the call's latents and chains."""
     if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.coverage.fits(signatures, layout):
         return plan
@@ -134,8 +135,9 @@ def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
 
 
 def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None:
-    """Drop plans and caches after memory ran out, and return the plan of the repeated evaluation, which is full as are
-    all later ones. None where this would not help: for a picture without a KV cache, and after a full evaluation."""
+    """Drop plans and caches after memory ran out, and return the plan of the repeated evaluation: a full one, like all
+    later evaluations. Return None where this would not help: for a picture without a KV cache, and if the evaluation
+    was full."""
     dropped = run.kv_cache and run.coverage.disable()
     if not dropped and (not video or run.disabled_by or plan.mode is StepMode.FULL):
         return None
@@ -151,15 +153,15 @@ def _full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
 
 
 def _without_cache(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
-    """Return the plan of an evaluation without caches: merged if the settings are made for that, else full."""
+    """Return the plan of an evaluation without caches: merged if `merges_plainly`, otherwise full."""
     if plan.mode.merges and merges_plainly(run):
         return plan.with_mode(StepMode.MERGED)
     return _full(run, plan, reason)
 
 
 def merges_plainly(run: RunState) -> bool:
-    """Return whether the settings are made for merging without caches: they cache nothing, or they skip blocks and have
-    no KV cache (runs with one skip blocks if memory is short)."""
+    """Return whether the settings are made for merging without caches: they have no caches, or they skip blocks and
+    have no KV cache. (With a KV cache, blocks are skipped only if memory is short.)"""
     config = run.config
     skips = config.skip_first_blocks > 0 or config.skip_last_blocks > 0
     return not config.uses_cache or (skips and not run.kv_cache)

@@ -1,8 +1,8 @@
 """Decide which keys and values of a run lie in main memory, and hold the buffers for them.
 
-A refresh writes keys and values to main memory while the next blocks compute. A merged step reads those of the next
-block while the current block computes, and writes propagated ones back. A tensor has the same bits on the card and in
-main memory.
+A refresh writes keys and values to main memory while the next blocks compute. A merged step reads the keys and values
+of the next block while the current block computes, and writes the propagated ones back. A tensor has the same bits on
+the card and in main memory.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class HostMemory:
     _order: dict[str, int] = field(default_factory=dict)  # names in the order of the refresh
 
     def place(self, t: Tensor | Int4Tensor, instead: object = None) -> Tensor | Int4Tensor | Parked:
-        """Place a new cached tensor on the card or in main memory, alternately, so that one block's tensors are copied
-        while other blocks compute. Return t itself if it stays on the card, else a `Parked`; t must not change
-        afterwards. instead: the cached tensor that t replaces."""
+        """Place a new cached tensor on the card or in main memory. Alternate between the two, so that tensors of one
+        block are copied while other blocks compute. Return t itself if it stays on the card, otherwise a `Parked`. t
+        must not change afterwards. instead: the cached tensor that t replaces."""
         with self.lock:
             card = sum(size for device, size in self._on_card.values() if device == t.device)
             share = min(1.0, self.card_room / max(self.expected, 1))

@@ -1,8 +1,8 @@
 """Keep the latents and predicted pictures of recent evaluations, and measure how much noise in a later latent is new.
 
 The paper does not measure noise. A sampler that adds no noise begins each step with a linear combination of earlier
-latents and predictions. The part of a latent that is no such combination is new: noise that samplers such as
-`euler_ancestral` draw in every step, or another picture.
+latents and predictions. Any other part of a latent is new. Samplers such as `euler_ancestral` draw such noise in every
+step; it is also new if the latent belongs to another picture.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 _RECENT = 3  # earlier evaluations that a latent is compared with: solvers of third order combine three
 _CELL = 8  # side of the square cells of the latent over which new noise is averaged
 _NEGLIGIBLE = 0.05  # noise below this share of the latent's root mean square no longer changes the picture
-# If the part of an earlier latent or prediction that is orthogonal to the others has less than this share of its norm,
-# they are linearly dependent, and the part is rounding.
+# An earlier latent or prediction counts as a combination of the others if its part orthogonal to them has less than
+# this share of its norm. That part is then a rounding error.
 _ROUNDING = 1e-5
 
 
@@ -42,9 +42,9 @@ class History:
             self._recent.popleft()
 
     def new_noise(self, latent: Tensor, sigma: float) -> Tensor | None:
-        """Return the share of a latent's noise that is new, in the cell where this share is largest: a scalar tensor,
-        or None without earlier latents of this shape. The host does not wait for the device. latent: (B, C, ..., H, W).
-        sigma: standard deviation of the noise."""
+        """Return the share of a latent's noise that is new, in the cell where this share is largest, as a scalar
+        tensor. Return None without earlier latents of this shape. The host does not wait for the device. latent: (B, C,
+        ..., H, W). sigma: standard deviation of the noise."""
         directions = [each for pair in self._recent for each in pair if each.shape == latent.shape]
         if not self.compared or not directions:
             return None
@@ -63,7 +63,7 @@ class History:
 
 
 def _without(t: Tensor, basis: list[Tensor]) -> Tensor:
-    """Return a tensor without its parts along orthonormal directions (Gram-Schmidt, one after another)."""
+    """Return a tensor without its parts along orthonormal directions (modified Gram-Schmidt)."""
     for direction in basis:
         t = t - (t * direction).sum() * direction
     return t

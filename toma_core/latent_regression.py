@@ -2,9 +2,9 @@
 
 The paper has no such regression. A merged step knows how keys, values and updates have changed at its D destinations.
 Part of that change comes from the destinations' own noise, which no other token shares; with samplers that draw new
-noise in each step, it is the larger part. But all tokens depend on their latents in the same way. So the change is
-regressed on the latents of destinations (with a small ridge and a constant), each token gets the part that its own
-latent explains, and only the residual of the regression is shared among tokens.
+noise in each step, it is the larger part. But the change depends on the latent in the same way for all tokens. So the
+change is regressed on the latents of destinations, with a small ridge and a constant. Each token gets the part that its
+own latent explains. Only the residual of the regression is shared among tokens.
 
     A = (f'f + 0.1 F / D * mean diag(f'f))^-1 f' c  =  fit c
     cached + G A + U (c - f A)                  =  cached + U c + (G - U f) A  =  cached + U c + spread A
@@ -31,17 +31,19 @@ from .kernels.layout import room
 from .merge import MergePlan, add_unmerged, gather_destinations, kernels_for, unmerge
 from .prediction import picture_tokens
 
-# Share of a destination's residual that nearby tokens get. A larger share would add more of the destination's noise, a
-# lower one would lose change that tokens have in common (benchmarks/results/fidelity/trials.md).
+# Share of the regression's residual at destinations that other tokens get. A larger share would add more of the
+# destinations' noise. A smaller share would lose change that tokens have in common
+# (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
-_RIDGE = 0.1  # as a share of the textbook's ridge F / D, which mostly adds bias: latents explain most of the change
+_RIDGE = 0.1  # times the textbook's ridge F / D; all of it would add bias, as latents explain most of the change
 _LEAST_DESTINATIONS = 2  # per feature; with fewer, the regression would overfit to the destinations
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The rotary matrices of keys, whose change is regressed and shared before rotation, because tokens have different
-    positions. A head has P pairs of adjacent channels. Any float dtype; the matrices of a token are contiguous."""
+    """The rotary matrices of keys. The change of keys is regressed and shared before rotation, because tokens have
+    different positions. A head has P pairs of adjacent channels. The matrices have any float dtype; those of a token
+    are contiguous."""
 
     tokens: Tensor  # (B or 1, N, 1, P, 2, 2)
     destinations: Tensor  # (B or 1, D, 1, P, 2, 2)

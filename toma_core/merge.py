@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
 # PyTorch merges a row of at most this many windows as one product, see `strips`. On a CPU, multiplying zeros takes less
-# time than gathering each window if a row has 4 windows, and more if it has 8.
+# time than gathering each window in rows of 4 windows, but more time in rows of 8.
 _MAX_IN_ROW = 4
 
 
@@ -152,7 +152,7 @@ def weigh(
 
 @dataclass(frozen=True)
 class MergeMap:
-    """The last plan of one token grid, on the CPU; for a video, that of its first frame."""
+    """The last plan of one token grid, on the CPU. For a video, it is the plan of the first frame."""
 
     height: int
     width: int

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .quant4 import Int4Tensor
 
-MAX_STAGED = 2  # tensors that are read ahead at a time, and that are being written: keys and values of one block
+MAX_STAGED = 2  # the most tensors in `Lane.ahead`, and in `Lane.writing`: keys and values of one block
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class CudaCopier:
 
 @cache
 def _cuda_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Make the streams once for all runs. PyTorch has only 32 streams; with new ones for each run, copies would soon be
-    on the stream on which ComfyUI copies weights."""
+    """Make the streams once for all runs. PyTorch has only 32 streams: if every run took new ones, a run would soon get
+    the stream on which ComfyUI copies weights."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
@@ -66,7 +66,7 @@ class Buffer:
 
     lane: Lane
     memory: Tensor  # (bytes,) uint8, in pages that nothing else uses
-    tensor: Tensor | Int4Tensor  # its parts lie in `memory`, one after the other
+    tensor: Tensor | Int4Tensor  # its parts lie in `memory` without gaps
     pinned: bool
     written: Any = None  # event of the last write
 

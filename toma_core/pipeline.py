@@ -6,9 +6,9 @@
 
 with `plan = evaluation.plan(x, grid, scope)`: a stored plan, a new plan, or None to compute all tokens.
 
-A refresh stores a block's update, keys and values. A merged step with a KV cache propagates and stores them; without
-one it only reads the update. The paper has no caches. A block's update changes slowly from step to step, above all in
-its fine structure, which merging loses.
+A refresh stores a block's update, keys and values. A merged step with a KV cache propagates and stores them; without a
+KV cache it only reads the update. The paper has no caches. They work because a block's update changes slowly from step
+to step, above all in its fine structure, which merging loses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DELTA_WEIGHT = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Refresh:
-    """A chain's update, or a block's keys or values, in an evaluation that caches it."""
+    """The cache entry of a chain's update, or of a block's keys or values, in an evaluation that writes the entry."""
 
     coverage: Coverage
     keys: Keys  # one for each equal chunk of the batch
@@ -52,7 +52,8 @@ class Refresh:
 
 @dataclass(frozen=True, eq=False)
 class Cached:
-    """A chain's update, or a block's keys or values, in a merged evaluation that reads it."""
+    """The cache entry of a chain's update, or of a block's keys or values, in a merged evaluation that reads the
+    entry."""
 
     cache: Cache
     keys: Keys  # one for each equal chunk of the batch
@@ -62,7 +63,8 @@ class Cached:
 
     def propagate(self, fresh: Tensor, plan: MergePlan, rotation: Rotation | None = None) -> Tensor:
         """Propagate the update by the change at destinations (see `latent_regression`); cache and return the result,
-        (B, N, C): update + unmerge(fresh - update at destinations) if the change of the latent is unknown.
+        (B, N, C). If the change of the latent is unknown, the result is update + unmerge(fresh - update at
+        destinations).
 
         fresh: (B, D, C), the new values at destinations. rotation: that of keys. Raises `torch.OutOfMemoryError`.
         """
@@ -104,8 +106,8 @@ class Evaluation:
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
-        """Return the plan for tokens x of (B, N, C), shared by blocks with one `scope`. None in a refresh if plans are
-        made from predicted pictures: the next one is made from this refresh's prediction."""
+        """Return the plan for tokens x of (B, N, C), shared by blocks with one `scope`. Return None in a refresh if
+        plans are made from predicted pictures: the next plan is made from this refresh's prediction."""
         if self.refreshes:
             self.run.computed(grid, self.plan_keys)
             if self.run.config.uses_prediction:
@@ -123,8 +125,8 @@ class Evaluation:
         return replace(self.step_plan, selection=LASTING, weighing=LASTING)
 
     def cached(self, block: str, x: Tensor, kv: bool = False, of_latent: bool = True) -> Refresh | Cached | None:
-        """Return the block's cache entry for tokens x of (B, N, C): one to write in a refresh, one to read in a merged
-        step. None without caches, or if no cached tensor has the shape, dtype and device of x.
+        """Return the block's cache entry for tokens x of (B, N, C): an entry to write in a refresh, or to read in a
+        merged step. Return None without caches, or if no cached tensor has the shape, dtype and device of x.
 
         kv: whether the entry holds keys or values. of_latent: False for tokens of a reference image.
         """
@@ -175,7 +177,8 @@ def restore(
     cached: Refresh | Cached | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """Return x + unmerge(out - reduced), (B, N, C); `out` itself without a plan or in a refresh, which caches out - x.
+    """Return x + unmerge(out - reduced), (B, N, C). Without a plan and in a refresh, return `out` itself; a refresh
+    also caches out - x.
 
     cached: the block's cache entry. exact: whether destinations attended to all tokens; the change of their update then
     has weight 1, and the propagated update is cached.

@@ -1,7 +1,8 @@
 """Features for comparing tokens: the clean picture that the previous step predicted.
 
 The paper compares the tokens themselves, which are mostly noise in the first steps. Plans from the predicted picture
-are nearly as good as plans from the final picture (docs/fidelity.md), and it is known before the model runs.
+are nearly as good as plans from the final picture (docs/fidelity.md). The predicted picture is known before the model
+runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MAX_NOISE = 0.92
 
 def trusted_below(flow: bool) -> float:
     """Return the sigma below which predicted pictures are better for comparing tokens than the tokens themselves. A mix
-    of s of noise and 1 - s of picture has sigma s in flow models, and s / (1 - s) in other models."""
+    with the share s of noise and 1 - s of picture has sigma s in flow models, and s / (1 - s) in other models."""
     return _MAX_NOISE if flow else _MAX_NOISE / (1 - _MAX_NOISE)
 
 

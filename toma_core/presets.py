@@ -26,8 +26,8 @@ _EVERY_3, _EVERY_2, _EVERY_1 = ({"selection_interval": n, "weight_interval": n} 
 # Plans from the predicted picture, with more destinations in its detailed parts, have a smaller error than plans from
 # tokens for equal work.
 _PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
-# With a KV cache no block is skipped and every step selects destinations. Small windows then have a smaller error if
-# each has enough destinations, so windows have the side `WIDE` only above the ratio `WIDE_ABOVE`.
+# With a KV cache no block is skipped and every step selects destinations. Small windows then have a smaller error than
+# large ones, if each has enough destinations. So windows have the side `WIDE` only above the ratio `WIDE_ABOVE`.
 WIDE_ABOVE, WIDE = 0.6, 8
 _KV_CACHE: Mapping[str, Any] = {**_PREDICTED, **_EVERY_1, "kv_cache": True, "window_size": 4}
 _SKIPPING: Mapping[str, Any] = {**_PREDICTED, "skip_first_blocks": 0.15}

@@ -80,7 +80,7 @@ def quantize(x: Tensor) -> Int4Tensor | Tensor:
         return x.clone()
     x = x.unflatten(-1, (-1, group))
     low, high = x.aminmax(dim=-1, keepdim=True)
-    # `high` and `low` are halved first, which is exact: their difference may exceed the range of half precision.
+    # Halve `high` and `low` first: their difference may exceed the range of half precision, and halving is exact.
     step = ((high / 2 - low / 2) * (2 * WIDER / 15)).clamp_min(torch.finfo(x.dtype).tiny)
     middle = high / 2 + low / 2
     # Values from -7.5 to 7.5 are shifted by 8, so that the truncating cast rounds them.

@@ -23,7 +23,8 @@ class MessageId(str, Enum):
 
 
 class Reason(MessageId):
-    """Why a block, a step or a run is not merged, or a cache is not used. Comments describe parameters."""
+    """Why a block, a step or a run is not merged, or a cache is not used. Comments describe the parameters of
+    messages."""
 
     # Settings and profile.
     SETTING = "setting"  # setting: its id; value: its value

@@ -56,7 +56,7 @@ class RunState:
     disabled_by: Message | None = None  # why all later steps are full
     tiles: bool = False  # calls of the model show tiles of the latent
     references: bool = False  # calls of the model have reference images
-    attention_hook_called: bool | None = None  # by a block; None until a chain with a KV cache has ended
+    attention_hook_called: bool | None = None  # whether a block called it; None until a chain with a KV cache has ended
 
     def __post_init__(self) -> None:
         self.kv_cache = bool(self.config.kv_cache) and self.config.uses_cache
@@ -105,9 +105,9 @@ class RunState:
         """Return the plan for tokens x of (B, N, C) on `grid`; make it if there is none or it is too old.
 
         scope: blocks with the same scope share a plan.
-        plan_keys: for each equal chunk of the batch, the part of the latent that it shows. Chunks with one key (cond
-        and uncond) hold the same images and share the plan of the first of these chunks.
-        tile: the images of a call on tiles, whose plan serves this evaluation only.
+        plan_keys: for each equal chunk of the batch, the part of the latent that it shows. Chunks with the same key
+        (cond and uncond) hold the same images and share the plan of the first of these chunks.
+        tile: the images of a call on tiles; their plan serves this evaluation only.
         pictures: one per chunk, (b, C', ..., H', W'); plans are made from these in place of x, for all scopes.
         """
         if tile is not None:
@@ -159,7 +159,7 @@ class RunState:
         if old is not None:
             plan = self._reweighed(x, old, features)
         else:
-            # Tokens are mostly noise, which varies alike in all windows; predictions and reference images hold none.
+            # Tokens are mostly noise, whose variance is equal in all windows. Predictions and references hold no noise.
             even = picture is None and step.selection != LASTING
             propagates = self._by_latents(step) and step.mode is StepMode.MERGED_CACHED
             turn = key._replace(selection=0)
@@ -173,8 +173,8 @@ class RunState:
     def _remember(self, key: _PlanKey, plan: MergePlan, step: StepPlan) -> None:
         """Store a plan; several devices may do so at once.
 
-        Drop plans of the same grid and kind (lasting or not) that are of another generation or have none of the step's
-        ratios: they would accumulate where context windows move over a batch.
+        Drop plans of the same grid and kind (lasting or not) if they are of another generation, or if the step does not
+        use their ratio. Such plans would accumulate where context windows move over a batch.
         """
         lasts, ratios = key.selection == LASTING, step.in_use
         rivals = [each for each in list(self._plans) if (each.grid, each.selection == LASTING) == (key.grid, lasts)]
@@ -208,7 +208,8 @@ class RunState:
         return weigh(tokens, slots, windows, budget, config.sharpness, x.dtype)
 
     def _choose(self, x: Tensor, features: Tensor, windows: Windows, budget: Budget, even: bool) -> Choice:
-        """Return the kernels that compute a plan; compile and try those that later steps need in the first step."""
+        """Return the kernels that compute a plan. In the first step, also compile and try the kernels of later
+        steps."""
         config, dispatch = self.config, self.dispatch
         weighs = config.weight_interval % config.selection_interval != 0
         choice = dispatch.choose(x, windows, budget, features, weighs, self.kv_cache)
@@ -234,7 +235,7 @@ class RunState:
         return windows, allocate(budget, spread(windows.split(features), windows), windows, self._by_latents(step))
 
     def _by_latents(self, step: StepPlan) -> bool:
-        """Return whether merged steps can propagate by the latent's change, of which reference images have none."""
+        """Return whether merged steps can propagate by the change of the latent; reference images never change."""
         return self.kv_cache and step.selection != LASTING
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:

@@ -1,7 +1,7 @@
 """Decide when to merge, how much, and when a plan is too old, from numbers alone, without tensors or state.
 
-Steps come from sigma, because samplers of higher order evaluate the model several times a step, at sigmas between
-scheduled ones. Callers that know the step pass it, because two steps may share a sigma.
+The step of an evaluation is derived from its sigma, because samplers of higher order evaluate the model several times a
+step, at sigmas between scheduled ones. Callers that know the step pass it, because two steps may share a sigma.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from functools import cached_property
 from .config import ToMAConfig
 from .reasons import Message, Reason
 
-# From high noise to low: (sigma, ratio of every block above it); the last ratios also apply below the last sigma.
+# From high noise to low: (sigma, ratio of each block above this sigma). The last ratios also apply below the last
+# sigma.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
-# A run "begins flat" if it has at most _FLAT_STEPS steps and the first two lower sigma by less than the _FLAT_SHARE.
+# A run "begins flat" if it has at most _FLAT_STEPS steps, and its first two steps together lower sigma by less than the
+# share _FLAT_SHARE of the first sigma.
 _FLAT_STEPS, _FLAT_SHARE = 8, 0.015
 
 # Runs with more steps than this have two full steps at the beginning, because the second step may still change the
-# composition. In shorter runs a full second step costs more than it mends (benchmarks/results/fidelity/trials.md).
+# composition. In shorter runs a full second step costs more time than it is worth
+# (benchmarks/results/fidelity/trials.md).
 _SHORT = 12
 
-# Generation number of plans made once a run: an even number, because odd generations have shifted windows.
+# Generation of plans that are made once in a run. It is even, because odd generations have shifted windows.
 LASTING = 1 << 40
 
 
@@ -109,7 +112,7 @@ class Schedule:
     @cached_property
     def begins_flat(self) -> bool:
         """Whether a short run begins with steps that hardly lower the noise level, as runs of distilled LTX models do.
-        Caches hold throughout these steps, and full steps lower the error more at the end of the run
+        Caches stay valid throughout these steps, and full steps lower the error more at the end of the run
         (benchmarks/results/fidelity/trials.md)."""
         sigmas = self.sigmas
         if not (self.finishes and self.config.uses_cache and 2 < len(sigmas) <= _FLAT_STEPS) or self.ratio_schedule:
@@ -134,8 +137,8 @@ class Schedule:
         return max(0, step - first) % self.config.full_step_interval
 
     def _is_full(self, step: int) -> bool:
-        """Return whether `full_step_interval` makes a step full. If a run begins flat, its full steps, except for the
-        first, are at its end."""
+        """Return whether `full_step_interval` makes a step full. If a run begins flat, its first step is full, and all
+        other full steps are at its end."""
         every, last = self.config.full_step_interval, len(self.sigmas) - 1
         if not self.begins_flat:
             return self._since_full(step) == 0
@@ -149,8 +152,8 @@ class Schedule:
         return tuple({(plan.ratio, plan.selection % 2): plan for plan in each}.values())
 
     def ratios_at(self, sigma: float, step: int) -> Mapping[str, float] | None:
-        """Return the ratio of every block at this step, constant from one full step to the next so that caches fit.
-        None if all blocks have the ratio of the settings."""
+        """Return the ratio of every block at this step; None if all blocks have the ratio of the settings. Ratios are
+        constant from one full step to the next, so that caches fit."""
         if not self.ratio_schedule:
             return None
         every = self.config.full_step_interval
@@ -171,7 +174,7 @@ class Schedule:
         if self.ratio_schedule:
             inside = [self.ratios_at(sigma, step) or {} for step, sigma in steps if self.in_range(sigma)]
             return (*found, Reason.PROFILE()) if any(not any(each.values()) for each in inside) else tuple(found)
-        # If plans are made from predictions, the first step is full, because it makes the first one.
+        # If plans are made from predictions, the first step is full, because it makes the first prediction.
         first = int(config.uses_prediction)
         merges = any(self.decide(sigma, step).merged_ratio for step, sigma in steps[first:])
         too_few = config.ratio and steps and found and not {"start_percent", "end_percent"} & {*named}
@@ -182,12 +185,13 @@ class Schedule:
         sampling step, if known."""
         config, step = self.config, step_at(self.sigmas, sigma) if step is None else step
         age = max(0, step - self.span[0])
-        # The first step is full because it decides the composition, the last because no later one can mend seams.
+        # The first step is full because it decides the composition, the last because no later step can repair seams.
         steps = len(self.sigmas)
         counted = bool(config.full_step_interval and steps)
         full = counted and self._is_full(step)
-        # Merge the last step of the second half of a four-step run that two models share, with a KV cache: the half
-        # would else merge no step, and has less error than three full steps (benchmarks/results/fidelity/trials.md).
+        # If two models share a run of four steps, merge the last step of the second half if there is a KV cache. This
+        # half would otherwise merge no step. The run has less error than three unmerged steps
+        # (benchmarks/results/fidelity/trials.md).
         half = self.continues_run and steps == 2 and config.full_step_interval > 2 and bool(config.kv_cache)
         final = counted and self.finishes and step == steps - 1 and not half
         generations = age // config.selection_interval, age // config.weight_interval
@@ -201,7 +205,7 @@ class Schedule:
 
 def step_at(sigmas: Sequence[float], sigma: float) -> int:
     """Return the step of a sigma in a schedule; sigmas between two steps belong to the earlier one."""
-    # With a tolerance, because dpmpp_2s_ancestral computes scheduled sigmas by exp and log in fp32.
+    # Compare with a tolerance, because dpmpp_2s_ancestral computes scheduled sigmas by exp and log in fp32.
     if sigmas and sigmas[-1] > sigmas[0]:
         begun = sum(begin <= sigma * (1 + 1e-4) for begin in sigmas)
     else:

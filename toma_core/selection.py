@@ -1,5 +1,5 @@
 """Select the destinations of each window by a greedy search for the facility-location objective (paper, section 4.1).
-Windows in which tokens vary much get more of them (`allocate`); the paper has no such adaptive budgets.
+Windows in which tokens vary much get more destinations (`allocate`); the paper has no such adaptive budgets.
 
 f(A) = sum over tokens i of max over destinations j in A of (1 + cos(x_i, x_j)). The 1 makes every term non-negative,
 so that f is monotone and submodular with f(empty) = 0, as the (1 - 1/e) bound of greedy search needs. The 1 does not
@@ -17,23 +17,24 @@ from torch import Tensor
 from .windows import Budget, Windows
 
 # Penalty on a slot's gain for each slot before it. Two tokens that represent only each other have equal gains late in a
-# search. Rounding, which depends on batch, threads and kernel, would decide between them. The penalty is far above
-# rounding and far below true differences of gains.
+# search. Without the penalty rounding would decide between them, and rounding depends on batch, threads and kernel. The
+# penalty is far above rounding and far below true differences of gains.
 TIE = 1e-5
 
 # Priority of the last step's destinations if cached keys, values and updates are propagated; all other tokens have
 # priority 1. Tokens thus take turns at being computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
 
-# Elements held in fp32 at a time, with intermediates 1 GB. Tokens of Flux at 2048 x 2048 have 50 million elements.
+# The most elements held in fp32 at a time; with intermediates they take 1 GB. Tokens of Flux at 2048 x 2048 have 50
+# million elements.
 MAX_ELEMENTS = 1 << 26
 
-_MIN_SPREAD = 1e-5  # a variance below this is only rounding, in any dtype
+_MIN_SPREAD = 1e-5  # a variance below this is a rounding error, in any dtype
 
 
 def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tensor | None = None) -> Tensor:
     """Return the slots of destinations that represent each window's tokens best, (B, W, K) int64. They ascend within a
-    window, so that merged tokens keep the reading order; unused slots of the budget repeat the first.
+    window, so that merged tokens keep the reading order; unused slots of the budget repeat the window's first.
 
     similarity: (B, W, S, S) fp32 from `cosine_similarity`. priority: (B, N) fp32, see `greedy_facility_location`.
     """
@@ -44,7 +45,8 @@ def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tenso
 
 
 def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Tensor:
-    """Sort slots, (B, W, K), which come best first, by position. A window with a budget below K keeps its best ones."""
+    """Sort slots, (B, W, K), by position; they are given best first. A window with a budget below K keeps its best
+    slots."""
     if budget.valid is None:
         return dest_slots.sort(-1).values
     dest_slots = dest_slots.masked_fill(~budget.valid, windows.slots).sort(-1).values
@@ -135,12 +137,12 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
 def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool = False) -> Budget:
     """Return a budget with the total of `budget` that gives windows of larger spread more destinations.
 
-    spread: (B, W), from the function `spread`. Destinations per token are proportional to its square root, which gives
-    quantisation in two dimensions the least error (Zador 1982). by_latents: whether cached tensors are propagated by
-    the latent; destinations per token are then proportional to the spread itself, because in windows of low spread the
-    latent usually explains most of the change of cached tensors. A window gets at least one destination and at most as
-    many as it has tokens. Each frame of a video keeps its number of destinations. The host does not wait for the
-    device.
+    spread: (B, W), from the function `spread`. Destinations per token are proportional to the square root of the
+    spread, which gives quantisation in two dimensions the least error (Zador 1982). by_latents: whether cached tensors
+    are propagated by the latent; destinations per token are then proportional to the spread itself, because in windows
+    of low spread the latent usually explains most of the change of cached tensors. A window gets at least one
+    destination and at most as many as it has tokens. Each frame of a video keeps its number of destinations. The host
+    does not wait for the device.
     """
     device, frames = spread.device, windows.frames
     images, total = len(spread), budget.total // frames
@@ -154,8 +156,8 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool 
     due = (density if by_latents else density.sqrt()) * sizes
     claims = due[..., None] / (rank + 0.5)
     claims = claims.masked_fill(rank >= sizes[:, None], -1.0).masked_fill(rank == 0, torch.inf)
-    # Give out destinations one at a time, each to the largest claim. The sort is stable, so that every device prefers
-    # the first of equal claims.
+    # Give one destination to each of the largest claims. The sort is stable, so that every device prefers the first of
+    # equal claims.
     chosen = claims.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, :total]
     taken = torch.zeros(claims.shape, dtype=torch.bool, device=device).flatten(1).scatter_(1, chosen, True)
     return Budget.of(budget.counts, taken.view(images, -1, K).sum(-1, keepdim=True), rank)

@@ -34,13 +34,13 @@ class RunStats:
     grids: dict[Grid, int] = field(default_factory=dict)  # number of destinations of each token grid
     merged_at: dict[str, set[int]] = field(default_factory=dict)  # by block, the steps in which it was merged
     blocks: set[str] = field(default_factory=set)
-    unmerged: dict[Message, set[Unmerged]] = field(default_factory=dict)  # by the reason why they ran on all tokens
+    unmerged: dict[Message, set[Unmerged]] = field(default_factory=dict)  # what ran on all tokens, by reason
     unmerged_calls: dict[Message, None] = field(default_factory=dict)  # why calls of the model ran on all tokens
     selections: int = 0
     weighings: int = 0
-    kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch did
+    kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch made them
     full_by: tuple[Message, ...] = ()  # settings that make steps full
-    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full steps that the schedule merges
+    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full steps the schedule merges, by reason
     by_profile: bool = False  # whether ratios differ by block: grids and merged_steps are then for the largest ratio
     cache_bytes: int = 0  # largest size of the residual and KV caches
     cache_disabled: bool = False
@@ -48,7 +48,8 @@ class RunStats:
     kv_place: tuple[int, int] = (0, 0)  # peak bytes of keys and values, on the card and in main memory
     kv_pinned: bool = True  # whether main memory for keys and values could be pinned
     kv_skipped: float = 0.0  # share of blocks, counted from the first, that run unmerged because memory is short
-    # Of attention that another node overrides: (tokens are merged, that node passed the call on to ComfyUI).
+    # Of attention that another node overrides: (whether tokens are merged, whether that node calls ComfyUI's
+    # attention).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of an unmerged run over those of this run; None if unknown
     comfyui: tuple[Message, ...] = ()  # messages on the installed ComfyUI
@@ -106,7 +107,8 @@ class RunStats:
         return {step: ratio for step, ratio in self.merged_steps.items() if step in found}
 
     def not_merged(self, block: str | None, reason: Message, part: str = "") -> None:
-        """Record why a block, a named part of it or, with None, the reference image `part` ran on all tokens."""
+        """Record why a block, or a named part of it, ran on all tokens. If block is None, part names a reference
+        image."""
         if block is not None:
             self.blocks.add(block)
         self.unmerged.setdefault(reason, set()).add(Unmerged(block, part))
@@ -121,6 +123,7 @@ class RunStats:
 
     def unmerged_reasons(self) -> list[Message]:
         """Return why blocks and reference images were not merged, the most frequent reason first."""
-        # Without a merged step, leave out blocks that the profile skips: they would not merge without it either.
+        # Without a merged step, leave out blocks that the profile skips: these would not merge without the profile
+        # either.
         found = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]
         return sorted(found, key=lambda reason: -len(self.unmerged[reason]))

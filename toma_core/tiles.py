@@ -1,4 +1,4 @@
-"""Identify the images of a call on tiles, which tiled sampling passes in any order and without a name: images are the
+"""Identify the images of a call on tiles. Tiled sampling passes them in any order and without names. Images show the
 same tile under different conditions if all their elements are equal."""
 
 from __future__ import annotations

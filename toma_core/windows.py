@@ -92,7 +92,8 @@ class Windows(WithTensors):
 @dataclass(frozen=True, eq=False)
 class Budget(WithTensors):
     """The number of destinations in each window: at most K = `slots` per window, D = `total` altogether. A budget is
-    the same for all images, or adaptive, with counts for each image. Tensors are None if every slot is in use."""
+    the same for all images, or it is adaptive and has counts for each image. Tensors are None if every slot is in
+    use."""
 
     counts: tuple[int, ...]  # destinations of each window, before an adaptive budget reallocates them
     compact: Tensor | None  # (D,) int64, the slots in use in the flattened (W * K), ascending; adaptive (B, D)
@@ -121,8 +122,8 @@ class Budget(WithTensors):
 
     @staticmethod
     def of(counts: tuple[int, ...], used: Tensor, rank: Tensor) -> Budget:
-        """Return the budget in which each window uses its first slots. used: their number, (W, 1) or, adaptive, (B, W,
-        1). rank: arange(K)."""
+        """Return the budget in which each window uses its first slots. used: number of these slots, (W, 1) or,
+        adaptive, (B, W, 1). rank: arange(K)."""
         valid, first = rank < used, used.cumsum(-2) - used
         expand = torch.where(valid, first + rank, first).flatten(-2)
         compact = (~valid).flatten(-2).to(torch.uint8).argsort(dim=-1, stable=True)[..., : sum(counts)]
@@ -181,8 +182,8 @@ def _cuts(length: int, size: int, shifted: bool) -> tuple[int, ...]:
 def make_budget(counts: tuple[int, ...], ratio: float, frames: int = 1) -> Budget:
     """Share D = N - round(ratio * N) destinations among windows of `counts` tokens, on the CPU. Raises ValueError.
 
-    Each window gets its proportional share, rounded so that the sum is exact (largest remainder), but at least one
-    destination, which can raise the total above D. frames: number of frames, which have equal windows and totals.
+    Each window gets its proportional share, rounded so that the sum is exact (largest remainder). It gets at least one
+    destination, which can raise the total above D. frames: number of frames; all have equal windows and totals.
     """
     if not 0 <= ratio < 1:
         raise ValueError(f"ratio must be in [0, 1), got {ratio}")

@@ -52,8 +52,8 @@ class ActiveChain:
         return "-".join(dict.fromkeys((self.names[0], self.names[-1])))
 
     def prepare(self, like: Tensor, width: int) -> tuple[tuple[int, int], ...]:
-        """Return (N, D) of each grid, the counts of tokens before and after merging, before the tokens exist; empty if
-        the chain is not merged. like: a tensor with the tokens' batch, dtype and device. width: the tokens' C."""
+        """Before the tokens exist, return (N, D) of each grid, the counts of tokens before and after merging. Return ()
+        if the chain is not merged. like: a tensor with the tokens' batch, dtype and device. width: the tokens' C."""
         evaluation, counts = self.evaluation, self.tokens
         if not self.merges(like.new_empty(()).expand(len(like), counts[0], width)):
             return ()
@@ -65,7 +65,7 @@ class ActiveChain:
 
     def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
         """Whether (B, N, C) tokens of the image are merged; if not, note why. reason: why the caller does not want to
-        merge. part: name of the part of the blocks that gets these tokens, for the report."""
+        merge, None if it does. part: name of the part of the blocks that gets these tokens, for the report."""
         evaluation = self.evaluation
         if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(evaluation.plan_keys)):
             reason = Reason.TOKENS_CHANGED()
@@ -124,7 +124,7 @@ class Reduction:
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
         """Return the keys or values of all tokens, (B, before + N + rest, C), from t, (B, before + D + rest, C); with
         axis 2, (B, heads, T, C). A refresh caches t and returns it. A merged step propagates the change at its
-        destinations to the cached tensor. If nothing is cached, t is returned or, with `always`, unmerged."""
+        destinations to the cached tensor. If nothing is cached, return t; if `always`, return t unmerged."""
         evaluation, lengths = self.chain.evaluation, [count for _, count in self.lengths]
         quantized, total = evaluation.run.cache.quantized, sum(lengths)
         tokens_btc = to_btc(t.narrow(axis, before, total), axis)
@@ -155,7 +155,7 @@ class Reduction:
 
     def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
         """Note the image's rows of rotary positions: of rope, [before | N | rest], and of merged, [before | D | rest].
-        If rotation pairs distant channels, nothing is noted, and keys are propagated without undoing it."""
+        If rotation pairs distant channels, nothing is noted, and keys are propagated without undoing the rotation."""
         axis, (tokens, destinations) = self.chain.signature.rope_token_dim, self.lengths[0]
         pairs = rope.ndim >= 5 and rope.shape[-2:] == (2, 2) and axis < rope.ndim - 3
         if pairs and not self.chain.signature.rope_split_half:

@@ -41,7 +41,7 @@ class Attachment:
 
 
 def attachment_of(model: ModelPatcher) -> Attachment | None:
-    """Return the `Attachment` that `apply_toma` gave to this model, or to one from which it was cloned; else None."""
+    """Return the `Attachment` that `apply_toma` gave to this model, or to the model from which it was cloned."""
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 
@@ -63,7 +63,7 @@ def last_stats(model: ModelPatcher) -> RunStats | None:
 
 
 def keep_stats(attachment: Attachment, stats: RunStats) -> None:
-    """Store the stats of a finished run in place of those of the same model's previous run."""
+    """Store the stats of a finished run; they replace the stats of the model's previous run."""
     stats.comfyui = comfyui_lines()
     _reports.pop(attachment.report_id, None)
     _reports[attachment.report_id] = stats

@@ -1,8 +1,8 @@
-"""Replace the keys and values of a block's self-attention by those of all tokens.
+"""Replace the keys and values of a block's self-attention by the keys and values of all tokens.
 
-ComfyUI calls the `optimized_attention_override` after norm and rotation, so cached keys carry their own positions.
-Attention itself is computed by the function that computes it without ToMA: by another node's override, else by the
-function that the checkpoint names for this attention, else by ComfyUI's default.
+ComfyUI calls the `optimized_attention_override` after norm and rotation, so cached keys are already rotated by their
+positions. Attention itself is computed by the function that would compute it without ToMA. This is another node's
+override; without one, the function that the checkpoint names for this attention; without both, ComfyUI's default.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class KVOverride:
     # the keys or values to attend to: (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C).
     change: Callable[[Tensor, str, int, int], Tensor]
     spans: Sequence[tuple[int, ...]]  # see `BlockSignature.attention_spans`
-    masked: Callable[[Tensor], Tensor | None]  # takes a mask of a block's keys, returns that of the changed keys
+    masked: Callable[[Tensor], Tensor | None]  # takes a mask of a block's keys, returns a mask of the changed keys
     preferred: Sequence[Any] = ()  # see `preferences_of`
-    # `RunStats.attentions`: of another node's attention, whether it got merged tokens, and passed them on to ComfyUI.
+    # The set `RunStats.attentions`; None if calls of another node's attention are not recorded.
     noted: set[tuple[bool, bool]] | None = None
     then: Callable[..., Any] | None = None  # the override of another node, if there is one
     called: int = 0  # how many of the block's self-attentions have run
@@ -89,8 +89,8 @@ class KVOverride:
 
 
 def preferences_of(block: nn.Module) -> tuple[nn.Module, ...]:
-    """Return a block's `ComfyAttention` modules (ComfyUI 0.34 or newer): first that of the self-attention, last that of
-    the attention to text. Their `function` is the one that the checkpoint names for this attention, or None."""
+    """Return a block's `ComfyAttention` modules (ComfyUI 0.34 or newer): the first belongs to the self-attention, the
+    last to the attention to text. Their `function` is the one that the checkpoint names for this attention, or None."""
     return tuple(module for name, module in block.named_modules() if name.rpartition(".")[2] == "comfy_attention")
 
 

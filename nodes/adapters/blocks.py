@@ -1,5 +1,4 @@
-"""The description of a block, the rules by which blocks are skipped and joined to chains, and the hooks of a chain, for
-all families of models."""
+"""Describe blocks, skip blocks, join blocks to chains, and make the hooks of a chain, for all families of models."""
 
 from __future__ import annotations
 
@@ -47,7 +46,8 @@ def token_grid(latent: Tensor, patch_size: int) -> Grid:
 
 
 def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> Message | None:
-    """Return why the settings skip the block of this index among `count`. last: whether the model ends with these."""
+    """Return why the settings skip the block of this index among `count`. last: whether these blocks are the model's
+    last."""
     if index < resolve_count(config.skip_first_blocks, count):
         return Reason.SKIP_FIRST_BLOCKS(count=config.skip_first_blocks)
     if last and count - index <= resolve_count(config.skip_last_blocks, count):

@@ -45,7 +45,7 @@ class ChainSite:
     attends: bool  # whether blocks attend to all tokens; False if a graph leaves this to run time
     chain: ActiveChain | None  # the chain of this evaluation
     reduction: Reduction | None  # how the chain's tokens are merged
-    pair: tuple[Tensor, ...]  # (merged tokens, all tokens) until `leave`, else empty; both have N tokens in a refresh
+    pair: tuple[Tensor, ...]  # (merged tokens, all tokens) until `leave`, then empty; both have N tokens in a refresh
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
     reached: bool  # whether the model has reached the chain in this evaluation
 
@@ -89,8 +89,8 @@ class ChainSite:
 
     def reach(self) -> ActiveChain | None:
         """Note that the model has reached the chain, and return the chain. If another node calls the model a second
-        time in one evaluation, the second call gets separate caches. A `pair` that is still set means that this is no
-        second call: it repeats a call that ran out of memory, with fewer images."""
+        time in one evaluation, the second call gets separate caches. If `pair` is still set, this is no second call: a
+        call that ran out of memory is repeated with fewer images."""
         if self.chain is not None and self.reached and not self.pair:
             self.chain = replace(self.chain, evaluation=self.chain.evaluation.again())
         self.reached = True
@@ -127,7 +127,8 @@ class ChainSite:
 
     def obstacle(self, call_args: CallArguments) -> Message | None:
         """Count the tokens before the image, and return why the first block's tokens cannot be merged, None if they
-        can. A block without text that cannot tell takes the index that earlier blocks noted in `shared`."""
+        can. If a block without a text stream does not show where the image begins, use the index that earlier blocks
+        noted in `shared`."""
         before = self.signature.image_start(call_args, self.image)
         if before is None and not self.signature.text_arg:
             before = self.shared.image_start
@@ -191,7 +192,7 @@ class RopeCache:
 
     @eager
     def of(self, rows: dict[str, Any], site: ChainSite, before: int) -> dict[str, Any]:
-        """Return the rows of the merged tokens, by argument, from those of all tokens; `rows` itself in a refresh."""
+        """Return the rows of the merged tokens, by argument; in a refresh, return `rows`, the rows of all tokens."""
         reduction = site.reduction
         if not rows or reduction is None or reduction.chain.evaluation.refreshes:
             return rows

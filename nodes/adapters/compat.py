@@ -108,8 +108,8 @@ _replays_before = list[dict[str, bool]]()
 
 @contextmanager
 def without_replays() -> Iterator[None]:
-    """Keep ComfyUI from recording or replaying the model calls inside, because merged calls allocate memory in another
-    way, and cache tensors that outlive their block. The last of several devices restores the options."""
+    """Keep ComfyUI from recording or replaying the model calls inside: merged calls allocate memory in another way, and
+    they cache tensors that outlive their block. Of several devices, the last one to end restores the options."""
     from comfy.cli_args import args
 
     with _replays_lock:
@@ -165,10 +165,10 @@ def with_argument(
 
 
 def check(module: nn.Module, hook: object) -> None:
-    """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`: the positional arguments that
-    the hook knows (by its `BlockSignature`, else by its `__call__`) must be the first ones of the class's `forward`,
-    with the same names, except before a `/`. Known named arguments must exist. Other arguments of `forward` must have
-    defaults, and the hook must take them by a `**rest`."""
+    """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`. The hook's `BlockSignature`
+    names the arguments that the hook knows; without a signature its `__call__` does. The known positional arguments
+    must be the first ones of the class's `forward`, with the same names, except before a `/`. Known named arguments
+    must exist. Other arguments of `forward` must have defaults, and the hook must take them by a `**rest`."""
     module = getattr(module, "_orig_mod", module)  # not torch.compile's wrapper, which takes any argument
     try:
         theirs = list(signature(type(module).forward).parameters.values())[1:]

@@ -23,21 +23,23 @@ _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
 def compiled(model_options: dict[str, Any]) -> bool:
-    """Whether merging takes place inside the graphs of this model: ComfyUI compiles the model with Inductor, without
-    CUDA graphs and in a known mode. A CUDA graph would replay the work that the operators did during the recording."""
+    """Whether merging takes place inside the graphs of this model. It does if ComfyUI compiles the model with Inductor,
+    without CUDA graphs and in a known mode. A CUDA graph would replay the work that the operators did during the
+    recording."""
     kwargs = model_options.get("torch_compile_kwargs") or {}
     options = kwargs.get("options") or {}
     return kwargs.get("backend") == "inductor" and kwargs.get("mode") in _MODES and not options.get("triton.cudagraphs")
 
 
 def in_one_piece(model_options: dict[str, Any]) -> bool:
-    """Whether torch.compile must make one graph of the model and raises an error where merging would break it."""
+    """Whether torch.compile must make one graph of the model, and raises an error where merging would break the
+    graph."""
     return bool((model_options.get("torch_compile_kwargs") or {}).get("fullgraph"))
 
 
 def allow_more_graphs() -> None:
     """Raise PyTorch's limit of eight graphs per function, because every image size and prompt length needs one graph
-    for full steps and one for merged steps. It stays raised, because the graphs remain."""
+    for full steps and one for merged steps. The limit stays raised, because the graphs remain."""
     from torch._dynamo import config  # imported here, because the import takes seconds
 
     for name in ("recompile_limit", "cache_size_limit"):  # PyTorch before 2.6 has only `cache_size_limit`
@@ -47,7 +49,8 @@ def allow_more_graphs() -> None:
 
 
 _numbers = itertools.count()
-# Sites by number. The references are weak, so that a site lives only as long as its hook, and the hook as its model.
+# Sites by number. The references are weak, so that a site lives only as long as its hook, and a hook only as long as
+# its model.
 _sites: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 

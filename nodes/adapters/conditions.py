@@ -46,7 +46,8 @@ def _name(function: Any) -> tuple[str, str]:
 
 
 def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
-    """Return an area (sizes, then starts) of an image, (B, C, ..., H, W). An area without frames covers all of them."""
+    """Return an area (sizes, then starts) of an image, (B, C, ..., H, W). An area that names no frames covers all
+    frames."""
     if area is None:
         return image
     half = len(area) // 2
@@ -86,7 +87,7 @@ def set_hooks(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tensor, 
 
 
 def state_of(cond: Mapping[str, Any], sigma: float, transformer_options: Mapping[str, Any]) -> Hashable:
-    """Return what may change at this noise level for a condition: whether each ControlNet acts, the strength of each
+    """Return what may differ for a condition at this noise level: whether each ControlNet acts, the strength of each
     weight hook (keyframes of a LoRA change it), and `positions_of`."""
     active, control = [], cond.get("control")
     while control is not None:

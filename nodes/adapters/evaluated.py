@@ -55,7 +55,8 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 
 
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
-    """Return the areas of the entries in a run's caches at the step when these are largest, by their `size`."""
+    """Return the areas of the entries in a run's caches, at the step when the caches are largest. size: returns the
+    size of an area's entry."""
     held: dict[Hashable, tuple[int, Area]] = {}  # step of the last refresh, and area
     most = [*max(steps, key=lambda parts: sum(map(size, parts.values()))).values()]
     for step, (parts, sigma) in enumerate(zip(steps, schedule.sigmas, strict=False)):
@@ -154,7 +155,7 @@ def _asked(
 
 
 def _evaluates(code: Any) -> bool:
-    """Whether the code of a function evaluates the model, as perturbed guidance does; judged by the names in it."""
+    """Whether a function evaluates the model, as perturbed guidance does, judged by the names in its code."""
     if not isinstance(code, CodeType):
         return False
     names = {"calc_cond_batch", "_calc_cond_batch", "sampling_function"}

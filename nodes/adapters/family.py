@@ -40,7 +40,7 @@ class ModelHooks:
 
     def kind(self, kv_cache: bool) -> ModelKind:
         """Return the kind of model, by which presets choose settings. kv_cache: whether a run has a KV cache. UNets
-        need none: their convolutions see all tokens."""
+        need no KV cache: their convolutions see all tokens."""
         return ModelKind.UNET
 
     def select(
@@ -79,7 +79,7 @@ class ModelHooks:
     def times_less_work(self, latent: Tensor, run: RunState) -> float | None:
         """Return the FLOPs of the unmerged run divided by this run's, for a latent of (B, C, ..., H, W). None if
         nothing was merged, or if the model got tiles of the latent or reference images, whose tokens are not counted.
-        Also not counted are the making of plans, and text tokens beyond a family's minimum."""
+        The making of plans is not counted either, nor are text tokens beyond a family's minimum."""
         stats, schedule = run.stats, run.schedule
         if run.tiles or run.references or not stats.merged_blocks:
             return None
@@ -159,8 +159,8 @@ class Transformer(ModelHooks, ABC):
         return tokens * self.width * updates, tokens * (self.keys_width or self.width) * keys
 
     def chains(self, options: Options, config: ToMAConfig) -> bool:
-        """Whether tokens may stay merged from one block to the next: not if another node may read tokens between them,
-        by a patch or because it runs the blocks in its own loop, as step caches do."""
+        """Whether tokens may stay merged from one block to the next. They may not if another node can read tokens
+        between two blocks, by a patch or by running the blocks in its own loop, as step caches do."""
         model: Any = self.model()
         stacked = config.granularity is Granularity.STACK and runs_own_loop(model, _LOOPS)
         return stacked and not patched(options, self.between)

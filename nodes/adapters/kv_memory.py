@@ -29,9 +29,10 @@ from .evaluated import Area, Parts, evaluated_parts, most_held
 from .family import ModelHooks
 from .main_memory import main_room, may_take
 
-# Share of a device's memory that a KV cache in four bits may take if this pack cannot copy to main memory from there.
+# Share of a device's memory that a KV cache in four bits may take if this pack cannot copy from the device to main
+# memory.
 _SHARE = 0.55
-_FEWER_BLOCKS = (0.15, 0.3, 0.5)  # values of `KVCachePlan.skipped` to try, if there is no room for all blocks
+_FEWER_BLOCKS = (0.15, 0.3, 0.5)  # values of `KVCachePlan.skipped` to try if the cache of all blocks has no room
 _LOADING = 1.1  # ComfyUI frees this many bytes for each byte of weights that it loads, see `load_models_gpu`
 _MOVING = ("looped_uniform", "standard_uniform")  # schedules whose context windows move at each step
 
@@ -60,11 +61,12 @@ def plan_kv_cache(
 ) -> KVCachePlan:
     """Plan the KV cache of a run on latents of (B, C, ..., H, W).
 
-    Keys and values have full precision if they fit on the card beside the model's weights, else four bits. Those that
-    do not fit lie in main memory. If main memory is short, too, only those of some blocks are cached, or none.
+    Keys and values have full precision if they fit on the card beside the model's weights, otherwise four bits. Keys
+    and values that do not fit lie in main memory. If main memory is short too, only the keys and values of some blocks
+    are cached, or none.
 
-    packed: the shape of all streams as packed by ComfyUI. sigmas: one per step, then that at the run's end; if empty,
-    every condition is counted.
+    packed: the shape of all streams as packed by ComfyUI. sigmas: one per step, then the sigma at the run's end; if
+    empty, every condition is counted.
     """
     model, options = guider.model_patcher, guider.model_options
     hooks = registry.find(model.get_model_object("diffusion_model"))
@@ -115,8 +117,8 @@ def _numbers(
     windows: float,
     config: ToMAConfig,
 ) -> tuple[int, int, int]:
-    """Return, for the step at which a run's caches are largest, the elements of updates, the elements of keys and
-    values, and the conditions with cached entries. steps: see `evaluated_parts`. windows: see `windows_of`."""
+    """Return three numbers for the step at which a run's caches are largest: elements of updates, elements of keys and
+    values, and conditions with cached entries. steps: see `evaluated_parts`. windows: see `windows_of`."""
     conds = _conds(guider)
     of_an_area = partial(
         hooks.kv_cache_numel,
@@ -170,9 +172,9 @@ def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
 
 
 def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:
-    """Set the card's room for keys and values to the memory that is free now that the model is loaded; to the planned
-    room at most if ComfyUI loads a model block by block while it runs, because it fills free memory with weights.
-    shape, conds: arguments of ComfyUI's estimate of an evaluation's memory."""
+    """Set the card's room for keys and values to the memory that is free after the model is loaded. If ComfyUI loads a
+    model block by block while it runs, set the planned room at most, because ComfyUI then fills free memory with
+    weights. shape, conds: arguments of ComfyUI's estimate of an evaluation's memory."""
     free = getattr(model, "get_free_memory", model_management.get_free_memory)(model.load_device)
     room = max(0.0, free - _inference_memory(model, shape, conds) - host.beside)
     by_block = getattr(model, "is_dynamic", lambda: False)()
@@ -180,9 +182,10 @@ def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], co
 
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:
-    """Return how many bytes of the card a run on latents of this shape leaves free, negative if the run does not fit:
-    the card's memory except what ComfyUI frees before it loads the run's models, see `load_models_gpu`. The card's size
-    counts, not its free memory, because a seed must give the same image whatever else runs."""
+    """Return how many bytes of the card a run on latents of this shape leaves free; negative if the run does not fit.
+    This is the card's total memory minus the memory that ComfyUI frees before it loads the run's models, see
+    `load_models_gpu`. The memory that is free now does not count, because a seed must give the same image whatever else
+    runs."""
     model, options = guider.model_patcher, guider.model_options
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
     inference = _inference_memory(_AsRun(model, options), shape, guider.conds, controls)
@@ -195,8 +198,8 @@ def memory_left(guider: Any, shape: Sequence[int]) -> float:
 
 
 def _inference_memory(model: Any, shape: Sequence[int], conds: Any, controls: float = 0.0) -> float:
-    """Return the bytes that ComfyUI keeps free for an evaluation beside the weights; infinity, with a warning, if its
-    estimate fails, because a later ComfyUI may estimate memory in another way. controls: bytes for ControlNets."""
+    """Return the bytes that ComfyUI keeps free for an evaluation, in addition to the weights. If ComfyUI's estimate
+    fails, as it may in a later version, log a warning and return infinity. controls: bytes for ControlNets."""
     try:
         activations, _ = estimate_memory(model, shape, conds)
     except Exception as error:
@@ -213,8 +216,9 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
 
 
 def windows_of(guider: Any, latent: Tensor) -> float:
-    """Return how often a frame of the latent is evaluated for a condition, more than once where context windows
-    overlap; 0, for no cache, where windows move at each step, because the next step has other frames."""
+    """Return how many times, on average, one evaluation computes a frame of the latent for a condition: more than once
+    where context windows overlap. Return 0 if the windows move at each step: a step then finds other frames in the
+    cache than its own, so the run gets no cache."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:
@@ -222,15 +226,16 @@ def windows_of(guider: Any, latent: Tensor) -> float:
         if handler.context_schedule.name in _MOVING:
             return 0.0
         windows = handler.get_context_windows(guider.model_patcher.model, latent, guider.model_options)
-        # ComfyUI may add a frame before those of a window.
+        # ComfyUI may add a frame before the frames of a window.
         return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
     except (AttributeError, TypeError, IndexError):
         return 1.0  # windows of another pack, of which nothing is known
 
 
 class _AsRun:
-    """Stands in for a model's patcher and has the options and the dtype of the run, which ComfyUI's estimate of memory
-    knows only after object patches are applied. A copy of the patcher would detach the model when it is deleted."""
+    """Stands in for a model's patcher, with the options and the dtype of the run. In the patcher itself, ComfyUI's
+    estimate of memory finds them only after object patches are applied. A copy of the patcher would detach the model
+    when the copy is deleted."""
 
     def __init__(self, patcher: ModelPatcher, options: dict[str, Any]) -> None:
         self._patcher, self.model_options, self.model = patcher, options, copy(patcher.model)

@@ -23,7 +23,7 @@ def merged_call(
     x: Tensor,
     positions: Hashable = (),
 ) -> Any:
-    """Return the result of `call` with the hooks installed that `select` chooses for latents x of (B, C, ..., H, W).
+    """Install the hooks that `select` chooses for latents x of (B, C, ..., H, W), and return the result of `call`.
 
     Whether caches are used is decided before the model runs, when the chains of the call are known. If code of this
     pack fails before that, the call is full. positions: see `conditions.positions_of`.
@@ -52,7 +52,7 @@ def merged_call(
             sites = _sites(hooks)
             missed = [site.chain.name for site in sites if site.chain is not None and (not site.reached or site.pair)]
             left = [site for site in sites if site.reached and (not site.pair or not evaluation.refreshes)]
-            if left or not sites:  # else another node has skipped all chains
+            if left or not sites:  # otherwise another node has skipped all chains
                 sampling.ended(evaluation, x, layout, missed)
         return result
 

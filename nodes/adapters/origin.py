@@ -1,4 +1,4 @@
-"""Distinguish ComfyUI's own code from that of other custom nodes, which may read tokens that merging removes."""
+"""Distinguish ComfyUI's own code from code of other custom nodes, which may read tokens that merging removes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def is_original(block: nn.Module) -> bool:
     """Whether a block is of one of ComfyUI's classes, and not of a class that another pack has put in its place."""
     module = unwrapped(block)
     own = vars(module).get("forward")
-    # Judge by the class that defines `forward`: PyTorch derives a class without it if weights are spread over cards.
+    # Judge by the class that defines `forward`: PyTorch derives a class that has none if weights are spread over cards.
     home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     return _by_comfyui(home) and (own is None or isinstance(own, Hook) or _by_comfyui(own))
 
 
 def foreign_positions(model: nn.Module | None) -> str | None:
-    """Return the class of a module that computes the model's positions, if the module is another pack's, else None. Its
-    positions may differ at each step, as with packs for pictures larger than in training."""
+    """Return the class of the module that computes the model's positions if the module is another pack's, otherwise
+    None. Such positions may differ at each step, as with packs for pictures larger than in training."""
     for name, child in () if model is None else unwrapped(model).named_children():
         if name.startswith(_POSITIONS) and not type(child).__module__.startswith("torch.") and not is_original(child):
             return type(child).__name__
@@ -50,7 +50,7 @@ def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
 
 
 def has_forward_hooks(before: nn.Module, after: nn.Module) -> bool:
-    """Whether PyTorch hooks read the tokens between two blocks; those that spread weights over cards (FSDP) do not."""
+    """Whether PyTorch hooks read the tokens between two blocks; hooks that spread weights over cards (FSDP) do not."""
     hooks = [hook for module in (before, unwrapped(before)) for hook in module._forward_hooks.values()]
     hooks += [hook for module in (after, unwrapped(after)) for hook in module._forward_pre_hooks.values()]
     return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)

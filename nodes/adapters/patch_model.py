@@ -3,7 +3,7 @@
 apply_toma       -> settings and three wrappers on a clone of the model
 OUTER_SAMPLE     -> once a run: a new `SamplingRun`, dropped at the end, however the run ends
 PREPARE_SAMPLING -> when ComfyUI loads the model for a run with a KV cache: reserves the cache's memory
-PREDICT_NOISE    -> once an evaluation of the sampler; each run adds these two in front of all other wrappers
+PREDICT_NOISE    -> once an evaluation of the sampler; a run puts this and PREPARE_SAMPLING before all other wrappers
 CALC_COND_BATCH  -> once for all conditions of an evaluation: its noise level becomes a `StepPlan`
 APPLY_MODEL      -> once a batch of conditions: hooks are installed around the model call
 """
@@ -140,7 +140,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
 def run_config(
     attachment: Attachment, guider: Any, noise: Tensor, sampler: Any, packed: Sequence[int] = (), sigmas: Any = ()
 ) -> tuple[ToMAConfig, KVCachePlan]:
-    """Return the settings for a run of a guider, and the plan of the run's KV cache. noise: that of the first stream.
+    """Return the settings for a run of a guider, and the plan of the run's KV cache. noise: of the first stream.
     packed: the shape of all streams as packed by ComfyUI, if there are several. sigmas: see `plan_kv_cache`."""
     settings, model = attachment.settings, guider.model_patcher
     config = config_for(settings, model)
@@ -183,7 +183,7 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
     except torch.OutOfMemoryError:
         # Evaluate all conditions again, on all tokens: if only one condition were repeated, guidance would amplify its
         # difference from the merged ones. With several devices this is impossible: ComfyUI does not wait for the other
-        # devices, and would take their results for those of the next evaluation.
+        # devices, and would take their results for results of the next evaluation.
         if sampling is None or sampling.several_devices or not sampling.no_memory():
             raise
         image = None
@@ -249,7 +249,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return merged_call(full, select, sampling, evaluation, x, positions_of(options))
     except torch.OutOfMemoryError:
-        # With several devices, the one that ran out of memory repeats its own call; else see `_predict_noise`.
+        # With several devices, the one that ran out of memory repeats its own call; otherwise see `_predict_noise`.
         if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):
             raise
     end_interrupted(several_devices=True)

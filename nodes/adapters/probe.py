@@ -142,8 +142,8 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
     groups = list(stacks.values())
 
     def joint_work(index: int) -> tuple[bool, float]:
-        """Return a sorting key of two neighbouring groups; those with the smallest key are joined first: groups of
-        equal resolution before others, then those with the least work."""
+        """Return a sorting key of two neighbouring groups; the groups with the smallest key are joined first. Groups of
+        equal resolution come before others, then groups with the least work."""
         a, b = groups[index : index + 2]
         return a[0].tokens != b[0].tokens, math.fsum(block.flops() for block in (*a, *b))
 
@@ -155,6 +155,6 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
 
 
 def _growth(errors: Mapping[float, float], ratio: float) -> float:
-    """Return the error at a ratio, divided by that at `RATIO`. An unmeasured error grows as the ratio's square."""
+    """Return the error at a ratio, divided by the error at `RATIO`. An unmeasured error grows as the ratio's square."""
     known = math.isfinite(errors.get(ratio, math.nan)) and errors.get(RATIO, 0.0) > 0.0
     return errors[ratio] / errors[RATIO] if known else (ratio / RATIO) ** 2

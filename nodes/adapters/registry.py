@@ -138,7 +138,8 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
 
 
 def is_of(family: Any, model: nn.Module) -> bool:
-    """Whether a model is of a family. Classes that a later ComfyUI derives may read tokens that merging removes."""
+    """Whether a model is of a family. Classes that a later ComfyUI derives are excluded, because they may read tokens
+    that merging removes."""
     if not isinstance(model, family.MODEL):
         return False
     kinds = kinds_of(model)

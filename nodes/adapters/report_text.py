@@ -92,7 +92,8 @@ reasons.reader = _english
 
 
 def headline(stats: RunStats) -> Message:
-    """Return the first line: the share of tokens that is merged, in how many blocks and steps, or why nothing is."""
+    """Return the first line: the share of tokens that is merged, in how many blocks and steps, or why none is
+    merged."""
     unmerged = stats.unmerged_reasons()
     total = len(stats.blocks)
     ratios = stats.ratios_in_blocks

@@ -44,7 +44,7 @@ class SamplingRun:
 
     run: RunState
     step_plan: StepPlan  # plan of the evaluation in progress
-    config_for: Callable[..., ToMAConfig]  # returns the settings, with `kv_cache=False` those without a KV cache
+    config_for: Callable[..., ToMAConfig]  # returns the settings; `kv_cache=False` switches off the KV cache
     tracker: SigmaTracker = field(default_factory=SigmaTracker)
     contents: Contents = field(default_factory=Contents)
     obstacle: Message | None = None  # why nothing may be merged in this run
@@ -59,7 +59,7 @@ class SamplingRun:
     several_devices: bool = False  # whether conditions may run on several devices
     counts: Counter[Hashable] = field(default_factory=Counter)  # calls so far, by condition and key
     calls: int = 0  # calls of `observe` in this evaluation
-    merged_calls: int = 0  # those of them that merge
+    merged_calls: int = 0  # how many of these calls merge
     tiles: dict[Hashable, tuple[Hashable, list[TileBatch]]] = field(default_factory=dict)  # by shape and device
     _lock: Lock = field(default_factory=Lock)
     _key: str = field(default_factory=lambda: uuid4().hex)  # represents the run when it is copied or pickled
@@ -73,8 +73,8 @@ class SamplingRun:
         ratio_schedule: RatioSchedule = (),
         takes_frames: bool = False,
     ) -> SamplingRun:
-        """Start a run. sigmas: one per step, then that at the run's end. ratio_schedule: see `Schedule`. takes_frames:
-        whether the model is for videos, and may be split into two models with a run for each."""
+        """Start a run. sigmas: one per step, then the sigma at the run's end. ratio_schedule: see `Schedule`.
+        takes_frames: whether the model is for videos, and may be split into two models with a run for each."""
         first, last = config.start_percent, config.end_percent
         start = float(model_sampling.percent_to_sigma(first)) if first > 0 else float("inf")
         end = float(model_sampling.percent_to_sigma(last)) if last < 1 else float("-inf")
@@ -133,8 +133,8 @@ class SamplingRun:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
     def _awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether plans need a prediction that does not exist yet: the run's first one or, with a KV cache, whose plans
-        are all made from predictions, the first one for the conditions in progress."""
+        """Whether plans need a prediction that does not exist yet. This is the run's first prediction. With a KV cache,
+        all plans are made from predictions, so it is the first prediction for the conditions in progress."""
         if self.tracker.evaluation < 1 or not self.run.config.uses_prediction:
             return self.tracker.evaluation == 0 and self.run.config.uses_prediction
         window = frames_of(transformer_options)
@@ -197,8 +197,8 @@ class SamplingRun:
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation of one call of the model on latents of (B, C, ..., H, W). Conditions with the same area
-        share plans, made from the tokens of the first one or, on several devices, from a predicted picture. A call on a
-        tile of the latent makes its plans from the tile, because the next call may show another one."""
+        share plans, made from the tokens of the first condition or, on several devices, from a predicted picture. A
+        call on a tile of the latent makes its plans from this tile, because the next call may show another tile."""
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
         if self._is_tile(x, transformer_options):
@@ -231,7 +231,8 @@ class SamplingRun:
             return
         run, missed = self.run, [key for name in unreached for key in evaluation.keys(name)]
         if run.kv_cache and not evaluation.refreshes and any(run.cache.holds((key,)) for key in missed):
-            # Refresh next, because some cached entries now belong to this latent and others to an older one.
+            # Make the next evaluation a refresh, because some cached entries now belong to this latent and others to an
+            # older one.
             run.coverage.forget({*evaluation.cond_keys})
             return
         latent = x.clone() if run.kv_cache else None
@@ -240,7 +241,7 @@ class SamplingRun:
             run.cache.drop(missed)
 
     def _go_on(self, plan: StepPlan) -> None:
-        """Continue this evaluation with another plan, and correct the counts if it no longer merges."""
+        """Continue this evaluation with another plan, and correct the counts if the evaluation no longer merges."""
         if self.step_plan.mode.merges and not plan.mode.merges:
             self.run.stats.discard_evaluations(plan.step, 0, 1)
             self.merged_calls -= 1
@@ -276,7 +277,7 @@ class SamplingRun:
         return len(x) != self.latent_shape[0] * len(uuids) or any(x.shape[2:] != size for size in sizes)
 
     def cond_keys(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        """Return a distinct key for each chunk of the batch in this evaluation, and count the call of each."""
+        """Return a distinct key for each chunk of the batch in this evaluation, and count a call for each key."""
         with self._lock:
             return self._keys(chunks_of(batch, transformer_options), frames_of(transformer_options), self.counts)
 

@@ -1,6 +1,6 @@
-"""The noise level of an evaluation as a Python number.
+"""Find the noise level of an evaluation as a Python number.
 
-Samplers hold the noise level in a tensor. Reading a tensor waits for the device, whereas a host that never waits
+Samplers hold the noise level in a tensor. Reading a tensor makes the host wait for the device. A host that never waits
 launches kernels a step ahead. So noise levels are taken from the schedule if the sampler is known to evaluate once a
 step, at the sigmas of the schedule. For all other samplers, noise levels are read from the tensor.
 """
@@ -33,8 +33,8 @@ ONCE_A_STEP = (
     *("sample_res_multistep_ancestral_cfg_pp", "sample_gradient_estimation", "sample_gradient_estimation_cfg_pp"),
     *("sample_er_sde", "sample_sa_solver"),
 )
-# Samplers of `ONCE_A_STEP` that draw new noise. Runs with a KV cache measure this noise in each step, which delays
-# nothing: these samplers wait for the device in each step anyway, to test for the last one.
+# Samplers of `ONCE_A_STEP` that draw new noise. Runs with a KV cache measure this noise in each step. This delays
+# nothing: these samplers wait for the device in each step anyway, to test whether the step is the last.
 _DRAWS_NOISE = (
     *("sample_euler_ancestral", "sample_euler_ancestral_cfg_pp", "sample_lcm", "sample_ddpm", "sample_er_sde"),
     *("sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp", "sample_sa_solver"),
@@ -66,8 +66,8 @@ class SigmaStep(NamedTuple):
 
 
 class SigmaTracker:
-    """Track the noise levels and steps of one run. The step comes from the order of evaluations for samplers that are
-    known to evaluate once a step, else from the steps that the sampler reports to its callback, and without reports
+    """Track the noise levels and steps of one run. If a sampler is known to evaluate once a step, the step comes from
+    the order of evaluations. Otherwise the step comes from the sampler's reports to its callback or, without reports,
     from the noise levels passed to the model. Steps never go backwards."""
 
     def __init__(self, sigmas: Sequence[float] = (), sampler: Any = None, guider: Any = None) -> None:
@@ -135,7 +135,8 @@ class SigmaTracker:
             return self._at._replace(model_sigma=given)
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
-        # Limit the sampler's noise level to its step, because another node may have changed that of the model.
+        # Limit the sampler's noise level to the levels of its step: another node may have changed the model's noise
+        # level.
         ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
         sigma = min(max(given, min(ends)), max(ends))
         self._unreported += by_sigma and given != self._last_given
@@ -148,8 +149,9 @@ class SigmaTracker:
         if self._reported is None and self._reports:
             if self._wraps:
                 return min(self.evaluation, len(self._sigmas) - 1)
-            # A noise level that is not in the schedule comes from another node, and a low one does not mean a late
-            # step: limit the step by the count of evaluations. Samplers that skip steps use levels of the schedule.
+            # A noise level that is not in the schedule comes from another node. If it is low, the step need not be
+            # late, so limit the step by the count of evaluations. Samplers that skip steps use noise levels of the
+            # schedule.
             self._kept &= any(abs(sigma - given) <= 1e-3 * sigma for sigma in self._sigmas)
             if not self._kept:
                 by_sigma = min(by_sigma, self.evaluation)
@@ -225,7 +227,7 @@ def _is_comfyuis(function: Any) -> bool:
 
 
 def _is_counted(guider: Any) -> bool:
-    """Whether every evaluation of the sampler passes through this pack's wrapper, as the first of all wrappers."""
+    """Whether every evaluation of the sampler passes through this pack's wrapper before all other wrappers."""
     names = "__call__", "outer_predict_noise"
     if not isinstance(guider, CFGGuider) or any(getattr(type(guider), n) is not getattr(CFGGuider, n) for n in names):
         return False

@@ -1,6 +1,6 @@
 """Describe a block's arguments: which one holds the tokens, where the image lies in it, and which others are per token.
 
-Arguments that are not listed here may be per token; the block then runs unmerged and the report names them.
+An argument that is not listed here may be per token. A block that gets one runs unmerged, and the report names it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class BlockSignature:
     rope_arg = ""  # the argument with the rotary positions; empty if there is none
     rope_token_dim = 2  # the dimension of rotary positions along which tokens are counted
     rope_split_half = False  # whether rotation pairs channel i of a head with i + d / 2, not with its neighbour
-    # Whether the image comes last, before only its padding and the references that ComfyUI's options name: in the
-    # positions or, without `rope_arg`, in the tokens.
+    # Whether the image comes last in the positions or, without `rope_arg`, in the tokens. Only the image's padding and
+    # the references that ComfyUI's options name may follow it.
     image_last = False
     image_multiple = 1  # the count of image tokens is padded to a multiple of this
     row_args: tuple[str, ...] = ()  # arguments besides `rope_arg` with a row per token, along `rope_token_dim`
@@ -66,7 +66,7 @@ class BlockSignature:
     attention_arg = ""  # the argument with the function that computes attention, if blocks get one
     passthrough_args: tuple[str, ...] = ()  # known arguments that are not per token
     mutates_input = False  # whether blocks write into the tokens that they get
-    clamps_fp16 = False  # whether blocks clamp fp16, so that merging clamps too; elsewhere it would hide NaN
+    clamps_fp16 = False  # whether blocks clamp fp16, so that merging clamps too; elsewhere clamping would hide NaN
 
     def call_args(self, args: tuple[Any, ...], kwargs: CallArguments) -> CallArguments:
         """Return the arguments of a call by name, positional ones first. Positional arguments beyond `positional_args`
@@ -91,7 +91,7 @@ class BlockSignature:
         return {name: self.unpack(call_args[name]) for name in names if call_args.get(name) is not None}
 
     def replaced(self, call_args: CallArguments, x: Tensor, rows: Mapping[str, Tensor]) -> CallArguments:
-        """Return the arguments with x in place of the tokens, and rows (by argument) in place of their rows."""
+        """Return the arguments with x in place of the tokens, and `rows`, by argument, in place of their rows."""
         changed = {self.tokens_arg: x, **rows}
         return {**call_args, **{name: self.pack(call_args[name], tensor) for name, tensor in changed.items()}}
 
@@ -132,13 +132,14 @@ class BlockSignature:
         return self._text(call_args) if self.text_first else 0
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each attention of the block to the image, in order: the number of keys before the image, that of
-        all keys and, if queries are other tokens, that of queries. Attentions are recognized by these numbers."""
+        """Return, for each of the block's attentions to the image, in order: the number of keys before the image, the
+        number of all keys and, if queries are other tokens, the number of queries. Attentions are recognized by these
+        numbers."""
         tokens = self._text(call_args) + int(self.tokens(call_args).shape[1])
         return ((self.attention_offset(call_args) + before, tokens),)
 
     def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
-        """Return the grid of the image's tokens; None if unknown. grid: that of the latent."""
+        """Return the grid of the image's tokens; None if unknown. grid: the latent's."""
         return grid
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
@@ -158,7 +159,7 @@ class BlockSignature:
         return merged
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
-        """Return the options for merged tokens, because another node's attention may index by them."""
+        """Return the options for merged tokens: another node's attention may index tokens by the options."""
         # `img_slice` holds the counts of text tokens and of all tokens.
         changed, image, removed = {}, options.get("img_slice"), reduction.removed
         if image and removed:
@@ -168,7 +169,8 @@ class BlockSignature:
         return {**options, **changed} if changed else options
 
     def mask_of_all(self, mask: Tensor, removed: int) -> Tensor | None:
-        """Return a mask of all keys, made from one of the merged keys; added keys are not hidden. None if unknown."""
+        """Return a mask of all keys, made from a mask of the merged keys; added keys are not hidden. None if
+        unknown."""
         if not self.masks_text or mask.ndim < 3 or mask.shape[-2] != 1:  # unknown, such as a mask that differs by query
             return None
         return pad(mask, (0, removed) if self.text_first else (removed, 0), value=mask.dtype is torch.bool)

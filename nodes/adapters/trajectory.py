@@ -18,8 +18,8 @@ _MAX_HISTORIES = 8
 
 @dataclass(eq=False)
 class Trajectory:
-    """The results of a sampler's evaluations, stored by the set of conditions that took part, so that no plan is made
-    from a picture that was predicted for other conditions than the plan's."""
+    """The results of a sampler's evaluations, stored by the set of conditions that took part. So no plan is made from a
+    picture that was predicted for other conditions."""
 
     reads: bool = True  # whether noise may be measured, which makes the host wait for the device
     latent: Tensor | None = None  # latent of the evaluation in progress, (B, C, ..., H, W); None if not yet known

@@ -27,7 +27,7 @@ _CAPABILITY = (8, 0)  # lowest compute capability that Triton supports
 _FEATURES, _PAIRS = (
     33,
     64,
-)  # of the trial: features of a 4-channel latent, and rotated channel pairs of most models' heads
+)  # sizes in the trial: the features of a 4-channel latent, and the rotated channel pairs of a head in most models
 
 
 class NoTriton(MessageId):
@@ -80,8 +80,9 @@ class Dispatch:
         weighs: bool = False,
         propagates: bool = False,
     ) -> Choice:
-        """Return the choice for tokens x, (B, N, C). features: (B, N, C'), by which destinations are selected; if None,
-        x. weighs, propagates: whether the run computes weights for given destinations, and propagates caches."""
+        """Return the choice for tokens x, (B, N, C). features: (B, N, C'), by which destinations are selected; x if
+        None. weighs: whether the run computes weights for given destinations. propagates: whether it propagates
+        caches."""
         features = (x if features is None else features).detach()
         kinds = (variant(t.shape[2], windows, budget) for t in (x, features))
         key = (x.device, x.dtype, weighs, propagates, *kinds)
@@ -131,9 +132,9 @@ _trials: dict[Hashable, Message | None] = {}
 
 
 def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
-    """Return the kernels if they give PyTorch's results (`correct`) at their first use in this process, else the reason
-    why not. Triton compiles at first use and needs a C compiler and a driver. Only this trial catches errors and waits
-    for the device."""
+    """Return the kernels if they give PyTorch's results (`correct`) at their first use in this process. Otherwise
+    return plain PyTorch, with the reason. Triton compiles at first use and needs a C compiler and a driver. Only this
+    trial catches errors and waits for the device."""
     if reason := _obstacle(x, slots):
         return Choice(None, reason)
     from .triton import TritonKernels
@@ -174,7 +175,7 @@ def _merges(
     fast = replace(plan, kernels=kernels)
     theirs = merge(x, plan)
     pairs = [(M.sum(-1), used.to(x.dtype).expand_as(plan.dest_slots)) for M in weights]
-    # Test two launches, because a `Launch` is called through Triton first and calls the compiled binary afterwards.
+    # Test two launches: the first call of a `Launch` goes through Triton, later calls go directly to the binary.
     for _ in range(2):
         ours = merge(x, fast)
         pairs.append((ours, theirs))

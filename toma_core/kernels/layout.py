@@ -41,7 +41,8 @@ def room(like: Tensor, *shape: int) -> Tensor:
 
 
 def joined(weights: list[Tensor]) -> Tensor:
-    """Concatenate (B, W, rows, columns) along the batch, keeping the padding of rows if all have the same."""
+    """Concatenate tensors (B, W, rows, columns) along the batch. Keep the padding of rows if all tensors have the
+    same."""
     columns, strides = weights[0].shape[-1], {t.stride(-2) for t in weights}
     rows = strides.pop()
     if strides or rows <= columns or rows % _ROW_MULTIPLE or any(t.stride(-1) != 1 for t in weights):
@@ -50,7 +51,7 @@ def joined(weights: list[Tensor]) -> Tensor:
 
 
 def free_namespace(name: str, operator: str) -> str:
-    """Return the first of `name`, `name`2, ... in which torch has no such operator: the pack may be loaded twice in one
-    process, under ComfyUI's path and as plain `toma_core`."""
+    """Return the first namespace of `name`, `name`2, ... in which torch has no such operator. The pack may be loaded
+    twice in one process, under ComfyUI's path and as plain `toma_core`."""
     names = itertools.chain([name], (f"{name}{n}" for n in itertools.count(2)))
     return next(free for free in names if not hasattr(getattr(torch.ops, free), operator))

@@ -1,8 +1,8 @@
 """MiniMax H3: one stream of [text | references | audio | video], (T, C) without a batch.
 
-Only the video, which is the last segment, is merged, every frame to the same number of tokens. Modulation is given for
+Only the video, the last segment, is merged. Every frame is merged to the same number of tokens. Modulation is given for
 segments of the stream, as (start, stop, row), where row is an index into `t_emb`. If the latent has a mask, as for
-inpainting and extending, row has an index per token; after merging it has those of the destinations.
+inpainting and extending, row has an index per token; after merging it has the destinations' indices.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """LTX-Video and LTX-2: videos, and videos with their sound.
 
-A block of LTX-2 takes (video, audio), and each attends to the other. Only the video is merged, every frame to the same
-number of tokens, because modulation may be per frame. Guide frames come behind the video's frames in the latent and are
-merged as these are. With masks, and with guides that have a strength, modulation is per token; the rows of the
-destinations are then selected.
+A block of LTX-2 takes (video, audio), and each stream attends to the other. Only the video is merged, every frame to
+the same number of tokens, because modulation may be per frame. Guide frames follow the video's frames in the latent,
+and are merged like them. With masks, and with guides that have a strength, modulation is per token; merged blocks then
+get the rows of the destinations.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class AVSignature(Signature):
     )
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        # The first attention is the video's to itself, a later one is the audio's to the video. If token counts do not
-        # tell the later one from those between them, the audio attends to merged tokens.
+        # In the first attention the video attends to itself, in a later one the audio attends to the video. If token
+        # counts do not distinguish the later one from those between, the audio attends to merged tokens.
         spans, audio = super().attention_spans(call_args, before), call_args[self.tokens_arg][1].shape[1]
         tokens, text = spans[0][1], call_args["v_context"].shape[1]
         return spans if not audio or tokens in (audio, text) else (*spans, (before, tokens, audio))

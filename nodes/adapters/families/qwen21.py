@@ -1,5 +1,4 @@
-"""Qwen-Image 2.1: one stream of [text and references | image]; blocks get the function that computes attention as an
-argument.
+"""Qwen-Image 2.1: one stream of [text and references | image]; blocks get the attention function as an argument.
 
 Tokens before the image never attend to the image. If ComfyUI caches their keys, it calls blocks with these tokens
 alone, then with the image alone.
@@ -39,7 +38,7 @@ class Signature(BlockSignature):
         return bool(call_args["pe"].shape[1] > call_args["prefix_len"])
 
 
-# Size of an element in ComfyUI's own cache, by the cache's dtype, as a share of that in the run's dtype.
+# Size of an element in ComfyUI's own cache, by the cache's dtype, as a share of its size in the run's dtype.
 _STORED = {"int8": 0.5, "int4": 0.25}
 
 

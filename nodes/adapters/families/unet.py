@@ -94,7 +94,8 @@ class Hooks(ModelHooks):
             skips = [skip_reason(config, place, len(self.stacks))] * len(stack.blocks)
             merged = merged_blocks([block.block_hook for block in stack.blocks], modules, skips, evaluation)
             for index in list(merged):
-                # If another node's patch reads the tokens of a block, merge by module, so that it gets all tokens.
+                # If another node's patch reads the tokens of a block, merge by module, so that the patch gets all
+                # tokens.
                 replaced = list(_replaced(stack, index, options))
                 if by_module or replaced:
                     name = merged.pop(index).name
@@ -150,7 +151,7 @@ def _weights(layer: nn.Module) -> int:
 
 
 def _replaced(stack: _Stack, index: int, options: Options) -> Iterator[str]:
-    """Yield the attentions of a block that another node computes, on all tokens."""
+    """Yield the names of a block's attentions that another node computes; these run on all tokens."""
     replacements = options.get("patches_replace", {})
     for name, part in (("attn1", "self-attention"), ("attn2", "cross-attention")):
         entries = replacements.get(name, {})

@@ -87,7 +87,7 @@ class MergedAttention(Hook):
         merged = merge(x, plan)
         options = without_grid(transformer_options, plan.tokens, plan.num_destinations)
         if context is x and (value is None or value is x):
-            # Merge keys and values if both come from x, else neither, because their lengths must be equal.
+            # Merge keys and values if both come from x. Otherwise merge neither, because their lengths must be equal.
             context, value = merged, None if value is None else merged
         out = self.original(merged, context=context, value=value, transformer_options=options, **call_args)
         return unmerge(out, plan)

@@ -79,8 +79,8 @@ class Signature(BlockSignature):
         return {**options, "grid_sizes": (frames, 1, (tokens - image + left) // frames)}
 
     def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
-        # Modulation is (B, 6, C), or (B, T, 6, C) for T equal shares of all tokens, each of which must be a frame of
-        # the video.
+        # Modulation is (B, 6, C), or (B, T, 6, C) for T equal shares of all tokens. Each share must be a frame of the
+        # video.
         e = call_args.get("e")
         grid = _grid_sizes(call_args)
         reason = super().obstacle(call_args, before, image, references)
@@ -90,7 +90,7 @@ class Signature(BlockSignature):
 
 
 def _grid_sizes(call_args: CallArguments) -> tuple[int, ...]:
-    """Return frames, rows and columns of the video with the frames behind it; empty if ComfyUI gives none."""
+    """Return the numbers of frames, rows and columns, including frames after the video; () if ComfyUI gives none."""
     return tuple((call_args.get("transformer_options") or {}).get("grid_sizes") or ())
 
 

@@ -85,7 +85,7 @@ class TritonKernels:
         return launch(y, weights, budget.expand, *others)
 
     def _prepared(self, prepare: Callable[..., Launch], *args: Any) -> Launch:
-        """Return the launch that `prepare` makes, once for all arguments of the same kinds."""
+        """Return the launch that `prepare` makes. It is made once for all arguments with the same `_kind`."""
         key = (prepare, *map(_kind, args))
         launch = self._launches.get(key)
         if launch is None:

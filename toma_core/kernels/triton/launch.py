@@ -1,4 +1,4 @@
-"""Tile sizes, strides and the device of launches; launches that are prepared once."""
+"""Choose tile sizes, strides and the device of a launch; prepare a launch once for many calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def _nothing():
     pass
 
 
-# Whether kernels run in the interpreter: TRITON_INTERPRET may have changed since Triton read it.
+# Whether kernels run in Triton's interpreter. TRITON_INTERPRET is not read, because it may have changed since Triton
+# read it.
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 
@@ -32,8 +33,8 @@ def upcast(dtype: torch.dtype) -> bool:
 
 
 def turns(count: int) -> Any:
-    """Return a loop bound as a run-time argument, so that one binary serves all counts; the interpreter needs a
-    constant."""
+    """Return a loop bound as a run-time argument, so that one binary serves all counts. In the interpreter, return the
+    constant that it needs."""
     return tl.constexpr(count) if INTERPRETED else count
 
 
@@ -83,15 +84,15 @@ class Launch:
     """A kernel that makes one tensor, with its constant arguments.
 
     Triton inspects all arguments at each launch, which takes the host several times as long as the launch itself. This
-    class lets Triton inspect them once, and then calls the binary with the tensors' addresses, if all are aligned to 16
+    class lets Triton inspect them once. Later calls pass the tensors' addresses to the binary, if all are aligned to 16
     bytes. Callers pass tensors of the same shapes, strides, dtypes and devices at each call.
     """
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int], like: Tensor, tokens: int, fixed: tuple[Any, ...], **options: int
     ) -> None:
-        """Prepare a kernel whose arguments are the result, (B, tokens, C) like `like`, then the call's tensors, then
-        `fixed`."""
+        """Prepare a kernel. Its arguments are the result, then the call's tensors, then `fixed`. The result is (B,
+        tokens, C), with the B, C, dtype and device of `like`."""
         self._kernel, self._grid, self._fixed, self._options = kernel, (*grid, 1), fixed, options
         self._shape, self._dtype, self._device = (len(like), tokens, like.shape[2]), like.dtype, like.device
         self._alone = not like.is_cuda or torch.cuda.device_count() == 1

@@ -1,9 +1,10 @@
 """Merge and unmerge in one launch each (paper, section 4.2), and propagate cached tensors in two.
 
-Merging and unmerging are each one small matrix product per window. To propagate (see `latent_regression`), a launch
-computes the change at destinations; unmerging then also adds the product of features and coefficients (`answer`),
-rotates the sum, and adds the cached tensor. Layout changes (tokens to windows, slots to destinations) need no extra
-pass: programs read and write at the right addresses. Every destination and token is written once.
+Merging and unmerging are each one small matrix product per window. To propagate (see `latent_regression`), the first
+launch computes the change at destinations. The second unmerges this change, adds the product of features and
+coefficients (`answer`), rotates the sum, and adds the cached tensor. Layout changes (tokens to windows, slots to
+destinations) need no extra pass: programs read and write at the right addresses. Every destination and token is written
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..layout import cdiv, padded
 from .launch import Launch, blocks, budget_stride, require, turns, upcast, weight_strides
 
 _BLOCK_D, _MAX_CHANNELS = 16, 128  # of `_change_kernel`: 16 elements per thread of 4 warps
-_BLOCK_F = 32  # features per iteration; of 33 or 129 features, the last has an iteration to itself
+_BLOCK_F = 32  # features per iteration; of 33 or 129 features, the last has its own iteration
 
 
 @triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "D"))
@@ -224,8 +225,8 @@ def unmerge(windows: Windows, budget: Budget, y: Tensor, weights: Tensor, *other
 
 
 def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Launch:
-    """Prepare the launch that computes R^-1 (fresh - cached at destinations), (B, D, C), with one rounding, and is
-    called with the four tensors. fresh: (B, D, C); cached: (B, N, C); any strides. destinations: (B or 1, D) int64,
+    """Prepare the launch that computes R^-1 (fresh - cached at destinations), (B, D, C), with one rounding. The launch
+    is called with the four tensors. fresh: (B, D, C); cached: (B, N, C); any strides. destinations: (B or 1, D) int64,
     rows contiguous. R: rotations of the destinations, see `_rotation_strides`."""
     batch, D, C = fresh.shape
     require(cached, cached.shape[1], fresh)
@@ -241,8 +242,9 @@ def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None
 
 
 def _rotation_strides(R: Tensor | None, batch: int, tokens: int, channels: int) -> tuple[int, int, int]:
-    """Return the strides of R between images (0 if all share one) and tokens, and P, the channel pairs of a head that R
-    rotates. R: (B or 1, T, 1, P, 2, 2), any dtype, the matrices of a token contiguous; or None. Raises ValueError."""
+    """Return the strides of R between images (0 if all images share one R) and tokens, and P, the channel pairs of a
+    head that R rotates. R: (B or 1, T, 1, P, 2, 2), any dtype, the matrices of a token contiguous; or None. Raises
+    ValueError."""
     if R is None:
         return 0, 0, 1
     images, rows, _, P = R.shape[:4]
