@@ -100,8 +100,8 @@ def interleave(
     warmups: int = 1,
     limit: float = float("inf"),
 ) -> dict[str, Timing]:
-    """Time all cases once in each turn, so that a machine that slows down slows all cases equally. Warm-up turns do not
-    count.
+    """Time all cases once in each turn. If the machine slows down, all cases are then slowed equally. Warm-up turns do
+    not count.
 
     limit: seconds for all turns, including warm-up turns. A turn begins only if another turn as long as the previous
     one fits into the limit. At least one turn counts.
@@ -148,7 +148,7 @@ class Row:
     p20: float = 0.0  # percentiles of the turns' seconds
     p50: float = 0.0
     p80: float = 0.0
-    # Median over the turns of (time of the unpatched model / time of the variant); None if `gate` has a reason.
+    # Median over the turns of (time of the unpatched model / time of the variant). None if `gate` has a reason.
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
@@ -169,8 +169,8 @@ def relative_error(output: Tensor, base: Tensor) -> float:
 
 
 def compared(row: Row, timing: Timing, base: Timing, problems: Sequence[str] = ()) -> Row:
-    """Return the row with its times, and with its speed-up over `base` unless there are `problems`, or its output has a
-    wrong shape or is not finite."""
+    """Return the row with its times and its speed-up over `base`. The speed-up is left out if there are `problems`, or
+    if the output has a wrong shape or is not finite."""
     found = list(problems)
     assert timing.output is not None and base.output is not None
     if timing.output.shape != base.output.shape:
@@ -228,7 +228,7 @@ def joined(*notes: str) -> str:
 
 
 def red(rows: Sequence[Row]) -> list[str]:
-    """List the reason of each row that reports no speed-up."""
+    """List the rows that report no speed-up, with their reasons."""
     return [f"{row.section}, {row.model} {row.size}, {row.variant}: {row.gate}" for row in rows if row.gate]
 
 

@@ -17,7 +17,7 @@ from testbed import models, stand_ins
 from testbed.fullsize import Shape
 
 SIDE = 256
-# Numbers of blocks: SDXL's transformer blocks at each resolution and in the middle; Flux's double and single blocks.
+# Numbers of blocks. SDXL: transformer blocks at each resolution and in the middle. Flux: double and single blocks.
 DEPTHS, MIDDLE, DOUBLE, SINGLE = (0, 2, 10), 10, 19, 38
 
 

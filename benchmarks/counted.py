@@ -1,4 +1,5 @@
-"""Tables of counted FLOPs, bytes and launches of complete models, on the meta device; `performance` writes them."""
+"""Tables of FLOPs, bytes and launches of complete models, counted on the meta device. `performance` writes the
+tables."""
 
 from __future__ import annotations
 
@@ -153,8 +154,8 @@ def editing() -> Rows:
 
 @tabulated("Wan 14B", "tokens", "TFLOP", "in attention", "presets, 0.5", "0.75", "fewer tokens, 0.5", "0.75")
 def videos() -> Rows:
-    """Tabulate the cost of videos by number of frames, and the FLOPs saved by a merged step whose destinations attend
-    to all tokens (as in presets) or only to each other."""
+    """Tabulate the cost of videos by number of frames, and the FLOPs that a merged step saves. Destinations attend to
+    all tokens, as in presets, or only to each other."""
     for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
         shape = Shape("wan", height=height, width=width, frames=frames)
         base = count(shape)

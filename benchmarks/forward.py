@@ -4,7 +4,7 @@ together.
 Every variant runs through ComfyUI's own `apply_model`. Variants are interleaved in one run, and the speed-up is the
 median over the turns of (unpatched time / variant's time). Turns reuse the plans of a warm-up turn. If merged blocks
 attend to all tokens, an untimed full step fills the KV cache before the timed turns. Weights are random, so a small
-error only shows that the merged model computes nearly the same function as the unpatched one. A speed-up is not
+error shows only one thing: the merged model computes nearly the same function as the unpatched model. A speed-up is not
 reported if the output is broken, nothing was merged, or the unpatched model changed.
 """
 
@@ -42,7 +42,7 @@ class Runner:
 
     @torch.inference_mode()  # as in the sampler, because ToMA merges nothing while gradients are computed
     def _start(self) -> Any | None:
-        """Return ToMA's state of a run, made as the sampler's wrapper makes it; None without ToMA."""
+        """Return ToMA's state of a run, made as the sampler's wrapper makes it. Return None without ToMA."""
         run = pack_module("nodes.adapters.patch_model")
         attachment = run.attachment_of(self.patched)
         if attachment is None:
@@ -193,7 +193,7 @@ def measure(
 
 
 def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = None, step: int = 0) -> float | None:
-    """Return the highest possible speed-up of a variant's step by FLOPs; None if FLOPs cannot be counted."""
+    """Return the highest speed-up of a variant's step that its FLOPs allow, or None if FLOPs cannot be counted."""
     try:
         return cost.count(shape, blocks=blocks).flops / cost.count(shape, variant, blocks=blocks, step=step).flops
     except Exception as error:

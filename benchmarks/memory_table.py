@@ -31,7 +31,7 @@ PAGE = ROOT / "docs" / "settings.md"
 TABLE, ADVICE = "memory", "advice"
 CARDS_GIB = (8, 12, 16, 24, 32)
 MAIN_GIB = {8: 32, 12: 32, 16: 32, 24: 64, 32: 64}  # main memory of a computer with a card of this size
-STEPS = {"z_image": 8, "ltx_av": 8, "h3": 8, "qwen_image21": 25}  # steps of a usual run; 20 for models not listed here
+STEPS = {"z_image": 8, "ltx_av": 8, "h3": 8, "qwen_image21": 25}  # steps of a usual run, 20 for models not listed here
 # Operations per second of a card in bf16, and bytes per second in each direction of PCIe 4.0 x16.
 RATE, BUS = 100e12, 25e9
 WORTHWHILE = 1.15  # speed-up from which the cache is advised
@@ -44,7 +44,7 @@ class Case:
 
     title: str  # the model and the run, for the reader
     shape: Shape  # the model and the size of its latents
-    weights: torch.dtype  # dtype of the weights; fp8 also stands for int8. All models compute in bf16.
+    weights: torch.dtype  # dtype of the weights, fp8 also for int8. All models compute in bf16.
     cfg: float = 1.0  # guidance scale; 1 evaluates one condition in a step, a higher scale two
     merged: int | None = None  # merged steps, if the sampler's noise makes more steps full than the schedule
 
@@ -73,7 +73,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of a run on one card; sizes are in bytes."""
+    """The result of a run on one card. Sizes are in bytes."""
 
     kind: str  # form of the KV cache: "full", "4-bit" or "none"
     on_card: int  # keys and values on the card
@@ -146,8 +146,8 @@ def choose(model: Any, case: Case, gib: int) -> Choice:
 def _counted(
     model: Any, case: Case, config: Any, cached: bool, in_main: int, left_off: float, left_off_merged: float
 ) -> tuple[int, float, float]:
-    """Return the number of merged steps, and the work and the time of the unmerged run divided by those of the merged
-    run. left_off, left_off_merged: bytes of weights off the card, without ToMA and with ToMA."""
+    """Return three numbers: the merged steps, the ratio of unmerged to merged work, and the ratio of unmerged to merged
+    time. left_off, left_off_merged: bytes of weights off the card, without ToMA and with ToMA."""
     registry, core = pack_module("nodes.adapters.registry"), pack_module("toma_core")
     hooks, steps = registry.find(model.model.diffusion_model), STEPS.get(case.shape.model, 20)
     latent = torch.empty(1, *case.shape.latent, device="meta")

@@ -2,10 +2,10 @@
 
 Every shape is timed in plain PyTorch, and with the Triton kernels if they run here. Calls cycle through more copies of
 their operands than the device's cache can hold. On a GPU, calls are replayed from a CUDA graph, which measures only GPU
-time; `host` rows time the call as a model makes it. The limit of a call is the least time in which the device can read
-and write the operands once and multiply them. It follows from the speeds of a large copy and of a large matrix product,
-which are measured at the start. A speed-up is not reported if results differ from fp32 PyTorch by more than rounding,
-or if the selected destinations are worse than those of the search in fp64.
+time. Rows named `host` time the call as a model makes it. The limit of a call is the least time in which the device can
+read and write the operands once and multiply them. It follows from the speeds of a large copy and of a large matrix
+product, which are measured at the start. A speed-up is not reported if results differ from fp32 PyTorch by more than
+rounding, or if the selected destinations are worse than those of the search in fp64.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Operands:
 @dataclass(frozen=True)
 class Job:
     """One operation to time. flops, moved: the least FLOPs and bytes that it needs. reference: the result in fp32
-    PyTorch, or a function that judges the result; None if the result is not checked."""
+    PyTorch, a function that judges the result, or None if the result is not checked."""
 
     part: str
     name: str
@@ -114,8 +114,8 @@ class Job:
 
 
 def picks_problem(picks: Tensor, x: Tensor, windows: Any, budget: Any) -> str:
-    """Compare destination slots (B, W, K) with those of the search in fp64; return the problem, empty if there is
-    none."""
+    """Compare destination slots (B, W, K) with those that the search in fp64 selects. Return the problem as text, empty
+    if there is none."""
     selection = pack_module("toma_core.selection")
     similarity = selection.cosine_similarity(windows.split(x.double()))
     best = selection.select(similarity, windows, budget)
@@ -230,8 +230,8 @@ def measure(
     grid: Grid, ratio: float, batch: int, dtype: torch.dtype, device: torch.device, limits: Limits, repeats: int,
     kernels: Any = None, limit: float = float("inf"),
 ) -> list[Row]:  # fmt: skip
-    """Time all jobs of one shape; on a GPU twice: replayed from a CUDA graph, and called by the host. limit: seconds,
-    see `bench.interleave`."""
+    """Time all jobs of one shape. On a GPU each job is timed twice: replayed from a CUDA graph, and called by the host.
+    limit: seconds, see `bench.interleave`."""
     with torch.no_grad():
         copies, windows, budget = operands(grid, ratio, batch, dtype, device)
         todo = jobs(copies[0], windows, budget, kernels)
@@ -268,7 +268,7 @@ def measure(
 
 
 def _off(result: Any, reference: Tensor | Callable[[Tensor], str] | None, dtype: torch.dtype) -> str:
-    """Return the error against the reference if it exceeds the rounding of the dtype; empty otherwise."""
+    """Return the error against the reference as text, empty if it does not exceed the rounding of the dtype."""
     if reference is None:
         return ""
     if not isinstance(reference, Tensor):

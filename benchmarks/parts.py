@@ -20,8 +20,8 @@ PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerg
 
 @contextmanager
 def marked(around: Callable[[str], Any]) -> Iterator[None]:
-    """Until the `with` block ends, run every call of a function of `PARTS` inside the context manager `around(part)`,
-    where `part` is the part of a step to which `PARTS` assigns the function."""
+    """Until the `with` block ends, run every call of a function of `PARTS` inside the context manager `around(part)`.
+    `part` is the part of a step to which `PARTS` assigns the function."""
     owners: list[Any] = [pack_module(f"nodes.adapters.{name}") for name in ADAPTERS]
     owners.append(pack_module("toma_core.run").RunState)
     saved = []
@@ -51,7 +51,7 @@ class Profile:
     """The profile of one call."""
 
     shares: dict[str, float]  # shares of `seconds`, by part
-    seconds: float  # time of the call; on a GPU, that of its kernels
+    seconds: float  # time of the call, or on a GPU of its kernels
     launches: int  # number of kernels on a GPU, of operators elsewhere
     top: str  # the slowest operations, as text
 

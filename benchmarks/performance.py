@@ -88,8 +88,8 @@ _SETTINGS = (
 
 @tabulated("model", "side, px", "setting", "a merged step", *(f"{n} steps" for n in counted.RUNS))
 def runs() -> Rows:
-    """Tabulate the FLOPs that merging saves in runs of different numbers of steps: with all `_SETTINGS` on SDXL and
-    Flux, with `balanced` on the other models."""
+    """Tabulate the FLOPs that merging saves in runs of different numbers of steps. SDXL and Flux have all `_SETTINGS`,
+    the other models have `balanced`."""
     for model in TITLES:
         for size, shape in counted.sizes_of(model):
             unmerged = count(shape).flops
@@ -182,7 +182,7 @@ def measured() -> str:
 
 
 TABLES["measured"] = measured
-# The tables of docs/performance.md; the others are in benchmarks/results/counts.md.
+# The tables of docs/performance.md. The other tables are in benchmarks/results/counts.md.
 ON_PAGE = ("auto", "measured")
 
 

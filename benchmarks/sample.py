@@ -37,7 +37,7 @@ def sample(model: Any, shape: Shape, steps: int, cfg: float, seed: int = 5) -> T
 
 
 def stats_of(model: Any) -> Any | None:
-    """Return ToMA's stats of the model's last run; None without ToMA."""
+    """Return ToMA's stats of the model's last run, or None without ToMA."""
     return pack_module("nodes.adapters.attachment").last_stats(model)
 
 

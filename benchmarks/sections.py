@@ -20,7 +20,7 @@ from testbed.fullsize import Shape
 RATIO = 0.5
 DRY = 16  # a dry run divides the sides of pictures by this number
 _LEAST = 64  # smallest side in a dry run, in pixels
-# Share of a section's remaining seconds that timed turns may take; profiles and checks come after them.
+# Share of a section's remaining seconds that timed turns may take. The rest is for the profiles and checks that follow.
 _TIMED = 0.7
 
 
@@ -218,7 +218,7 @@ FAMILIES = (
 )
 
 
-# Maximum error for a few blocks with random weights and without unmerged blocks around them; an output of zeros has an
+# Maximum error for a few blocks with random weights and without unmerged blocks around them. An output of zeros has an
 # error of 1.
 _FAR = 0.8
 

@@ -6,7 +6,7 @@ On a GPU (`make bench-gpu`, 12 minutes), the most important sections come first:
 with guidance, and its rivals; single operations; the time of the host's launches; runs of Flux.1, Z-Image, Qwen-Image
 and SDXL 2048; larger sizes if --minutes allows them; torch.compile. On a CPU (`make bench`, 15 minutes), only sections
 that fit into the time run. Each section is a separate process with a time limit, so that a failing, hanging or
-device-breaking section does not affect the others; files are written after every result. --dry-run runs all sections
+device-breaking section does not affect the others. Files are written after every result. --dry-run runs all sections
 with tiny models in a minute, on any machine, and reports no speed. `benchmarks/gpu/visit.sh` runs the suite on a
 machine without network.
 
@@ -62,7 +62,7 @@ def go_through(sections: list[Section], results: Results, deadline: float, optio
 
 
 def _run(command: list[str], environ: dict[str, str], limit: float) -> str:
-    """Run a command; kill it and its children after `limit` seconds. Return the error, empty if there is none."""
+    """Run a command, and kill it and its children after `limit` seconds. Return the error, empty if there is none."""
     process = subprocess.Popen(command, cwd=ROOT, env=environ)
     try:
         code = process.wait(limit)

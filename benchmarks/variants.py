@@ -27,7 +27,7 @@ class Variant:
     patch: Patch
     note: str = ""  # remark for readers of the row
     unchanged: bool = False  # whether the output must equal that of the unpatched model
-    # Whether the KV cache has four bits. Only for single evaluations; in a run, the pack chooses the form of the cache.
+    # Whether the KV cache has four bits. Only for single evaluations. In a run, the pack chooses the form of the cache.
     packs: bool = False
     in_host_memory: bool = False  # whether the KV cache lies in main memory, not on the card
 
@@ -104,7 +104,7 @@ def tome_node(ratio: float) -> Variant:
 
 
 def tome(ratio: float) -> Variant:
-    """Apply ToMe's bipartite matching around self-attention at every resolution with attention; queries, keys and
+    """Apply ToMe's bipartite matching around self-attention at every resolution with attention. Queries, keys and
     values are merged."""
 
     def patch(model: Any) -> Any:
@@ -205,8 +205,9 @@ def step_cache(name: str, threshold: float = 0.2) -> Variant:
 
 
 def block_cache(threshold: float) -> Variant:
-    """Apply First Block Cache to Flux: if the residual of the first double block is close to that in the last full
-    evaluation, the later blocks reuse their cached residuals. threshold: relative mean change of that residual."""
+    """Apply First Block Cache to Flux. If the residual of the first double block has hardly changed since the last full
+    evaluation, the later blocks reuse their cached residuals. threshold: relative mean change of the first block's
+    residual."""
 
     def patch(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP

@@ -6,5 +6,5 @@
     judge     the checks that every row passes
     page      the tables in docs/compatibility.md
 
-tests/compatibility runs every row; `make compatibility` also writes the page.
+tests/compatibility runs every row. `make compatibility` also writes the page.
 """

@@ -25,13 +25,13 @@ from .row import Expected, Graph, NotFor, Refused, Row
 
 # Settings that merge all grids and blocks of small models.
 EVERYTHING = {"min_tokens": 4, "skip_first_blocks": 0, "skip_last_blocks": 0}
-# Attributes that hold the transformer blocks of a model; UNets hold their blocks in stacks.
+# Attributes that hold the transformer blocks of a model. UNets hold their blocks in stacks.
 _LISTS = ("double_blocks", "single_blocks", "layers", "blocks", "transformer_blocks", "joint_blocks")
-# Settings that merge nothing. In the first half of the steps the hooks are in place, but every grid is too small; in
+# Settings that merge nothing. In the first half of the steps the hooks are in place, but every grid is too small. In
 # the second half ToMA is off.
 NEVER = {"min_tokens": 1_048_576, "end_percent": 0.5}
-# Minimum cosine between the change that a feature makes to the merged latent and the change that it makes to the
-# unmerged one. Unrelated changes of these latents have a cosine between -0.1 and 0.1.
+# A feature changes the merged and the unmerged latent. This is the minimum cosine between the two changes. Unrelated
+# changes of these latents have a cosine between -0.1 and 0.1.
 FOLLOWED = 0.3
 
 

@@ -41,7 +41,7 @@ _WAN: dict[str, dict[str, Any]] = {
 
 
 class AbsentError(Exception):
-    """This ComfyUI lacks a node or model, or a pack is not installed; the message names what is missing."""
+    """This ComfyUI lacks a node or model, or a pack is not installed. The message names what is missing."""
 
 
 def part(path: str) -> Any:
@@ -91,7 +91,8 @@ def version_of(pack: str) -> str:
 
 
 def community(pack: str) -> Callable[[str], Callable[..., Any]]:
-    """Load a community pack as ComfyUI does; return a function from node ids to its nodes. Raises `AbsentError`."""
+    """Load a community pack as ComfyUI does. Return a function from node ids to the pack's nodes. Raises
+    `AbsentError`."""
     # Import ComfyUI's `nodes` by name, because for a type checker `nodes` is the folder of this checkout.
     nodes = importlib.import_module("nodes")
     # Put ComfyUI's folder first on the path. Its nodes put `comfy` there, whose `utils` is not the one that the server
@@ -225,8 +226,8 @@ class Kit:
         return folder / f"{self.name}-{name}"
 
     def file(self, kind: str, name: str, content: Any) -> str:
-        """Write a model file for loader nodes and return its name. content: tensors by name for safetensors; anything
-        else is written by torch.save."""
+        """Write a model file for loader nodes and return its name. content: tensors by name, for safetensors. Any other
+        content is written by torch.save."""
         from safetensors.torch import save_file
 
         path = self.path(kind, name)

@@ -37,7 +37,7 @@ Results = dict[str, Any]
 def recorded() -> Results:
     """Return the recorded results. `comfyui` and `torch`: versions. `rows`: for each feature and family, `cell` and
     `unmerged` of the verdict; for a community pack also `tried`, the versions of the pack and of ComfyUI. `presets`:
-    for each preset, feature and family, whether the verdict equals that without a preset."""
+    for each preset, feature and family, whether the verdict equals the verdict without a preset."""
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
 
 
@@ -67,8 +67,8 @@ def record(results: Results, row: Row, family: str, verdict: Mapping[str, Any]) 
 
 
 def compare(results: Results, row: Row, family: str, verdict: Mapping[str, Any] | None) -> bool:
-    """Compare a verdict under a preset (None if it failed) with that without a preset, and record whether they are
-    equal."""
+    """Compare a verdict under a preset (None if it failed) with the verdict without a preset, and record whether they
+    are equal."""
     same = verdict == results["rows"].get(row.feature, {}).get(family)
     if not isinstance(row.expected[family], NotFor):
         results.setdefault("presets", {}).setdefault(PRESET, {}).setdefault(row.feature, {})[family] = same
@@ -109,7 +109,7 @@ def tables(results: Results) -> str:
 
 
 def _under(preset: str, tried: Mapping[str, Mapping[str, bool]]) -> str:
-    """Count the verdicts under a preset that equal those without a preset, and list the verdicts that differ."""
+    """Count the verdicts that a preset leaves unchanged, and list the verdicts that it changes."""
     same = [same for families in tried.values() for same in families.values()]
     other = [f"{feature} ({ALL[f]})" for feature, families in tried.items() for f in families if not families[f]]
     line = f"Under the preset `{preset}`, {sum(same)} of {len(same)} verdicts equal those in the tables"

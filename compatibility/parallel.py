@@ -36,7 +36,7 @@ class Together:
         return torch.cat(found, dim)
 
     def run(self, block: Block, shares: Sequence[Any]) -> list[Any]:
-        """Run the block on each held share; its queries attend to the keys and values of all shares."""
+        """Run the block on each held share. Queries of a share attend to the keys and values of all shares."""
 
         def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
             return attention(q, self.join([k], 2), self.join([v], 2), *args, **kwargs)
@@ -54,8 +54,8 @@ class InTurn:
         return torch.cat(list(shares), dim)
 
     def run(self, block: Block, shares: Sequence[Any]) -> list[Any]:
-        """Run the block twice on each share: first to collect keys and values, then to attend to those of all
-        shares."""
+        """Run the block twice on each share. The first call collects keys and values. In the second call, queries
+        attend to the keys and values of all shares."""
         seen: list[tuple[Tensor, Tensor]] = []
 
         def collect(attention: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -73,8 +73,8 @@ class InTurn:
 class Shares:
     """Patches a Flux with a sequence-parallel forward while it samples.
 
-    rejoin: True as in raylight: double blocks receive the RoPE rows of the image only; [text | image] is joined and
-    split again for the single blocks, whose `img_slice` still refers to the joined sequence. False as in xDiT's own
+    rejoin: True as in raylight: double blocks receive the RoPE rows of the image only. [text | image] is joined and
+    split again for the single blocks. Their `img_slice` still refers to the joined sequence. False as in xDiT's own
     Flux: each process holds [its text | its image].
     """
 

@@ -52,21 +52,21 @@ class Graph:
 
     # Applies the feature's node to a model, for features that patch models.
     patch: Callable[[Any], Any] = _nothing
-    # Samples the patched model; None: plain sampling with `options`.
+    # Samples the patched model. None: plain sampling with `options`.
     sample: Callable[[Any], Tensor] | None = None
     # Options of plain sampling, such as the size.
     options: Mapping[str, Any] = field(default_factory=dict)
-    # The same graph with the feature turned off or set differently; None: plain sampling. The change of the latent from
+    # The same graph with the feature turned off or set differently. None: plain sampling. The change of the latent from
     # that graph to this one must have the same direction with and without merging.
     without: Graph | None = None
-    # Whether `without` turns the feature off, so that its result with ToMA must be exactly that of ToMA alone.
+    # Whether `without` turns the feature off. Its result with ToMA must then equal the result of ToMA alone exactly.
     off: bool = False
     # Whether the feature's change of the latent is compared. False if every graph has the feature, as with a choice of
     # sampler.
     steered: bool = True
     # Settings with which ToMA alone must give exactly the result of ToMA with the feature.
     same_as: Mapping[str, Any] | None = None
-    # The model to sample; None: the kit's.
+    # The model to sample. None: the kit's model.
     model: Any = None
     # Settings of ToMA.
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Table:
     ) -> Callable[[Callable[[Kit], Any]], Callable[[Kit], Any]]:
         """Decorate the function that makes the graphs.
 
-        others: one outcome for all families of `OTHERS`, or outcomes by family of those that have the feature.
+        others: one outcome for all families of `OTHERS`, or outcomes by family, for the families that have the feature.
         only: as `others`, for a feature that SDXL and Flux do not have.
         quick: whether the row also runs on the oldest supported ComfyUI.
         sound: whether the row is also tried on the families of `SOUND` and `LATEST`.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 async def comfy_entrypoint() -> Any:
-    """Return the extension; ComfyUI calls it when it loads this folder as a custom node pack."""
+    """Return the extension. ComfyUI calls this function when it loads this folder as a custom node pack."""
     from comfy_api.latest import ComfyExtension
 
     from .nodes import NODES

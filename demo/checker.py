@@ -20,13 +20,13 @@ from .scenes import ATTRIBUTES, CANVAS, Scene, render_batch, scene_from_seed, vi
 
 FEATURES = 64
 WEIGHTS = Path(__file__).parent / "weights" / "checker.safetensors"
-# The checker's seeds differ from those of the models' training (1,000,000 and up) and of contact sheets (low seeds).
+# The checker has seeds of its own. The models' training uses 1,000,000 and up, and contact sheets use low seeds.
 FIRST_TRAINING_SEED = 2_000_000_000
 FIRST_TEST_SEED = 500_000
 
 
 class Checker(nn.Module):
-    """Convolutional classifier with one head per attribute; pictures must be 128 x 128."""
+    """Convolutional classifier with one head per attribute. Pictures must be 128 x 128."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ import sys
 
 
 def prepare() -> None:
-    """Put ComfyUI first on sys.path and choose CPU or GPU; call it before the first import of `comfy`.
+    """Put ComfyUI first on sys.path and choose CPU or GPU. Call this function before the first import of `comfy`.
 
     ComfyUI is found by the environment variable COMFYUI_PATH, or on Python's own path.
     Raises SystemExit with a hint if ComfyUI is not found.

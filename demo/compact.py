@@ -34,7 +34,7 @@ def packed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `packed` up to rounding, in float32; return other weights unchanged."""
+    """Undo `packed` up to rounding, in float32. Weights that are not packed are returned unchanged."""
     found = {}
     for name, value in weights.items():
         if name.endswith(_SCALE):

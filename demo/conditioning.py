@@ -11,8 +11,8 @@ from .scenes import Scene, pooled_tokens, scene_tokens
 
 
 def conditioning(scenes: list[Scene | None], guidance: float | None = None) -> list[list[Any]]:
-    """Return the CONDITIONING of a batch: scene i belongs to latent i; None is the empty prompt. guidance: value of a
-    FluxGuidance node, or None.
+    """Return the CONDITIONING of a batch: scene i belongs to latent i, and None is the empty prompt. guidance: value of
+    a FluxGuidance node, or None.
 
     Tokens are (len(scenes), T, TEXT_DIM), pooled (len(scenes), TEXT_DIM). ComfyUI repeats a single entry over a batch.
     """

@@ -16,7 +16,7 @@ from .latents import clips_to_model, image_to_model
 from .scenes import CANVAS, Scene, render_batch, scene_from_seed, scene_tokens, things
 
 KINDS = ("dit", "unet", "wan")
-# Scenes below this seed are for contact sheets and evaluation; training never sees them.
+# Scenes below this seed are for contact sheets and evaluation. Training never sees them.
 FIRST_TRAINING_SEED = 1_000_000
 MOST_PER_STEP = 4096
 # Side of a token in pixels in all shipped models but `few` and `wan`. A picture has 32 x 32 tokens in every model.
@@ -83,7 +83,7 @@ class View:
 
     # Corner of a crop, (y, x), in tokens of the full 32 x 32 grid.
     offset: tuple[int, int] = (0, 0)
-    # 2 for scenes at half the size, in which a token covers 2 x 2 tokens of the full grid; otherwise 1.
+    # 2 for scenes at half the size, in which a token covers 2 x 2 tokens of the full grid. Otherwise 1.
     scale: int = 1
     # The flow's sigmas are sigmoid(normal(centre, 1.4)). Neighbouring pixels are redundant, so the scene stays visible
     # in the noise until sigma is nearly 1. The prompt is learnt only where the scene is invisible. Hence centres are

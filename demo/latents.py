@@ -1,11 +1,11 @@
 """The fixed, invertible transform between pictures and latents: no VAE, nothing to train.
 
-A picture is pixel-unshuffled by 2 into 12 channels and padded to the 16 channels of ComfyUI's Flux latent format, so a
-128 x 128 picture is a 64 x 64 latent: 32 x 32 tokens for the Flux DiT (patch 2) and at the UNet's first resolution with
-attention.
+A picture is pixel-unshuffled by 2 into 12 channels, and padded to the 16 channels of ComfyUI's Flux latent format. So a
+128 x 128 picture becomes a 64 x 64 latent. The Flux DiT (patch 2) has 32 x 32 tokens for it, as has the UNet at its
+first resolution with attention.
 
 "Model space" is the input of the networks: the pixels themselves, in -1..1, with padding 0. "Latents" are the values of
-ComfyUI's LATENT type; ComfyUI converts latents to model space by `latent_format.process_in`, so this module makes
+ComfyUI's LATENT type. ComfyUI converts latents to model space by `latent_format.process_in`, so this module makes
 latents by the inverse.
 """
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 UNSHUFFLE = 2
 LATENT_CHANNELS = 16
 PICTURE_CHANNELS = 3 * UNSHUFFLE**2
-# Constants of comfy.latent_formats.Flux; a test compares them.
+# Constants of comfy.latent_formats.Flux. A test compares them.
 SCALE_FACTOR = 0.3611
 SHIFT_FACTOR = 0.1159
 
@@ -30,7 +30,7 @@ def image_to_model(image: torch.Tensor) -> torch.Tensor:
 
 
 def model_to_image(latent: torch.Tensor) -> torch.Tensor:
-    """Map model space (B, 16, h, w) to pictures (B, 3, 2h, 2w); the four padding channels are dropped."""
+    """Map model space (B, 16, h, w) to pictures (B, 3, 2h, 2w). The four padding channels are dropped."""
     if latent.ndim != 4 or latent.shape[1] != LATENT_CHANNELS:
         raise ValueError(f"expected a latent of shape (B, {LATENT_CHANNELS}, h, w), not {tuple(latent.shape)}")
     return F.pixel_shuffle(latent[:, :PICTURE_CHANNELS], UNSHUFFLE)

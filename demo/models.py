@@ -102,8 +102,8 @@ WAN_CONFIG: dict[str, Any] = {
 class TrainingOps(comfy.ops.disable_weight_init):
     """ComfyUI's layers for training: the LayerNorms copy their input.
 
-    Flux blocks add residuals to their input in place, which would overwrite values that LayerNorm needs for its
-    backward pass.
+    Flux blocks add residuals to their input in place. Without the copy, this would overwrite values that LayerNorm
+    needs for its backward pass.
     """
 
     class LayerNorm(comfy.ops.disable_weight_init.LayerNorm):
@@ -151,7 +151,7 @@ def new_dit(
 ) -> nn.Module:
     """Build a fresh DiT (comfy.ldm.flux.model.Flux, float32, CPU) with weights drawn from `seed`.
 
-    to_train: initialise every block as the identity; the model's output is then zero. If False, no weight is zero, and
+    to_train: initialise every block as the identity. The model's output is then zero. If False, no weight is zero, and
     the output depends on every block.
     """
     network = comfy.ldm.flux.model.Flux(dtype=torch.float32, operations=operations, **(config or DIT_CONFIG))
@@ -287,7 +287,8 @@ def unet_patcher(
 ) -> Any:
     """Build a MODEL (ModelPatcher around comfy.model_base.SDXL) of the tiny UNet, on ComfyUI's own devices.
 
-    `state_dict` holds the UNet's weights; None draws them from `seed`. Raises RuntimeError if the keys do not fit.
+    `state_dict` holds the UNet's weights. If it is None, they are drawn from `seed`. Raises RuntimeError if the keys do
+    not fit.
     """
     model_config = comfy.supported_models.SDXL({})
     model_config.unet_config = dict(config or UNET_CONFIG)

@@ -138,7 +138,7 @@ class ToMADemoLatent(io.ComfyNode):
 
 
 class ToMADemoDecode(io.ComfyNode):
-    """Decode a latent of the tiny models by a fixed transform; there is no VAE."""
+    """Decode a latent of the tiny models by a fixed transform, without a VAE."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -18,11 +18,11 @@ from .models import CLIP_SHIFT
 from .positions import AddPositions, cell_centres
 from .scenes import CANVAS, in_phrases, pooled_tokens, scene_tokens
 
-# Side of the picture that ComfyUI passes to SDXL: 8 times that of the latents, which are 64 x 64 in training.
+# Side of the picture that ComfyUI passes to SDXL: 8 times the latents' side, which is 64 in training.
 NOMINAL_SIZE = 512
 # Value of Flux's guidance input for models that do not read the number of steps from it, see `FewStepsObjective`.
 UNGUIDED = 3.5
-# Standard deviation of the flow's sigmas on the logit scale; `View.centre` is their centre.
+# Standard deviation of the flow's sigmas on the logit scale. `View.centre` is their centre.
 SPREAD = 1.4
 # Added to `View.centre` for the UNet, which learns the prompt more slowly than the DiT and needs larger sigmas.
 UNET_CENTRE = 0.9
@@ -156,7 +156,7 @@ class FewStepsObjective:
         return _error(student(x, start.flatten(), slice(None), counts), target)
 
     def _step_sigmas(self, quantile: torch.Tensor, steps: int) -> tuple[torch.Tensor, ...]:
-        """Draw a step by a quantile; return the sigmas of its start, middle and end."""
+        """Draw a step by a quantile, and return the sigmas of the step's start, middle and end."""
         sigmas, finer = self.sigmas[steps].to(quantile.device), self.sigmas[2 * steps].to(quantile.device)
         index = (quantile * steps).long()
         return sigmas[index], finer[2 * index + 1], sigmas[index + 1]
@@ -181,7 +181,7 @@ class VelocityObjective:
     def steps(self, batch: Batch) -> torch.Tensor:
         """Map the quantiles to steps of the schedule, int64 (B,).
 
-        Half-size scenes teach the layout. Their sigmas are distributed as in `FlowObjective`; sigma s of the flow has
+        Half-size scenes teach the layout. Their sigmas are distributed as in `FlowObjective`. Sigma s of the flow has
         the same signal-to-noise ratio as sigma s / (1 - s) here. Crops teach fine structure, which is drawn at low
         noise. Their steps are uniform, as in SDXL's training. Half of the full pictures follow each distribution,
         because without the first distribution the model forgets the layout.

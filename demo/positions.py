@@ -19,7 +19,8 @@ def cell_centres(count: int, first: float = 0.0, side: int | None = None, device
 
 
 def code(y: Tensor, x: Tensor, channels: int) -> Tensor:
-    """Encode positions as sines and cosines of 1, 2, 4 and 8 half turns, in half of the channels; all others are 0.
+    """Encode positions as sines and cosines of 1, 2, 4 and 8 half turns, in half of the channels. All other channels
+    are 0.
 
     32 channels hold each wave once, 64 channels hold it twice.
 

@@ -81,7 +81,7 @@ def generate(
 
 
 def contact_sheet(image: torch.Tensor, columns: int) -> Image.Image:
-    """Arrange pictures (n, 3, H, W) in -1..1 in one image, row by row; n must be a multiple of `columns`."""
+    """Arrange pictures (n, 3, H, W) in -1..1 in one image, row by row. n must be a multiple of `columns`."""
     count, _, height, width = image.shape
     rows = count // columns
     tiles = image.clamp(-1, 1).reshape(rows, columns, 3, height, width).permute(0, 3, 1, 4, 2)
@@ -90,7 +90,7 @@ def contact_sheet(image: torch.Tensor, columns: int) -> Image.Image:
 
 
 def main() -> None:
-    """Write a contact sheet; print the checker's marks and the Frechet distance to real scenes."""
+    """Write a contact sheet. Print the checker's marks and the Frechet distance to real scenes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=PICTURES)
     parser.add_argument("--weights", type=Path, default=None)

@@ -33,7 +33,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
 _PALETTE = np.array(list(COLOURS.values()), dtype=np.float32) / 127.5 - 1.0
 _NAMES = tuple(COLOURS)
 
-# One entry per attribute, in token order; the position of a value in its tuple is the attribute's integer.
+# One entry per attribute, in token order. An attribute's integer is the position of its value in the tuple.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "background": _NAMES,
     "gradient": ("flat", "vertical", "horizontal", "radial"),
@@ -77,7 +77,7 @@ Shift = tuple[float, float]
 class Scene:
     """The attributes of one scene, each an index into `ATTRIBUTES[name]`, and the seed of its random part.
 
-    `detail_seed` drives jitter of positions, texture phase and speckle; it is not part of the prompt.
+    `detail_seed` drives jitter of positions, texture phase and speckle. It is not part of the prompt.
     """
 
     background: int
@@ -114,7 +114,7 @@ class Scene:
 
 
 def scene_from_seed(seed: int) -> Scene:
-    """Draw the attributes of a scene from an integer seed >= 0; the same seed gives the same scene."""
+    """Draw the attributes of a scene from an integer seed >= 0. The same seed gives the same scene."""
     rng = np.random.default_rng((_SALT, int(seed)))
     chosen = {name: int(rng.integers(len(values))) for name, values in ATTRIBUTES.items()}
     # Shape and objects get another colour than the background, in which they would be invisible.

@@ -34,11 +34,11 @@ _HERE = "127.0.0.1"
 # Pictures per batch. The models are narrow, so one picture is too little work for merging to pay, above all on a GPU.
 BATCH = {"cpu": 4, "cuda": 64}
 WARM_UP_STEPS = 3  # a full step, a merged step and a full step
-TIMING_STEPS = 5  # for runs that are only timed; the share of merged steps is that of longer runs
+TIMING_STEPS = 5  # for runs that are only timed, with the same share of merged steps as longer runs
 
 
 class DemoError(RuntimeError):
-    """The demo cannot continue; the message has the reason."""
+    """The demo cannot continue. The message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def serve(base: Path | None = None, port: int | None = None, listen: str | None 
 
 
 class _Counter:
-    """A progress line that is overwritten on a terminal; elsewhere one line per finished run."""
+    """A progress line. On a terminal it is overwritten. Elsewhere there is one line per finished run."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -225,5 +225,5 @@ class _Counter:
 
 
 def say(text: str) -> None:
-    """Print one line to stderr, unbuffered; stdout holds only the results."""
+    """Print one line to stderr, unbuffered. stdout holds only the results."""
     print(text, file=sys.stderr, flush=True)

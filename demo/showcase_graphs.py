@@ -103,8 +103,8 @@ def widget_values(ratio: float = RATIO, **chosen: Any) -> dict[str, Any]:
 
 
 def place_dit(models: Path) -> None:
-    """Write the Flux-format checkpoint in float16 to the folder of ComfyUI's own loader: the trained weights, which the
-    repository stores in 8 bits, or random ones. `models`: the server's models folder."""
+    """Write the Flux-format checkpoint in float16 to the folder of ComfyUI's own loader. The weights are the trained
+    ones, which the repository stores in 8 bits, or random. `models`: the server's models folder."""
     target = models / "diffusion_models" / DIT_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
     if DIT.trained:

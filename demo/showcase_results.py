@@ -82,7 +82,7 @@ class Case:
 
     @property
     def speedup(self) -> float:
-        """Return the ratio of the medians; above 1 is faster."""
+        """Return the ratio of the medians. Above 1, ToMA is faster."""
         plain, merged = self.seconds
         return plain / merged
 
@@ -104,16 +104,17 @@ class Case:
 
     @property
     def seed_error(self) -> float | None:
-        """Return the relative error between two unmerged latents of different seeds; None if there is only one seed."""
+        """Return the relative error between two unmerged latents of different seeds, or None if there is only one
+        seed."""
         if len(self.plain) < 2:
             return None
         return relative_error(self.plain[1].latent, self.plain[0].latent)
 
 
 class StepClock:
-    """Times the sampler by the server's websocket messages; pass it to `ComfyClient.run` as `on_message`.
+    """Times the sampler by the server's websocket messages. Pass it to `ComfyClient.run` as `on_message`.
 
-    The clock runs from the end of the first step to the end of sampling; the time is divided by the number of steps in
+    The clock runs from the end of the first step to the end of sampling. The time is divided by the number of steps in
     between. The time includes the selections and merge weights of later steps.
     """
 
@@ -210,7 +211,7 @@ def explanation(cases: list[Case], device: str) -> str:
 
 def side_by_side(cases: list[Case]) -> Image.Image:
     """Draw two rows of pictures for each case that draws scenes: without ToMA, and below it with ToMA. Each picture has
-    its seconds below it; a picture with ToMA also has its error and the prompt."""
+    its seconds below it. A picture with ToMA also has its error and the prompt."""
     rows = []
     for case in _drawn(cases):
         plain, merged = case.plain[0], case.merged[0]
@@ -273,7 +274,7 @@ def _sheet(rows: list[tuple[str, list[tuple[Image.Image, list[str]]]]]) -> Image
 
 
 def fitted(picture: Image.Image, side: int) -> Image.Image:
-    """Resize the picture to a square of `side` pixels; enlarging does not smooth, so that single pixels are visible."""
+    """Resize the picture to a square of `side` pixels. Enlarging does not smooth, so that single pixels are visible."""
     small = picture.width < side
     return picture.convert("RGB").resize((side, side), Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS)
 

@@ -206,7 +206,7 @@ def _bars(pen: Any, lengths: Sequence[float], colours: Sequence[Any], labels: Se
 
 
 def _times(image: Image.Image, pen: Any) -> None:
-    """Draw bars as ToMA Benchmark does; their lengths are not measured."""
+    """Draw bars as ToMA Benchmark does. Their lengths are not measured."""
     _bars(pen, (1, 0.86, 0.72, 0.6), (_FULL, _MERGED, _MERGED, _RECOMMENDED), ("without", "low", "middle", "high"))
     pen.text((SIDE - _MARGIN, _BOTTOM - 66), "?", _PAPER, ImageFont.load_default(110), anchor="rm")
 

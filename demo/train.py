@@ -63,8 +63,8 @@ class Trainer:
         config: dict[str, Any] | None = None,
         teacher: Path | None = None,
     ):
-        """teacher: weights of a DiT or Wan that is distilled to few steps without guidance, or of the shallow UNet
-        whose predictions the deep one learns."""
+        """teacher: weights of a DiT or Wan that is distilled to few steps without guidance, or weights of the shallow
+        UNet whose predictions the deep UNet learns."""
         self.plan = plan
         self.device = device
         self.config = config

@@ -24,7 +24,7 @@ from .sampling import DEFAULTS, contact_sheet
 
 
 def clip_conditioning(clips: list[Clip | None], steps: int | None = None) -> list[list[Any]]:
-    """Return the CONDITIONING of a batch: clip i belongs to latent i; None is the empty prompt.
+    """Return the CONDITIONING of a batch: clip i belongs to latent i, and None is the empty prompt.
 
     steps: the number of sampling steps, for a model that takes it as a token (see `clips.step_token`).
     """

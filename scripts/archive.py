@@ -55,7 +55,7 @@ def pack(folder: Path, root: Path = ROOT) -> Path:
 
 
 def _comfy_node(command: str, root: Path) -> str:
-    """Return the output of `comfy node <command>`. comfy-cli's settings go to a temporary home; git uses the user's
+    """Return the output of `comfy node <command>`. comfy-cli's settings go to a temporary home. git uses the user's
     settings."""
     with tempfile.TemporaryDirectory() as home:
         gitconfig = os.environ.get("GIT_CONFIG_GLOBAL", str(Path.home() / ".gitconfig"))

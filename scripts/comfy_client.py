@@ -18,7 +18,7 @@ POLL_SECONDS = 0.1
 
 
 class ServerError(RuntimeError):
-    """An error of a server that did not start or went away; the message ends with the server's log."""
+    """An error of a server that did not start or went away. The message ends with the server's log."""
 
 
 class PromptError(RuntimeError):
@@ -135,7 +135,7 @@ class ComfyClient:
             return bytes(response.read())
 
     def check_alive(self) -> None:
-        """Raise ServerError if the server has ended; called repeatedly while waiting."""
+        """Raise ServerError if the server has ended. This method is called repeatedly while waiting."""
 
     def log_tail(self) -> str:
         """Return the end of the server's log for an error message, empty if there is no log."""

@@ -21,7 +21,7 @@ PACK_NAME = str(ROOT).replace(".", "_x_")
 
 
 def use_comfyui(path: Path | str | None = None, *, cpu: bool | None = None, own_attention: bool = False) -> Path:
-    """Make ComfyUI importable and return its folder; call it before the first import of ComfyUI's modules.
+    """Make ComfyUI importable and return its folder. Call this function before the first import of ComfyUI's modules.
 
     Args:
         path: folder of ComfyUI, `COMFYUI_PATH` if None.

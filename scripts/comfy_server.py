@@ -30,7 +30,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ComfyServer(ComfyClient):
-    """Context manager around a server process; every exit kills its process group.
+    """Context manager around a server process. Every exit kills the process group.
 
     Attributes:
         base: base directory with models/, input/, output/ and so on. Files may be put there before `start`.
@@ -55,7 +55,7 @@ class ComfyServer(ComfyClient):
         Args:
             comfyui: folder of ComfyUI, `COMFYUI_PATH` if None.
             packs: folders of other custom nodes to link in.
-            checkout: link this checkout in; False omits it, to test an installed pack instead.
+            checkout: whether this checkout is linked in. False to test an installed pack instead.
             base: base directory, which is not removed. None: a temporary one, which `stop` removes.
             port: port to listen on; any free one if it is None or in use.
             flags: command line flags of ComfyUI to add.
@@ -109,7 +109,7 @@ class ComfyServer(ComfyClient):
         return self
 
     def stop(self) -> None:
-        """Kill the server's process group and remove a temporary base directory; safe to call twice."""
+        """Kill the server's process group and remove a temporary base directory. A second call is harmless."""
         process = self.process
         if process is not None:
             _kill_group(process)
@@ -119,7 +119,7 @@ class ComfyServer(ComfyClient):
             self._temporary.cleanup()
 
     def log(self) -> str:
-        """Return the server's output so far, without colours; also after `stop`."""
+        """Return the server's output so far, without colours. This also works after `stop`."""
         if self.process is None:
             return self._log
         return COLOUR.sub("", self._log_path.read_text(encoding="utf-8", errors="replace"))

@@ -109,7 +109,7 @@ def _downloaded(release: str) -> ComfyUI:
 
 
 def _download(release: str) -> Path:
-    """Return the folder of this release in the cache; fetch the release at first use."""
+    """Return the folder of this release in the cache. The release is fetched at first use."""
     folder = cache_dir() / f"comfyui-{release}"
     if folder.is_dir():
         return folder

@@ -16,11 +16,11 @@ TAIL_LINES = 25
 
 
 class SetupError(Exception):
-    """An error that the user can fix; the message explains how."""
+    """An error that the user can fix. The message explains how."""
 
 
 def say(text: str) -> None:
-    """Print one line to stderr, unbuffered; stdout holds only the command's own output."""
+    """Print one line to stderr, unbuffered. stdout holds only the command's own output."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -31,7 +31,7 @@ NEEDED_GB_WITH_PIP_CACHE = 15
 
 
 def ensure(comfyui: ComfyUI) -> Path:
-    """Return the Python of the environment for this ComfyUI; the environment is made at first use.
+    """Return the Python of the environment for this ComfyUI. The environment is made at first use.
 
     `TOMA_PYTHON` names an interpreter that is used unchanged. Otherwise the environment lies in the cache, named by a
     hash of its requirements and the Python version. The environment's marker file is written last. If the marker is
@@ -79,7 +79,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def build(folder: Path, text: str, temporary: Path) -> None:
-    """Make the environment from scratch; the caller holds the lock."""
+    """Make the environment from scratch. The caller must hold the lock."""
     options = _pip_options(folder.parent)
     if folder.exists():
         say("==> The last set-up was interrupted; starting again")

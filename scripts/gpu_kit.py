@@ -40,7 +40,7 @@ GLIBC = ("2_28", "2_27", "2_24", "2_17")
 
 
 def main() -> int:
-    """Parse the command line, pack, and print the size; return 1 after an error."""
+    """Parse the command line, pack, and print the size. Return 1 after an error."""
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_kit", description=about)
     parser.add_argument("--arch", type=int, default=90, help="compute capability of the card (90: H100, H200)")
@@ -116,8 +116,8 @@ def _download(comfy: Path, folder: Path, python: str) -> list[Path]:
 
 
 def tree() -> list[Path]:
-    """Return the files of the checkout that are transferred: those that git tracks, and new ones that git does not
-    ignore. Raises SetupError if git fails."""
+    """Return the files of the checkout that are transferred: tracked files, and new files that git does not ignore.
+    Raises SetupError if git fails."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -25,13 +25,13 @@ def pip_status(folders: Sequence[Path], expected_gb: float) -> Callable[[Sequenc
 
 
 def latest(lines: Sequence[str]) -> str:
-    """Return pip's last action, without addresses and lists of packages; empty if there is none."""
+    """Return pip's last action without addresses and lists of packages, or an empty text if there is none."""
     actions = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith(_NOT_PROGRESS)]
     return re.sub(r"\S*/|:.*", "", actions[-1]) if actions else ""
 
 
 def _sizes(folder: Path | str) -> Iterator[int]:
-    """Yield the bytes of each file below a folder; files may disappear during the walk."""
+    """Yield the bytes of each file below a folder. Files may disappear during the walk."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(OSError):

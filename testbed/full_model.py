@@ -281,7 +281,7 @@ LENS = ModelSpec(
     "Lens", "Lens", {"image_model": "lens"}, ("num_layers",), few=(3,), text=(128, 4 * 2880), channels=128, pixel=16
 )
 
-# The keys are names in `models.TRANSFORMERS`, except sdxl and klein; Klein has the layout of Flux.2.
+# The keys are names in `models.TRANSFORMERS`, except sdxl and klein. Klein has the layout of Flux.2.
 SPECS: dict[str, ModelSpec] = {
     "sdxl": SDXL,
     "flux": FLUX,

@@ -1,4 +1,4 @@
-"""Models at their real widths with random weights, for time and cost; their pictures are noise."""
+"""Models at their real widths with random weights, for time and cost. Their pictures are noise."""
 
 from __future__ import annotations
 

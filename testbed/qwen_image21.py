@@ -5,7 +5,7 @@ There is one stream of [text with references in it | image]. The tokens before t
 attend to the image, and are modulated as at time 0. So their keys and values never change. A block is called
 
     with all tokens                  without a cache, and where the first release of the model fills the cache
-    with the prefix, then the image where later releases fill the cache; these blocks also change their input in place
+    with the prefix, then the image  where later releases fill the cache; these blocks also change their input in place
     with the image alone             where the cache is filled
 
 `stand_ins.use_newer_models` makes this file importable as `comfy.ldm.qwen_image21.model`, where newer ComfyUIs have the

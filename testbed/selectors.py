@@ -13,7 +13,7 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 
 Patch = Callable[[Any], Any]
-# Maps the similarities (B, W, S, S) of tokens in windows and a budget to destination slots, as `select` does.
+# Maps a budget and the similarities (B, W, S, S) of tokens in windows to destination slots, as `select` does.
 Rule = Callable[[Tensor, Any, Any], Tensor]
 
 

@@ -72,7 +72,7 @@ class _NewerModels(MetaPathFinder, Loader):
         return importlib.util.spec_from_file_location(name, Path(__file__).with_name(file)) if file else None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Python creates the module."""
+        """Return None, so that Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute nothing, because a folder has no code."""

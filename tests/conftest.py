@@ -65,7 +65,7 @@ if find_spec("torch"):
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# In CI, Hypothesis tries the same examples in every run; elsewhere it draws new ones. Examples have no time limit,
+# In CI, Hypothesis tries the same examples in every run. Elsewhere it draws new examples. Examples have no time limit,
 # because machines differ in speed.
 hypothesis.settings.register_profile("desk", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -77,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Include the long tests if the user selects tests by path or marker; print the progress of the run."""
+    """Include the long tests if the user selects tests by path or marker. Print the progress of the run."""
     progress.register(config)
     paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if config.option.tiers == "none" and (config.option.markexpr or all(TESTS in path.parents for path in paths)):
@@ -144,6 +144,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def require_comfyui() -> None:
-    """Fail the test if there is no ComfyUI; a skipped test would not be noticed."""
+    """Fail the test if there is no ComfyUI, because a skipped test would not be noticed."""
     if not os.environ.get("COMFYUI_PATH"):
         pytest.fail(HOW_TO, pytrace=False)

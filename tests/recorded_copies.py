@@ -1,8 +1,8 @@
 """Provide simulated CUDA streams, on which copies run late, early or at random, and races raise errors.
 
-Computation runs at once. A copy is queued in its stream. With the order `late` it stays there until other work waits
-for it, with a random order for a random time. With `early` it runs at once. For each point of a stream, the simulation
-tracks how much work of the other streams is known to be finished. A copy raises an error
+Computation runs at once. A copy is queued in its stream. With the order `late` it waits there until other work needs
+it. With a random order it waits for a random time. With `early` it runs at once. For each point of a stream, the
+simulation tracks how much work of the other streams is known to be finished. A copy raises an error
 
 - if it may overlap with the computation of its source, or with the earlier use of its target's memory;
 - if it may overlap with another copy of the same main memory, unless both only read;

@@ -24,7 +24,7 @@ OURS = {"toma_core", "nodes", "scripts", "demo", "testbed", "benchmarks", "compa
 class Room:
     """The allowed imports of the files under a path.
 
-    `outside`: allowed top-level modules besides the standard library; None allows all except our own.
+    `outside`: allowed top-level modules besides the standard library. None allows all modules except our own.
     `lazily`: top-level modules that are allowed only inside functions.
     `inside`: our allowed modules, as paths from the root. Imports must be relative, or absolute if `absolute`.
     """
@@ -99,8 +99,8 @@ def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
 
 
 def circle(sources: Mapping[str, str]) -> list[str]:
-    """Return modules that import each other in a circle, with the first one also at the end; [] if there is no
-    circle."""
+    """Return modules that import each other in a circle, with the first module also at the end. Return [] if there is
+    no circle."""
     try:
         TopologicalSorter({file: set(reached(file, text, sources)) for file, text in sources.items()}).prepare()
     except CycleError as error:

@@ -3,8 +3,8 @@
     python -m benchmarks.fidelity [--model dit deep] [--only "selector:" "preset:"]
 
 All settings use the same scenes and noise. Rows that are already in the result folder are not computed again, so a run
-can be stopped and resumed. Results are deterministic. The cost of a setting is its matrix-multiplication FLOPs divided
-by those of the unmerged run, counted by PyTorch.
+can be stopped and resumed. Results are deterministic. PyTorch counts the FLOPs of matrix multiplications. The cost of a
+setting is its FLOPs divided by the unmerged run's.
 """
 
 from __future__ import annotations

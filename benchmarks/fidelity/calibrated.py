@@ -53,8 +53,8 @@ def _name(steps: int, target: str) -> str:
 
 
 def _measured(steps: int, targets: list[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return a row for each target: the mean error and the FLOPs (1 = unmerged) of each of the three `ways` on the
-    reported scenes, and the calibration's FLOPs divided by those of one unmerged picture."""
+    """Return a row for each target. It has the mean error and the FLOPs (1 = unmerged) of the three `ways` on the
+    reported scenes. It also has the calibration's FLOPs, divided by the FLOPs of one unmerged picture."""
     if not targets:
         return {}
     from demo.checker import FIRST_TEST_SEED

@@ -141,7 +141,7 @@ class Judge:
 
 @contextmanager
 def counting() -> Iterator[FlopCounterMode]:
-    """Count the FLOPs of matrix multiplications, including those of attention on a CPU."""
+    """Count the FLOPs of matrix multiplications. On a CPU, attention is counted too."""
 
     def attention(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         return int(sdpa_flop_count(q, k, v))

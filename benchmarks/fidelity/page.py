@@ -83,8 +83,7 @@ FORMATS = {
 
 
 def results_of(head: str) -> str | None:
-    """Return the name of the result file for a table with this head; None if this is not the head of a table of
-    settings."""
+    """Return the name of the result file for a table with this head, or None for a head of another kind of table."""
     found = HEAD.match(head)
     if found is None:
         return None
@@ -163,7 +162,7 @@ def _line(setting: str, row: dict[str, Any], columns: list[str]) -> str:
 
 
 def sheet(name: str) -> Image.Image | None:
-    """Draw the sheet of pictures of this name, one row for each setting; None if this machine does not have the
+    """Draw the sheet of pictures of this name, one row for each setting. Return None if this machine lacks the
     pictures."""
     from scripts.cache import cache_dir
 

@@ -3,8 +3,8 @@
 Each merged picture is compared with the unmerged one of the same scene, noise and sampler. The error is the L2 distance
 of their final latents, divided by the norm of the unmerged latent. A sampler's name may include its eta:
 `euler_ancestral@0.25`. If a sampler's noise makes all steps full, only one batch is measured. Rows in the result file
-are not measured again; after a change of the code, remove them. Settings are chosen with `--scenes choose`; results for
-the pages are measured with `--scenes report`.
+are not measured again, so remove them after a change of the code. Choose settings with `--scenes choose`. Measure
+results for the pages with `--scenes report`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> di
         own = drawn(kind, model, part, steps, sampler)
         errors += relative_error(drawn(kind, merged, part, steps, sampler), own).tolist()
         stats = pack_module("nodes.adapters.attachment").last_stats(merged)
-        # Stop if the first batch has no merged step: later batches have none either, because the noise depends only on
-        # the sampler.
+        # Stop if the first batch has no merged step. Later batches have none either, because only the sampler decides
+        # the noise.
         if not stats.merged_steps:
             break
     return {

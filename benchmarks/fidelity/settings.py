@@ -38,7 +38,7 @@ def preset(name: str, **settings: Any) -> Patch:
 
 
 def packed(patch: Patch) -> Patch:
-    """Wrap `patch` so that keys and values are cached in four bits, as they are for large models and videos."""
+    """Wrap `patch` so that keys and values are cached in four bits. The pack does this for large models and videos."""
 
     def patched(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP

@@ -1,4 +1,5 @@
-"""Store the results of a measurement: rows in a file, each at once so that a stopped run can resume, and pictures."""
+"""Store the results of a measurement: rows and pictures. Each row is stored at once, so that a stopped run can
+resume."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The error of merged clips against unmerged ones: `python -m benchmarks.fidelity.video --weights wan.safetensors`.
 
-All settings use the same clips and noise. Rows in the result file are not measured again. Settings are chosen with
-`--scenes choose`; results for the pages are measured with `--scenes report`.
+All settings use the same clips and noise. Rows in the result file are not measured again. Choose settings with
+`--scenes choose`. Measure results for the pages with `--scenes report`.
 
 error       mean L2 distance of merged and unmerged final latents, divided by the norm of the unmerged latent
 spread      standard error of the mean error over the clips

@@ -94,7 +94,7 @@ CASES = (
 
 
 def measure(dry: bool, device: torch.device, left: Callable[[], float]) -> Iterator[Row]:
-    """Yield a row for each check. left: returns the remaining seconds; if they are few, the last cases are skipped."""
+    """Yield a row for each check. left: returns the remaining seconds. If few remain, the last cases are skipped."""
     kernels = pack_module("toma_core.kernels.triton").TritonKernels()
     jobs: list[tuple[Case, Callable[..., Iterator[Row]]]] = [(case, check) for case in (TINY if dry else CASES)]
     if dry:
@@ -134,8 +134,8 @@ _empty = torch.empty
 
 
 def _poisoned(*shape: Any, **options: Any) -> Tensor:
-    """Replace torch.empty: fill the tensor with NaN, so that a kernel cannot read zeros by chance where nothing was
-    written."""
+    """Replace torch.empty by a function that fills the tensor with NaN. Otherwise unwritten memory could hold zeros by
+    chance."""
     t = _empty(*shape, **options)
     return t.fill_(255) if t.dtype is torch.uint8 else t.fill_(torch.nan if t.is_floating_point() else -(2**40))
 

@@ -7,5 +7,5 @@ from __future__ import annotations
 
 
 class BenchmarkError(RuntimeError):
-    """The measurement cannot continue; the message has the reason and the remedy. Finished pictures stay in the
+    """The measurement cannot continue. The message has the reason and the remedy. Finished pictures stay in the
     folder."""

@@ -56,7 +56,7 @@ class Summary:
 
 
 def psnr(picture: Array, twin: Array) -> float:
-    """Return the peak signal-to-noise ratio in dB; 120 for equal pictures."""
+    """Return the peak signal-to-noise ratio in dB, or 120 for equal pictures."""
     error = np.mean((picture.astype(np.float64) - twin) ** 2)
     return PSNR_OF_EQUAL if error == 0 else float(10 * np.log10(255.0**2 / error))
 

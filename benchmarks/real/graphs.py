@@ -25,7 +25,7 @@ Graph = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Setting:
-    """The values of the ToMA node. profile: text of a profile; with a profile, ratio and preset have no effect."""
+    """The values of the ToMA node. profile: text of a profile. With a profile, ratio and preset have no effect."""
 
     ratio: float
     preset: str
@@ -42,7 +42,7 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 
 def checkpoint_graph(checkpoint: str, width: int, height: int, steps: int, cfg: float) -> Graph:
-    """Return a graph for SDXL or SD1.5 in one file. width, height: those of the picture in pixels."""
+    """Return a graph for a checkpoint of SDXL or SD1.5 in one file. width, height: size of the picture in pixels."""
     return {
         "loader": node("CheckpointLoaderSimple", ckpt_name=checkpoint),
         "toma": node("ToMA", model=["loader", 0]),
@@ -110,7 +110,7 @@ class Template:
         return self.graph[self.merge]["inputs"].get(name)
 
     def fill(self, prompt: str, negative: str, seed: int, setting: Setting | None) -> Graph:
-        """Return the graph to queue; a setting of None removes the ToMA node."""
+        """Return the graph to queue. If the setting is None, the ToMA node is removed."""
         graph = copy.deepcopy(self.graph)
         for each in graph.values():
             for name, value in each["inputs"].items():
@@ -130,8 +130,8 @@ class Template:
         return upstream(graph, self.picture)
 
     def is_pure(self, graph: Graph, cached: Iterable[str]) -> bool:
-        """Return whether a run consisted of sampling, decoding and saving only: no loading, no text encoding, and no
-        cached results of nodes that depend on the seed. Only times of such runs are comparable."""
+        """Return whether a run consisted only of sampling, decoding and saving. It must load nothing, encode no text,
+        and use no cached results of nodes that depend on the seed. Only times of such runs are comparable."""
         executed = set(graph) - set(cached)
         must = downstream(graph, self._seeded())
         return must <= executed <= must | downstream(graph, {self.merge})

@@ -39,7 +39,7 @@ class Job:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Read one prompt per line; empty lines, lines that begin with # and repetitions are skipped."""
+    """Read one prompt per line. Empty lines, lines that begin with # and repetitions are skipped."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -53,8 +53,8 @@ def read_prompts(path: Path) -> list[str]:
 def plan(
     template: Template, prompts: Sequence[str], negative: str, seeds: Sequence[int], settings: Sequence[Setting]
 ) -> list[Job]:
-    """Return every picture in the order of making. Settings alternate, and each comes first in turn, so that a machine
-    that gets warmer or busier favours no setting."""
+    """Return every picture in the order of making. Settings alternate, and each comes first in turn. So no setting is
+    favoured if the machine gets warmer or busier."""
     jobs = []
     ways: list[Setting | None] = [None, *settings]
     for turn, (prompt, seed) in enumerate((prompt, seed) for prompt in prompts for seed in seeds):
@@ -137,5 +137,5 @@ def make_missing(server: Server, template: Template, folder: Folder, jobs: Seque
 
 
 def say(text: str) -> None:
-    """Print one line to stderr, unbuffered; stdout holds only the results."""
+    """Print one line to stderr, unbuffered. stdout holds only the results."""
     print(text, file=sys.stderr, flush=True)

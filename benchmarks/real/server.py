@@ -19,8 +19,8 @@ LONGEST = 3600.0  # longest wait for a picture in seconds, including the picture
 
 @dataclass(frozen=True)
 class Made:
-    """A picture (PNG), the server's seconds of its run (None if it reports none), and the ids of nodes whose results
-    were cached."""
+    """A picture (PNG), the seconds of its run as the server reports them (otherwise None), and the ids of nodes whose
+    results were cached."""
 
     png: bytes
     seconds: float | None

@@ -1,4 +1,4 @@
-"""Community packs. Each is tried if it is installed; none is part of this checkout."""
+"""Community packs. Each is tried if it is installed. None is part of this checkout."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def face(seed: int) -> dict[str, Any]:
 
 
 def pulid(pack: str, module: str, name: str) -> tuple[Any, Any]:
-    """Return the pack's node and its module; the node gets random numbers as the cropped face."""
+    """Return the pack's node and its module. The node gets random numbers as the cropped face."""
     importlib.import_module("comfy.sd")  # before the stand-ins, because this module looks for some of `FACES`
     with standing_in(FACES):
         apply = community(pack)(name)
@@ -292,7 +292,7 @@ def pulid_unet(kit: Kit) -> Iterator[Graph]:
     pack="ComfyUI_PuLID_Flux_ll",
 )
 def pulid_flux(kit: Kit) -> Graph:
-    """Use 19 double blocks, as in Flux, and a few single blocks; the pack runs the blocks in its own loop."""
+    """Use 19 double blocks, as in Flux, and a few single blocks. The pack runs the blocks in its own loop."""
     apply, code = pulid("ComfyUI_PuLID_Flux_ll", "pulidflux", "ApplyPulidFlux")
     # Drop arguments that newer releases of ComfyUI pass and these two functions do not accept.
     code.pulid_forward_orig = _without("timestep_zero_index", code.pulid_forward_orig)

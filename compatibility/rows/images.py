@@ -36,7 +36,7 @@ def encoder(kit: Kit) -> Any:
 
 
 def controlnet(kit: Kit, seed: int = 0) -> Any:
-    """Build ComfyUI's ControlNet for the model with random weights; all of its outputs are non-zero."""
+    """Build ComfyUI's ControlNet for the model, with random weights. All of its outputs are non-zero."""
     import comfy.cldm.cldm
     import comfy.controlnet
     import comfy.ldm.flux.controlnet
@@ -203,7 +203,7 @@ def concat(kit: Kit) -> Graph:
 
 
 def redux(kit: Kit, model: Any, seed: int, strength: float, kind: str) -> Tensor:
-    """Sample with a style picture, which adds nine text tokens; without guidance, as for Flux."""
+    """Sample with a style picture, which adds nine text tokens. There is no guidance, as is usual for Flux."""
     import comfy.ldm.flux.redux
     import comfy.sd
 

@@ -73,8 +73,8 @@ def rope(kit: Kit) -> Graph:
 
 @row(GROUP, "Style reference (USO)", sdxl=FOR_FLUX)
 def uso(kit: Kit) -> Graph:
-    """Add twelve text tokens by a patch at the model's input. The tokens are those of a batch of one, so sample without
-    guidance."""
+    """Add twelve text tokens by a patch at the model's input. The added tokens have a batch size of one, so sample
+    without guidance."""
     import comfy.ops
 
     patch, projector = node("nodes_model_patch.USOStyleReference"), part("nodes_model_patch.SigLIPMultiFeatProjModel")
@@ -212,7 +212,7 @@ def xdit(kit: Kit) -> Iterator[Graph]:
 
 
 def _sequence_parallel(kit: Kit, rejoin: bool) -> Iterator[Graph]:
-    """Simulate two processes in turn; tests/nodes/adapters/thorough/test_parallel.py runs two real ones. With two
+    """Simulate two processes in turn. tests/nodes/adapters/thorough/test_parallel.py runs two real processes. With two
     references of the picture's size, each share is longer than text and picture."""
     for references in (0, 2):
         latents = {"reference_latents": [random(1, 16, SIDE, SIDE, seed=i) for i in range(references)]}

@@ -109,7 +109,7 @@ def guiders(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Dual-model guider", others=CHEAP)
 def dual_model(kit: Kit) -> Graph:
-    """Run the negative prompt on a second model with different weights and the first model's options; both models are
+    """Run the negative prompt on a second model, with different weights but the first model's options. Both models are
     merged."""
     make = node("nodes_custom_sampler.DualModelGuider")
     positive, negative = kit.prompts
@@ -156,7 +156,7 @@ def sigma_nodes(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Tiles of the latent, in any order, one by one or side by side, resting or moving", others=CHEAP)
 def tiles(kit: Kit) -> Iterator[Graph]:
-    """Call the model as MultiDiffusion and SpotDiffusion do; each tile is merged by its own content."""
+    """Call the model as MultiDiffusion and SpotDiffusion do. Each tile is merged by its own content."""
     at = corners(SIDE)
 
     def in_order(result: Tensor) -> None:

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write(folders: list[Path]) -> int:
-    """Write known.json from these folders and the downloadable releases; other releases keep their entries."""
+    """Write known.json from these folders and the downloadable releases. Other releases keep their entries."""
     uses, families = uses_of(ROOT)
     known = compare.read() if FILE.exists() else {}
     known = {item: known.get(item, {}) for item in uses}
@@ -76,7 +76,7 @@ def write(folders: list[Path]) -> int:
 
 
 def check(folder: Path, everything: bool) -> int:
-    """Print how the parts of a ComfyUI that the pack uses differ from the nearest tried release; return 1 if a
+    """Print how the parts of a ComfyUI that the pack uses differ from the nearest tried release. Return 1 if a
     difference stops merging."""
     uses, families = uses_of(ROOT)
     known, facts, version = compare.read(), facts_of(folder, uses, families), version_of(folder)

@@ -36,7 +36,7 @@ class Difference:
 
     kind: Kind
     use: Use
-    before: str  # text of the tried release; empty if the release is not listed
+    before: str  # text of the tried release, empty if the release is not listed
     now: str  # text of the ComfyUI
 
     @property

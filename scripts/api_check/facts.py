@@ -54,8 +54,8 @@ class _Reader:
         return self.source.find(dotted)
 
     def _missing(self, dotted: str) -> str:
-        """Return the text for a name that was not found: GONE, or UNSEEN if the folder lacks the file that would define
-        the name."""
+        """Return the text for a name that was not found. This is UNSEEN if the folder lacks the file that would define
+        the name, otherwise GONE."""
         owner = self._found(dotted.rpartition(".")[0])
         unseen = self.source.lacks(dotted) or (owner is not None and self.source.lacks_bases(owner))
         return UNSEEN if self.partial and unseen else GONE

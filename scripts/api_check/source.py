@@ -141,7 +141,7 @@ class Source:
             yield self.module(".".join(parts[:count])), parts[count:]
 
     def find(self, dotted: str, depth: int = 0) -> Found | None:
-        """Return the definition to which a dotted name leads, through imports and base classes; None if there is
+        """Return the definition to which a dotted name leads through imports and base classes, or None if there is
         none."""
         if depth > 20:
             return None

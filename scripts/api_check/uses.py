@@ -76,7 +76,7 @@ Uses = dict[str, Use]
 
 
 def add(uses: Uses, kind: str, subject: str, optional: bool = False) -> Use:
-    """Return the use of a subject; add it if there is none."""
+    """Return the use of a subject. Add the use if there is none."""
     use = uses.setdefault(f"{kind} {subject}", Use(kind, subject))
     use.optional &= optional
     return use

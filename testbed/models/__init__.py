@@ -1,6 +1,6 @@
 """Small real ComfyUI models of every supported family, with random weights from a seed.
 
-The models run every line of the real classes, samplers and hooks; their pictures are noise.
+The models run every line of the real classes, samplers and hooks. Their pictures are noise.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def conditioning(model: Any, tokens: int = 7, seed: int = 1, **options: Any) -> 
     generator = torch.Generator().manual_seed(seed)
     width = 1280 if isinstance(model.model, comfy.model_base.SDXL) else 24
     text = torch.randn(1, tokens, 48, generator=generator)
-    # OmniGen2 and LTX-Video require a mask; OmniGen2 counts its text tokens by the mask.
+    # OmniGen2 and LTX-Video require a mask. OmniGen2 counts its text tokens by the mask.
     if type(model.model).__name__ in ("Omnigen2", "LTXV"):
         options = {"attention_mask": torch.ones(1, tokens, dtype=torch.long), **options}
     return [[text, {"pooled_output": torch.randn(1, width, generator=generator), **options}]]

@@ -368,7 +368,7 @@ small(
     **{**TRANSFORMERS["ltx"].config, "image_model": "ltxav"},
 )
 
-# MiniMax H3: one stream without a batch; its keys are wider than its tokens.
+# MiniMax H3: one stream without a batch, and keys wider than tokens.
 small(
     "h3",
     "MiniMaxH3",

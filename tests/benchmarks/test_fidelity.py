@@ -35,7 +35,7 @@ def test_known_errors(picture: torch.Tensor) -> None:
 
 
 def test_seams_at_window_borders_are_found_and_others_are_not(picture: torch.Tensor) -> None:
-    """A window is 4 tokens wide. Every second band of a picture is brighter; bands are as wide as windows."""
+    """A window is 4 tokens wide. Every second band of a picture is brighter. Bands are as wide as windows."""
 
     def banded(width: int, first: int = 0) -> torch.Tensor:
         bright = (torch.arange(64) + first) // width % 2
@@ -49,7 +49,7 @@ def test_seams_at_window_borders_are_found_and_others_are_not(picture: torch.Ten
 
 
 def test_the_few_step_model_receives_the_number_of_steps(tmp_path: Path, pack: ModuleType) -> None:
-    """A run of half the steps tells the model the number of steps of a complete run."""
+    """A run with half of the steps still tells the model the number of steps of a complete run."""
     from comfy.patcher_extension import WrappersMP
 
     from demo.models import dit_config, new_dit

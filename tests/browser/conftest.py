@@ -164,7 +164,7 @@ class Page:
         return shown
 
     def photograph(self, name: str, node_ids: list[int], *, document: bool = False) -> Path:
-        """Save a screenshot of nodes; return its path. document: save it for the documentation."""
+        """Save a screenshot of nodes, and return its path. document: save it for the documentation."""
         where = """ids => {
                 const rects = ids.map(id => app.graph.getNodeById(id).getBounding())
                 const left = Math.min(...rects.map(r => r[0])), top = Math.min(...rects.map(r => r[1]))

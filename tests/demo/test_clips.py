@@ -55,7 +55,8 @@ def test_clips_are_pictures_frame_by_frame() -> None:
 
 
 def test_the_wan_is_taught_few_steps() -> None:
-    """The student gets the number of steps as an 18th token of the prompt. Sigmas are those of ComfyUI's sampler."""
+    """The student gets the number of steps as an 18th token of the prompt. Sigmas equal the sigmas of ComfyUI's
+    sampler."""
     batch = Batches(Plan("wan", 3, crop_batch=4))[0]
     seen = []
 

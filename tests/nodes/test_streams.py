@@ -47,7 +47,7 @@ def test_plans_are_made_from_the_predicted_video(kind: str, model_of: Any, attac
 def test_the_cache_is_reckoned_by_the_video_beside_all_streams(
     kind: str, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ComfyUI estimates memory by the shape of the packed streams, and ToMA estimates its cache by the shape of the
+    """ComfyUI estimates memory by the shape of the packed streams. ToMA estimates its cache by the shape of the
     video."""
     model, seen, asked = model_of(kind), [], list[int]()
     merged, left, reserved = run.apply_toma(model, preset("balanced")), kv_memory.memory_left, run.reserved

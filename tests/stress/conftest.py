@@ -102,7 +102,7 @@ class Rig:
 def rig(
     kind: str, model: Any, fresh: Any, attach: Any, hooks_left: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Rig]:
-    """Return the family's model with the checks of `Rig`; afterwards clear a pending interrupt."""
+    """Return the family's model with the checks of `Rig`. After the test, clear a pending interrupt."""
     import comfy.model_management
 
     sampling, state = pack_module("nodes.adapters.patch_model").SamplingRun, pack_module("toma_core.run").RunState
@@ -157,7 +157,7 @@ def lab(pack: ModuleType) -> Iterator[ComfyServer]:
     results of the last prompt, so that memory grows only if the pack leaks."""
     flags = ["--use-pytorch-cross-attention", "--cache-classic"]
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    # Use the CPU: the server's results are compared with those of forked processes, which cannot use CUDA.
+    # Use the CPU. The server's results are compared with results of forked processes, which cannot use CUDA.
     server = ComfyServer(packs=[ROOT / "demo", HERE / "lab.py"], flags=flags, environ=environ, cpu=True)
     try:
         place_dit(server.base / "models")

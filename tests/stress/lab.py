@@ -49,7 +49,7 @@ def tensors():
 
 
 def tensor_bytes():
-    """Count the bytes of all tensors; tensors that share a storage count once."""
+    """Count the bytes of all tensors. Tensors that share a storage count once."""
     storages = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:

@@ -1,5 +1,5 @@
-"""After a fault anywhere in a prompt, the next latent equals that of a fresh process, and no object of the failed run
-is alive."""
+"""A fault may occur anywhere in a prompt. Afterwards, the next latent equals the latent of a fresh process, and no
+object of the failed run is alive."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ both = pytest.mark.parametrize("kind", BOTH)
 def test_attention_that_recovers_from_no_memory_inside_a_merged_block(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an out-of-memory error, ComfyUI's split attention clears its caches and tries again. The picture equals
-    that of a run without errors."""
+    """After an out-of-memory error, ComfyUI's split attention clears its caches and tries again. The picture equals the
+    picture of a run without errors."""
     from comfy.ldm.modules import attention
 
     def split(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -114,7 +114,7 @@ def test_dtypes_cost_a_merged_run_no_more_than_an_unmerged_one(
 def test_no_bf16_on_the_path_of_an_fp16_model(
     kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any, dtypes_used: Any
 ) -> None:
-    """ToMA must add no operations in fp64 to those of the model itself."""
+    """ToMA must add no operations in fp64. The model itself may have some."""
     model = model_in(kind, stored)
     noise = noise_of(model)
     with dtypes_used() as plain:
@@ -136,7 +136,7 @@ def test_broken_image_of_a_batch_is_alone_with_it(
     kind: str, stored: str, value: float, model_in: Any, attach: Any, stats_of: Any
 ) -> None:
     """One number of the second latent is NaN or infinite. Values that are finite without ToMA stay finite. The first
-    image is bit-identical to that of an intact batch."""
+    image is bit-identical to the first image of an intact batch."""
     model = model_in(kind, stored)
     noise = noise_of(model, batch=2)
     broken = noise.clone()

@@ -1,5 +1,5 @@
-"""Send many prompts to one server, from two clients at the same time. No prompt is lost, every latent equals that of a
-fresh process, and no object of a run is left.
+"""Send many prompts to one server, from two clients at the same time. No prompt is lost, every latent equals the latent
+of a fresh process, and no object of a run is left.
 
 There are 12 prompts by default and 300 in `make soak`. TOMA_SOAK sets the number. Measurements are written to
 build/soak.json.

@@ -1,5 +1,5 @@
-"""Test which sizes Auto (`min_tokens` = 0) merges on several cards, and that more work never makes Auto stop
-merging."""
+"""Test which sizes Auto (`min_tokens` = 0) merges on several cards. If Auto merges a size, it must also merge one with
+more work."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the cache were disabled in the middle of a step, a block could get the keys of all tokens but the values of
+    """If the cache were disabled in the middle of a step, a block could get keys of all tokens but values of
     destinations only."""
     run = run_of()
     run.cache.put((("", "key"),), features(0))

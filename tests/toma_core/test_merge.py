@@ -116,8 +116,8 @@ SIDE_BY_SIDE = [(8, 8, 4), (12, 12, 6), (8, 16, 4), (6, 24, 6), (4, 16, 8)]
 def test_rows_of_windows_at_once_are_windows_one_by_one(
     height: int, width: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a row of the grid has few windows, all of equal size, one matrix product merges the row. Its results
-    must equal those of one product per window."""
+    """If a row of the grid has few windows, all of equal size, one matrix product merges the row. Its results must
+    equal the results of one product per window."""
     x = randn(13, 2, height * width, 6).to(dtype)
     plan = plan_of(x, height, width, size=size, ratio=0.25)
     out = randn(14, 2, plan.num_destinations, 6).to(dtype)

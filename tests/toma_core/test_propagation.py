@@ -29,8 +29,8 @@ def still(fresh: Tensor, old: Tensor) -> Tensor:
 
 
 def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
-    """Return the tokens `later` after a merged step whose cached residuals are those of x, computed in plain
-    PyTorch."""
+    """Return the tokens `later` after a merged step, computed in plain PyTorch. The cache of this step holds the
+    residuals of x."""
     kept, reduced = block(x) - x, gather_destinations(later, plan)
     fresh, old = block(reduced) - reduced, gather_destinations(kept, plan)
     left = still(fresh, old)
@@ -50,8 +50,8 @@ def test_a_full_step_is_the_block_itself_and_merged_ones_start_from_its_residual
 
 @loop(("factor", "size"), [(1.0, 1.0), (0.6, 1.0), (0.0, 1.0), (-2.0, 1.0), (3.0, 1.0), (1.0, 0.0)])
 def test_as_much_is_reused_as_destinations_still_show(factor: float, size: float) -> None:
-    """If the new residual at the destinations is `factor` times the cached one, the step scales the cached residual of
-    all tokens by `factor`, limited to 0 to 1."""
+    """The new residual at the destinations is `factor` times the cached residual. The step then scales the cached
+    residual of all tokens by `factor`, clamped to 0 to 1."""
     run, x = run_of(), features(0, 2)
     cond_keys = ("cond", "uncond")
     first = at(run, 0, *cond_keys)

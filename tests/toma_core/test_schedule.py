@@ -148,7 +148,7 @@ def test_modes_of_ten_steps(settings: dict[str, Any], given: dict[str, Any], exp
     [
         (12, {}, "rcccrcccrccf"),
         (14, {}, "rrcccrcccrcccf"),
-        # The composition is older than the first step.
+        # The run continues another run, which has already formed the composition.
         (14, {"continues_run": True}, "rcccrcccrcccrf"),
         (14, {"sigma_start": 12.0}, "ffrcccrcccrccf"),
     ],
@@ -313,7 +313,7 @@ def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, setti
 def test_the_last_of_two_steps_that_continue_another_run_is_merged(
     sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
 ) -> None:
-    """The first of the two steps is full, so the run would merge no step if the last one were full too. Without a KV
+    """The first of the two steps is full. If the last step were full too, the run would merge no step. Without a KV
     cache or with `full_step_interval` 2, both steps are full."""
     config = ToMAConfig(full_step_interval=every, kv_cache=looks)
     schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)

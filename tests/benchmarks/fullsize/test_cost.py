@@ -62,7 +62,7 @@ def test_what_merging_adds_to_sdxl_and_saves(granularity: str, kernels: bool, mo
         assert merged.parts["merge"].flops + merged.parts["unmerge"].flops < share * merged.flops
 
 
-# With `balanced` on Flux, steps 0 and 4 are full and cache keys and values; steps 1 to 3 are merged and attend to all
+# With `balanced` on Flux, steps 0 and 4 are full, and cache keys and values. Steps 1 to 3 are merged, and attend to all
 # tokens.
 @pytest.mark.parametrize(
     ("shape", "step", "kernels", "most"),
@@ -157,7 +157,7 @@ every_kind = pytest.mark.parametrize("blocks", BLOCKS, ids=lambda blocks: f"{blo
 
 @every_kind
 def test_what_auto_thinks_of_a_block(blocks: Blocks) -> None:
-    """Compare the launches and FLOPs that a family declares for a block with those counted."""
+    """Compare the launches and FLOPs that a family declares for a block with the counted ones."""
     counted = base_of(blocks.shape).parts[blocks.kind]
     number = blocks.number
     if blocks.refined:
@@ -173,7 +173,7 @@ def test_what_auto_thinks_of_a_block(blocks: Blocks) -> None:
 @pytest.mark.parametrize("granularity", ["stack", "block", "module"])
 @every_kind
 def test_what_auto_thinks_that_merging_adds(blocks: Blocks, granularity: str) -> None:
-    """Compare the launches that merging adds per block, rounded up, with those that the family declares."""
+    """Compare the launches that merging adds per block, rounded up, with the launches that the family declares."""
     cost_model = pack_module("toma_core.cost_model")
     of_model = [each for each in BLOCKS if each.shape == blocks.shape]
     place = of_model.index(blocks)

@@ -56,7 +56,7 @@ def test_a_timed_step_runs_the_network_once_on_merged_tokens(model: str) -> None
     handle = patcher.model.diffusion_model.register_forward_hook(lambda *_: runs.append(1))
 
     def flops(runner: forward.Runner) -> int:
-        """Count the FLOPs of the network, without those of merging."""
+        """Count the FLOPs of the network without the FLOPs of merging."""
         runs.clear()
         with FlopCounterMode(display=False) as counter:
             runner(inputs)

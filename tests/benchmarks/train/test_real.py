@@ -103,7 +103,7 @@ def work(comfy: ComfyServer, tmp_path: Path) -> Iterator[Work]:
 
 
 def wait_until_idle(comfy: ComfyServer) -> None:
-    """Wait until the server runs no prompt; fail after 30 seconds."""
+    """Wait until the server runs no prompt. Fail after 30 seconds."""
     deadline = time.monotonic() + 30
     while comfy.get("/queue")["queue_running"]:
         assert time.monotonic() < deadline, "a prompt is still running"

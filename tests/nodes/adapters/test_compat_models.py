@@ -24,7 +24,8 @@ def sample(model: Any) -> torch.Tensor:
 
 
 FLUX = "comfy.ldm.flux.layers"
-# By class of ComfyUI's UNet: a function that returns a `forward` with another signature, which calls the original one.
+# By class of ComfyUI's UNet: a function that returns a `forward` with another signature. This `forward` calls the
+# original one.
 CHANGED: dict[str, Callable[[Any], Any]] = {
     "BasicTransformerBlock": lambda own: (
         lambda self, x, emb=None, context=None, transformer_options=None: own(self, x, context, transformer_options)

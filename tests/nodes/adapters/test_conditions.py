@@ -70,7 +70,7 @@ def test_several_devices_that_share_no_picture_are_full_where_several_conditions
 
 
 def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -> None:
-    """A step with both conditions is full and writes no cache."""
+    """If two devices evaluate the two conditions of a step, the step is full and writes no cache."""
     cond, sigmas = {"uuid": "cond"}, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 0.0]
     for start, end, modes in (
         (6.5, 5.5, ["refresh", "merged cached", "full", "merged cached", "refresh", "merged cached", "full"]),
@@ -83,7 +83,7 @@ def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -
 
 
 def test_tiles_on_several_devices_are_full(pack: Any) -> None:
-    """The third evaluation has only a tile of the latent that was predicted."""
+    """The first evaluations get the full latent, the third gets only a tile of it."""
     conds = {"uuid": "cond"}, {"uuid": "uncond"}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0], similarity_from="prediction")
     assert [step(3.0, *conds), step(2.0, *conds)] == ["full", "merged"]

@@ -173,8 +173,8 @@ def stored(golden: dict[str, Any], case: str) -> dict[str, Any]:
 
 
 def store(golden: dict[str, Any], case: str, found: dict[str, Any]) -> None:
-    """Store the entry of a case. On a ComfyUI release other than the default one, store only entries that differ from
-    those of the default release."""
+    """Store the entry of a case. On a ComfyUI other than the default release, store only entries that differ from the
+    default release's."""
     if RELEASE == DEFAULT_RELEASE:
         golden[case] = found
         return

@@ -79,7 +79,8 @@ def test_a_run_within_a_run(order: Any, model_of: Any) -> None:
 
 @loop("at", [1, 2, 3])
 def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of: Any) -> None:
-    """The picture equals that of a run which fails at the same call but has all keys and values on the GPU."""
+    """The picture equals the picture of another run, which has all keys and values on the GPU and fails at the same
+    call."""
     model = model_of("z_image")
     merged, block, found = balanced(model), model.model.diffusion_model.layers[1], []
     for share in (1.0, 0.0):

@@ -1,6 +1,6 @@
 """Test public reports about token merging and step caches in ComfyUI, each reproduced by a small input.
 
-The table in docs/reliability.md has a row for each report. `make test` reproduces some of the reports;
+The table in docs/reliability.md has a row for each report. `make test` reproduces some of the reports.
 thorough/test_others.py reproduces the others.
 """
 
@@ -239,7 +239,7 @@ def another_number_of_frames(lab: Lab) -> None:
 
 @report("welltop-cn/ComfyUI-TeaCache#159")
 def a_picture_to_edit(lab: Lab) -> None:
-    """With a reference, the error of merging is at most twice the error without."""
+    """With a reference, the error of merging is at most twice the error without a reference."""
     few = lab.few
     picture = few.drawn(few.model)
     plain = float((few.drawn(few.merged) - picture).norm() / picture.norm())

@@ -1,4 +1,4 @@
-"""Test that ToMA takes the sigmas that the model receives from the schedule, without host syncs."""
+"""Test that ToMA reads the model's sigmas from the schedule, without host syncs."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def views(t: Tensor) -> list[Tensor]:
 
 
 def check_slots(dest_slots: Tensor, windows: Any, budget: Any) -> None:
-    """Check that every window has as many destinations as its budget. They must be ascending, distinct and no padding.
-    Unused slots must repeat the first destination."""
+    """Check that every window has as many destinations as its budget. The destinations must be ascending and distinct,
+    and none may be padding. Unused slots must repeat the first destination."""
     for image, kept_here in zip(dest_slots.tolist(), destinations_of(budget, len(dest_slots)), strict=True):
         for row, kept, count in zip(image, kept_here, windows.counts, strict=True):
             assert row[:kept] == sorted(set(row[:kept]))

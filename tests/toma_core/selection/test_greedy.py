@@ -1,6 +1,7 @@
 """Test greedy facility location, against plain loops, brute force and apricot-select.
 
-Slots must equal those of the plain loops. apricot-select breaks ties differently, so only the value of its set of
+Slots must equal the slots that the plain loops select. apricot-select breaks ties differently, so only the value of its
+set of
 slots is compared.
 """
 
@@ -124,7 +125,7 @@ def smooth(seed: int, windows: int, side: int, channels: int = 16) -> torch.Tens
 def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the slots that a greedy search in fp64 selects, and their leads: (windows, dest_slots) each.
 
-    A lead is the difference between the two largest gains, divided by the largest gain if that is above 1.
+    A lead is the difference between the two largest gains, divided by the largest gain if this gain is above 1.
     """
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     S = unit @ unit.transpose(1, 2)

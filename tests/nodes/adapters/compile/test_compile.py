@@ -43,7 +43,8 @@ def small_unet() -> Any:
 
 @pytest.fixture
 def both(order: str, model: Any, attach: Any) -> Any:
-    """both(backend, inside, **settings): apply ToMA and torch.compile to the model; `order` says which comes first."""
+    """both(backend, inside, **settings): apply ToMA and torch.compile to the model. `order` says which of them comes
+    first."""
 
     def make(backend: Any, inside: bool, **settings: Any) -> Any:
         if order == "toma first":

@@ -68,7 +68,8 @@ def test_a_block(what: str, model_of: Any, merged_block: Any) -> None:
 
 
 def check_preset(model: Any, stats_of: Any, most: float = 0.05, **asked: Any) -> list[Tensor]:
-    """Sample without and with the preset in eight steps, compare the streams, and return those without ToMA."""
+    """Sample without and with the preset in eight steps. Compare the streams of both runs, and return the unmerged
+    run's."""
     asked, merged = {"steps": 8, **asked}, balanced(model)
     own, found = sampled(model, **asked), sampled(merged, **asked)
     video, audio = errors(found, own)

@@ -55,7 +55,8 @@ def with_segments(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[C
 
 
 def levels(segments: list[Any]) -> Tensor:
-    """Choose a row of modulation for each video token, at random from two rows; return the rows' indices."""
+    """Choose a row of modulation for each video token, at random from two rows. Return the indices of the chosen
+    rows."""
     first, last = segments[0][2], segments[-1][2]
     return torch.where(noise(TOKENS) > 0, first, last)
 

@@ -79,7 +79,7 @@ def test_given_video_stays_as_it_was(family: str, model_of: Any, stats_of: Any) 
 
 
 def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Audio that attended only to merged video tokens would have more than 1.4 times the error."""
+    """If the audio attended only to merged video tokens, its error would be more than 1.4 times as large."""
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
     # The last step's destinations have a lower priority. Switch this off, because it would hide a fault.
     monkeypatch.setattr(pack_module("toma_core.run"), "RECENT", 1.0)

@@ -1,4 +1,4 @@
-"""Test Qwen-Image 2.1 with every way in which it calls its blocks, with references, and with nodes that change
+"""Test Qwen-Image 2.1. It calls its blocks in several ways, may have references, and is tested with nodes that change
 blocks."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Test when a run uses Triton kernels and when plain PyTorch. The reason must be reported, and both must give equal
-results."""
+"""Test when a run uses Triton kernels, and when it uses plain PyTorch. The reason must be reported, and both must give
+equal results."""
 
 from __future__ import annotations
 

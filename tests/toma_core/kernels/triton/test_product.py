@@ -159,7 +159,7 @@ def test_refused(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 24, HALF), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True), Case(16, 16, 8, 0.5, 40, FULL))
 def test_one_image_several_times_is_no_copy(case: Case, kernels: Any) -> None:
-    """A plan that is stacked three times is not copied. Results equal those with three copies."""
+    """A plan that is stacked three times is not copied. Results equal the results of three copies."""
     plan = replace(random_plan(case), kernels=kernels)
     many, copied = stacked([plan] * 3), stacked([replace(plan) for _ in range(3)])
     x, out = normal(replace(case, batch=3), plan.tokens, 0), normal(replace(case, batch=3), plan.num_destinations, 1)

@@ -40,7 +40,7 @@ CASES = (
 def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[list[int], float]:
     """Return the slots that a greedy search in fp64 selects in one window, and the smallest lead of a selected slot.
 
-    The lead is the difference between the two largest gains, divided by the largest gain if that is above 1.
+    The lead is the difference between the two largest gains, divided by the largest gain if this gain is above 1.
     """
     step = tie_step(len(valid))
     similarity = similarity.double()[valid][:, valid]
