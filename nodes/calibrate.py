@@ -1,4 +1,5 @@
-"""ToMA Calibrate: measure where a model can be merged, and return the model merged there, with a profile.
+"""ToMA Calibrate: measure errors of merging in parts of a model, choose ratios, and return the merged model and a
+profile.
 
 A site is a group of blocks with one ratio. There are three sampling runs:
 
@@ -115,8 +116,8 @@ def calibrate(
 ) -> Calibrated:
     """Measure a model, and choose ratios that need as much work as the target's preset, see `TARGETS`.
 
-    If the target's preset has full steps, return the model merged by the preset, without measuring, because no choice
-    of ratios had less error than such a preset (benchmarks/results/fidelity/calibrated.md). The given model is not
+    If the target's preset has full steps, return the model merged by the preset, and measure nothing: no choice of
+    ratios had less error than such a preset (benchmarks/results/fidelity/calibrated.md). The given model is not
     changed, and its own ToMA settings are ignored. overrides: settings that override the preset's. on_run: called when
     a run begins, with its number and the count of runs. Raises `UnsupportedModelError`, and ComfyUI's own exception if
     the user cancels.

@@ -1,7 +1,7 @@
 """Draw charts with PIL: tokens by step and by block, and what Benchmark and Calibrate measured.
 
-A `Caption` on the node explains each picture in the language of the page. The colours are those of Okabe and Ito, which
-can be told apart with every kind of colour vision.
+A `Caption` on the node explains each picture in the language of the page. The colours of Okabe and Ito can be
+distinguished with every kind of colour vision.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from .adapters.patch_model import apply_toma
 from .adapters.report_text import headline
 from .task import Task, error, progress
 
-_WARM_UP_STEPS = 3  # enough for one merged step, because the first and the last step are full
+_WARM_UP_STEPS = 3  # enough for one merged step between the first and the last, which are full
 WORTH = 1.2  # the lowest speed-up at which merging is worth its error
-TOO_NOISY = 0.15  # speed-ups are not trusted if the runs of one ratio differ by more than this share of their median
+TOO_NOISY = 0.15  # if the runs of one ratio differ by more than this share of their median, no ratio is recommended
 
 
 @dataclass
@@ -62,7 +62,7 @@ def measure(
     """Return the timing without ToMA, then the timing at each ratio.
 
     The model first samples a few steps at each ratio to warm up. Then the ratios are timed in turn, forwards and
-    backwards, so that a machine that slows down favours none of them. The given model is not changed, and its own ToMA
+    backwards, so that no ratio gains if the machine slows down. The given model is not changed, and its own ToMA
     settings are ignored. on_run: called when a run begins, with its number and the count of runs. Raises
     `UnsupportedModelError`, and ComfyUI's own exception if the user cancels.
     """

@@ -106,9 +106,9 @@ class ToMAAdvanced(io.ComfyNode):
         window_size: int | None = None,
         sharpness: float | None = None,
     ) -> bool | str:
-        """Return True, or a text on what is wrong with these inputs. ComfyUI cannot check them: it accepts every value
-        from -1, which stands for the preset's value, to the maximum, and does not compare start and end. ComfyUI shows
-        the text at every input; web/toma.js finds the faulty one."""
+        """Return True, or a text on what is wrong with these inputs. ComfyUI cannot check them: it does not compare
+        start and end, and it accepts every value from -1 to the maximum, because -1 stands for the preset's value.
+        ComfyUI shows the text at every input; web/toma.js finds the faulty input."""
         given = {name: value for name, value in locals().items() if value is not None}
         return complaint(**widgets.overridden(given))
 

@@ -95,8 +95,8 @@ def _override(name: str) -> Any:
 
 
 def _values(preset: str, name: str) -> list[Any]:
-    """Return the values of a field in a preset, for UNets and for transformers: the page shows both until a run reveals
-    the kind of the model."""
+    """Return the values of a field in a preset, for UNets and for transformers. The page shows both until a run reveals
+    the kind of model."""
     kinds = ModelKind.UNET, ModelKind.TRANSFORMER
     values = [getattr(UserSettings(preset).resolved(kind), name) for kind in kinds]
     return list(dict.fromkeys(value.value if isinstance(value, Enum) else value for value in values))

@@ -82,8 +82,9 @@ class Cache:
         chunks: Sequence[Any] = update.chunk(len(keys))
         before = [self._entries.get(key) for key in keys]
         replaced = Counter(id(entry.tensor) for entry in before if entry)
-        # Conditions that were evaluated in one call before, and are evaluated in separate calls now, share a tensor.
-        # Write each chunk into the shared tensor, because a new tensor beside it would double the memory.
+        # Conditions share a tensor if they were evaluated in one call earlier, even if they are now evaluated in
+        # separate calls. Write each chunk into the shared tensor, because an additional new tensor would double the
+        # memory.
         apart = any(self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)] for entry in before if entry)
         old = None if host is None else _complete([entry for entry in before if entry], len(keys))
         if apart and len(chunks) == len(keys):
@@ -112,7 +113,7 @@ class Cache:
     def read(self, keys: Keys, like: Tensor) -> Tensor | None:
         """Return the tensors under the keys, concatenated: (B, N, C) with the shape, dtype and device of `like`.
 
-        Return None if any chunk is missing, or differs from the chunk of `like` in shape, dtype or device: conditions
+        Return None if any chunk is missing, or differs from the chunk of `like` in shape, dtype or device. Conditions
         that are evaluated in one call use the cache together or not at all.
         """
         with self.lock:

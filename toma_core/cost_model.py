@@ -18,7 +18,7 @@ from .config import Granularity
 from .reasons import Message, Reason
 
 FEWEST = 256  # grids of fewer tokens are not merged on any device
-LAUNCH = 6e-6  # seconds that PyTorch and ComfyUI's Python code take to launch one operation
+LAUNCH = 6e-6  # seconds that the host takes to launch one operation, in PyTorch and in ComfyUI's Python code
 EFFICIENCY = 0.4  # share of the peak FLOP/s that a block reaches: 0.5 to 0.7 in large products, nearly 0 in norms
 CLOCK = 2.0e9  # Hz, if PyTorch reports no clock: cards since 2017 boost to between 1.4 (A100) and 2.5 GHz (RTX 4090)
 # FLOPs per clock cycle and multiprocessor, by the lowest compute capability that reaches them, for dense half-precision
@@ -43,7 +43,7 @@ class Block:
     # divided by the number of blocks in the family's shortest stack, and rounded up. If a block has no modules to
     # merge, the third number is for granularity block without the residual cache.
     added: tuple[int, int, int]
-    beside: int = 0  # text tokens that the block computes too: the shortest length to which ComfyUI pads a prompt
+    beside: int = 0  # text tokens that the block computes too; the shortest length to which ComfyUI pads prompts
 
     def launching(self, granularity: Granularity) -> float:
         """Return the seconds that the host takes to launch the merged block."""
@@ -95,9 +95,9 @@ def too_little(
 ) -> Message | None:
     """Return why Auto does not merge a token grid, None if Auto merges it.
 
-    images: images per condition. The number of conditions in the batch does not count: it depends on free memory, and
-    free memory must not change a picture. card: None if the device is no NVIDIA GPU; every grid of `FEWEST` or more
-    tokens is then merged. granularity: of the merge; `BLOCK` for a stack of one block.
+    images: images per condition. The number of conditions in the batch is ignored: it depends on free memory, which
+    must not change a picture. card: None if the device is no NVIDIA GPU; every grid of `FEWEST` or more tokens is then
+    merged. granularity: of the merge; `BLOCK` for a stack of one block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)

@@ -24,7 +24,7 @@ class Origin(NamedTuple):
 
     step: int
     falling: float  # noise level of the model; in unsampling its inverse, so that it falls in every run
-    state: Hashable  # stands for ControlNets, weights and positions, on which the entries depend too
+    state: Hashable  # identifies ControlNets, weights and positions, on which the entries depend too
     other_steps: tuple[int, ...]  # `step` as counted in other ways, see `decision._begin`
 
     def serves(self, now: Origin, interval: int) -> bool:
@@ -60,7 +60,7 @@ class Coverage:
         """
         with self.cache.lock:
             self._interval, records = interval, self._records
-            # Do not wait for entries of conditions that the last refresh did not evaluate: some nodes skip conditions.
+            # Do not require entries of conditions that the last refresh did not evaluate: some nodes skip conditions.
             # If the last refresh recorded no condition at all, another node skipped the entire refresh.
             if any(s in records and records[s].origin == each for s, each in self._refreshing.items()):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in records)
@@ -86,7 +86,7 @@ class Coverage:
         return all(record is not None and record.layout == layout for record in records)
 
     def store(self, keys: Keys, update: Tensor, kv: bool = False) -> None:
-        """Cache (B, N, C), unless the refresh has been broken off. The arguments are those of `Cache.put`."""
+        """Cache a tensor, (B, N, C), unless the refresh has been broken off. The arguments are those of `Cache.put`."""
         with self.cache.lock:
             if self.cache.disabled or not self._refreshing:
                 return

@@ -71,9 +71,9 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
 def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
-    Guidance takes the difference between conditions, so all of them use caches or none does: if the entries of one
+    Guidance takes the difference between conditions, so all conditions use caches or none does. If the entries of one
     condition cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, only one
-    step between two scheduled refreshes becomes such a refresh; later steps merge without caches.
+    step between two scheduled refreshes becomes such an unscheduled refresh. Later steps merge without caches.
     """
     if run.cache.disabled:
         return _without_cache(run, plan, Reason.CACHE_DISABLED()).mode
@@ -104,8 +104,8 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
     given = facts.sigma if facts.model_sigma is None else facts.model_sigma
     # `Coverage` expects a falling noise level; in unsampling it rises, but its inverse falls.
     falling = 1 / max(given, 1e-9) if schedule.rises else given
-    # Derive the step from the noise level too if another node changes noise levels or the sampler reports no steps.
-    # Otherwise do not, because a schedule may return to an earlier noise level.
+    # If another node changes noise levels or the sampler reports no steps, also derive the step from the noise level.
+    # Otherwise do not derive it, because a schedule may return to an earlier noise level.
     in_doubt = facts.unreported or given != facts.sigma
     other_steps = step_at(schedule.sigmas, given) if in_doubt else plan.step, facts.unreported
     origin = Origin(plan.step, falling, None, other_steps)

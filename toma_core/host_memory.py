@@ -42,8 +42,8 @@ class HostMemory:
 
     def place(self, t: Tensor | Int4Tensor, instead: object = None) -> Tensor | Int4Tensor | Parked:
         """Place a new cached tensor on the card or in main memory. Alternate between the two, so that tensors of one
-        block are copied while other blocks compute. Return t itself if it stays on the card, otherwise a `Parked`. t
-        must not change afterwards. instead: the cached tensor that t replaces."""
+        block are copied while other blocks compute. Return t itself if it stays on the card, and a `Parked` otherwise.
+        t must not change afterwards. instead: the cached tensor that t replaces."""
         with self.lock:
             card = sum(size for device, size in self._on_card.values() if device == t.device)
             share = min(1.0, self.card_room / max(self.expected, 1))
@@ -140,7 +140,7 @@ class HostMemory:
 
 
 def _pages(size: int) -> Tensor:
-    """Return main memory of at least `size` bytes, (bytes,) uint8, in pages that nothing else uses: memory is pinned by
+    """Return main memory of at least `size` bytes, (bytes,) uint8, in pages that nothing else uses. Memory is pinned by
     pages, and a page can be pinned only once. Raises `RuntimeError`."""
     memory = torch.empty(size + 2 * _PAGE, dtype=torch.uint8, device="cpu")
     start = -memory.data_ptr() % _PAGE

@@ -1,8 +1,8 @@
 """Propagate cached tensors by the change of the latent, which is known at every token.
 
 The paper has no such regression. A merged step knows how keys, values and updates have changed at its D destinations.
-Part of that change comes from the destinations' own noise, which no other token shares; with samplers that draw new
-noise in each step, it is the larger part. But the change depends on the latent in the same way for all tokens. So the
+Part of this change comes from the destinations' own noise, which no other token shares. If the sampler draws new noise
+in each step, this part is the larger one. But the change depends on the latent in the same way for all tokens. So the
 change is regressed on the latents of destinations, with a small ridge and a constant. Each token gets the part that its
 own latent explains. Only the residual of the regression is shared among tokens.
 
@@ -42,8 +42,8 @@ _LEAST_DESTINATIONS = 2  # per feature; with fewer, the regression would overfit
 @dataclass(frozen=True, eq=False)
 class Rotation:
     """The rotary matrices of keys. The change of keys is regressed and shared before rotation, because tokens have
-    different positions. A head has P pairs of adjacent channels. The matrices have any float dtype; those of a token
-    are contiguous."""
+    different positions. A head has P pairs of adjacent channels. The matrices have any float dtype, and the matrices of
+    one token are contiguous."""
 
     tokens: Tensor  # (B or 1, N, 1, P, 2, 2)
     destinations: Tensor  # (B or 1, D, 1, P, 2, 2)
@@ -51,8 +51,9 @@ class Rotation:
 
     @classmethod
     def of(cls, tokens: Tensor, destinations: Tensor, like: Tensor) -> Rotation | None:
-        """Return the rotation of keys, (B, T, C) as `like`; None unless C is a multiple of the 2 P channels of a head,
-        and tokens and destinations are (B or 1, T, ..., P, 2, 2), where `...` are axes of length 1."""
+        """Return the rotation of keys that are (B, T, C) like `like`. Return None unless C is a multiple of 2 P, the
+        channels of a head, and tokens and destinations are (B or 1, T, ..., P, 2, 2), with axes of length 1 in place of
+        `...`."""
         if any(t.shape[2:-3].numel() != 1 for t in (tokens, destinations)) or like.shape[2] % (2 * tokens.shape[-3]):
             return None
         tokens, destinations = (t.reshape(*t.shape[:2], 1, *t.shape[-3:]) for t in (tokens, destinations))
@@ -80,7 +81,7 @@ class Rotation:
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """The matrices by which cached tensors are propagated in one call, see the formula at the top of the module."""
+    """The matrices by which one call propagates cached tensors, see the formula at the top of the module."""
 
     plan: MergePlan  # its unmerge weights are U
     fit: Tensor  # (B, F, D), in the dtype of the plan's weights

@@ -48,9 +48,10 @@ class MergePlan(WithTensors):
 
     @cached_property
     def strips(self) -> tuple[Tensor, Tensor] | None:
-        """Merge weights M and unmerge weights A^T for each of the R rows of windows, (B * R, D / R, N / R) and (B * R,
-        N / R, D / R), with zeros between different windows. A row is one span of memory, which PyTorch multiplies
-        without a copy. None where windows differ in size or budget, or a row has more than `_MAX_IN_ROW` windows."""
+        """Merge weights M, (B * R, D / R, N / R), and unmerge weights A^T, (B * R, N / R, D / R), for each of the R
+        rows of windows. Weights between different windows are zero. A row is one span of memory, which PyTorch
+        multiplies without a copy. None where windows differ in size or budget, or a row has more than `_MAX_IN_ROW`
+        windows."""
         tiles = self.windows.tiles
         if self.kernels is not None or self.windows.contiguous or tiles is None or self.budget.compact is not None:
             return None
@@ -128,7 +129,8 @@ def _rows(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def kernels_for(plan: MergePlan, *tensors: Tensor) -> TritonKernels | None:
-    """Return the plan's kernels if the tensors have the dtype of its weights and need no gradients, else None."""
+    """Return the plan's kernels if the tensors have the dtype of its weights and need no gradients. Return None
+    otherwise."""
     if plan.kernels is None or any(t.dtype is not plan.merge_weights.dtype for t in tensors):
         return None
     return None if torch.is_grad_enabled() and any(t.requires_grad for t in tensors) else plan.kernels

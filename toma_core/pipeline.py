@@ -115,8 +115,8 @@ class Evaluation:
         return self.run.plan(x, grid, scope, self.step_plan, self.plan_keys, self.tile, self.pictures)
 
     def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:
-        """Return the plan for tokens x of (B, N, C) that show the same content during the entire run, such as those of
-        a reference image. Each condition has its own plan, because conditions may have different reference images."""
+        """Return the plan for tokens x of (B, N, C) that show the same content during the entire run, as tokens of a
+        reference image do. Each condition has its own plan, because conditions may have different reference images."""
         return self.run.plan(x, grid, scope, self.lasting, self.cond_keys)
 
     @property
@@ -164,8 +164,8 @@ def reduce(x: Tensor, plan: MergePlan | None, cached: Refresh | Cached | None = 
     """Merge (B, N, C) to (B, D, C); return x itself without a plan or in a refresh."""
     if plan is None or isinstance(cached, Refresh):
         return x
-    # With a cached update, do not average tokens: means hold less noise than the model expects, so their update would
-    # differ from the cached one for that reason alone.
+    # With a cached update, do not average tokens. Means hold less noise than the model expects, and for that reason
+    # alone their update would differ from the cached update.
     return merge(x, plan) if cached is None else gather_destinations(x, plan)
 
 
@@ -198,12 +198,12 @@ def restore(
 def unmerge_residual_cached(out: Tensor, reduced: Tensor, x: Tensor, cached: Tensor, plan: MergePlan) -> Tensor:
     """Return x + p * cached + unmerge(w * (out - reduced - p * cached at destinations)), (B, N, C).
 
-    p: for each image, the least-squares share of the cached update in the fresh one, within [0, 1];
-    w = 1 - (1 - DELTA_WEIGHT) * p. out, reduced: (B, D, C); x, cached: (B, N, C).
+    p: for each image, the least-squares share of the cached update in the fresh update, within [0, 1]. w = 1 - (1 -
+    DELTA_WEIGHT) * p. out, reduced: (B, D, C); x, cached: (B, N, C).
     """
     fresh, old = out - reduced, gather_destinations(cached, plan)
-    # p is close to 1 between neighbouring steps of a run of 20 steps, and close to 0 in a run of 4 steps, whose noise
-    # levels lie far apart.
+    # p is close to 1 between neighbouring steps of a run of 20 steps. It is close to 0 in a run of 4 steps, because
+    # their noise levels lie far apart.
     old_fp32 = old.float()
     common, norm = ((t * old_fp32).sum((1, 2), keepdim=True) for t in (fresh, old_fp32))
     p = (common / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp(0, 1).to(x.dtype)

@@ -49,7 +49,7 @@ class Int4Tensor(NamedTuple):
         return Int4Tensor(*(part.clone() for part in self))
 
     def copy_(self, other: Int4Tensor) -> None:
-        """Overwrite this tensor by another one of the same shape."""
+        """Overwrite this tensor with another of the same shape."""
         for mine, theirs in zip(self, other, strict=True):
             mine.copy_(theirs)
 
@@ -57,7 +57,7 @@ class Int4Tensor(NamedTuple):
         """Return (B, N, C), a new tensor."""
         codes = self.codes.unflatten(-1, (self.low.shape[-1], -1))
         low, step, half = self.low[..., None], self.step[..., None], codes.shape[-1]
-        # Compute half of the result, because the range of a group may exceed that of half precision.
+        # Compute half of the result, because the range of a group may exceed the range of half precision.
         narrow = self.dtype is torch.float16
         if narrow:
             low, step = low / 2, step / 2

@@ -37,7 +37,7 @@ class _PlanKey(NamedTuple):
 
 @dataclass(eq=False)
 class RunState:
-    """The state of one run; everything but the schedule is filled in during the run."""
+    """The state of one run; all fields except the schedule are filled in during the run."""
 
     schedule: Schedule  # holds the frozen settings
     stats: RunStats = field(default_factory=RunStats)
@@ -69,8 +69,8 @@ class RunState:
         return self.schedule.config
 
     def check_kv_cache(self, config_for: Callable[..., ToMAConfig]) -> None:
-        """Continue without a KV cache if the last evaluation was tiled, or if no attention called ToMA's hook. The
-        residual cache is cleared too, because the presets skip more blocks without a KV cache than with one."""
+        """Continue without a KV cache if the last evaluation was tiled, or if no attention called ToMA's hook. Clear
+        the residual cache too, because presets skip more blocks without a KV cache than with it."""
         if self.kv_cache and (self.tiles or self.attention_hook_called is False):
             self.stats.without_kv_cache = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION()
             self.schedule, self.kv_cache = replace(self.schedule, config=config_for(kv_cache=False)), False
@@ -102,7 +102,7 @@ class RunState:
         tile: TileBatch | None = None,
         pictures: tuple[Tensor, ...] = (),
     ) -> MergePlan:
-        """Return the plan for tokens x of (B, N, C) on `grid`; make it if there is none or it is too old.
+        """Return the plan for tokens x of (B, N, C) on `grid`; make the plan if there is none, or if it is too old.
 
         scope: blocks with the same scope share a plan.
         plan_keys: for each equal chunk of the batch, the part of the latent that it shows. Chunks with the same key
@@ -137,7 +137,7 @@ class RunState:
             tokens = x.index_select(0, tile.first)
             plan = tile.resolve(key, self._selected(tokens, tokens, grid, step, even=True))
             self.stats.count_plan(grid, plan.num_destinations, selected=True)
-            # All tiles have this key, so that only the last tile's plan is left to draw.
+            # All tiles share this key, so that only the last tile's plan remains and is drawn.
             drawn = _PlanKey((scope, TileBatch), grid, step.ratio, step.selection, 0, x.dtype, x.device)
             self._remember(drawn, plan, step)
         return tile.plans[key]
@@ -189,8 +189,9 @@ class RunState:
     def _selected(
         self, x: Tensor, features: Tensor, grid: Grid, step: StepPlan, even: bool, recent: Tensor | None = None
     ) -> MergePlan:
-        """Return a plan with new destinations. even: all windows get destinations in proportion to their tokens,
-        whatever the settings say. recent: destinations of lower priority, (B, D), only in runs with a KV cache."""
+        """Return a plan with new destinations. even: give each window destinations in proportion to its number of
+        tokens, whatever the settings say. recent: destinations of lower priority, (B, D), only in runs with a KV
+        cache."""
         config, priority = self.config, None
         if self.kv_cache:  # runs with a KV cache compile only the kernel with a priority
             priority = torch.ones(len(features), prod(grid), device=features.device)

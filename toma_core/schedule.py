@@ -1,4 +1,5 @@
-"""Decide when to merge, how much, and when a plan is too old, from numbers alone, without tensors or state.
+"""Decide when to merge, how much, and when a plan is too old. The decisions depend on numbers alone, not on tensors or
+state.
 
 The step of an evaluation is derived from its sigma, because samplers of higher order evaluate the model several times a
 step, at sigmas between scheduled ones. Callers that know the step pass it, because two steps may share a sigma.
@@ -18,8 +19,8 @@ from .reasons import Message, Reason
 # sigma.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
-# A run "begins flat" if it has at most _FLAT_STEPS steps, and its first two steps together lower sigma by less than the
-# share _FLAT_SHARE of the first sigma.
+# A run "begins flat" if it has at most _FLAT_STEPS steps, and if its first two steps together lower sigma by less than
+# _FLAT_SHARE times the first sigma.
 _FLAT_STEPS, _FLAT_SHARE = 8, 0.015
 
 # Runs with more steps than this have two full steps at the beginning, because the second step may still change the

@@ -59,9 +59,9 @@ def greedy_facility_location(
     """Return the first `number` slots of every window that a greedy search picks, best first: (G, number) int64.
 
     similarity: (G, S, S) fp32, S_ij = cos(x_i, x_j); valid: (G, S) bool, False in padding slots, None without padding.
-    priority: (G, S) fp32 in (0, 1], factors of gains; if the smallest factor is p, the search reaches at least 1 - e^-p
-    of the optimum. A window with fewer valid slots than `number` repeats a slot at the end. Ties go to the lowest slot,
-    see `tie_step`. The host does not wait for the device.
+    priority: (G, S) fp32 in (0, 1], the factor of each slot's gain. If the smallest factor is p, the search reaches at
+    least 1 - e^-p of the optimum. A window with fewer valid slots than `number` repeats a slot at the end. Ties go to
+    the lowest slot, see `tie_step`. The host does not wait for the device.
     """
     slots = similarity.shape[1]
     slot = torch.arange(slots, dtype=similarity.dtype, device=similarity.device)
@@ -139,10 +139,10 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool 
 
     spread: (B, W), from the function `spread`. Destinations per token are proportional to the square root of the
     spread, which gives quantisation in two dimensions the least error (Zador 1982). by_latents: whether cached tensors
-    are propagated by the latent; destinations per token are then proportional to the spread itself, because in windows
-    of low spread the latent usually explains most of the change of cached tensors. A window gets at least one
-    destination and at most as many as it has tokens. Each frame of a video keeps its number of destinations. The host
-    does not wait for the device.
+    are propagated by the latent. Destinations per token are then proportional to the spread itself: in windows of low
+    spread, the latent usually explains most of the change of cached tensors. A window gets at least one destination and
+    at most as many as it has tokens. Each frame of a video keeps its number of destinations. The host does not wait for
+    the device.
     """
     device, frames = spread.device, windows.frames
     images, total = len(spread), budget.total // frames

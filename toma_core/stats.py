@@ -51,7 +51,7 @@ class RunStats:
     # Of attention that another node overrides: (whether tokens are merged, whether that node calls ComfyUI's
     # attention).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
-    times_less_work: float | None = None  # FLOPs of an unmerged run over those of this run; None if unknown
+    times_less_work: float | None = None  # FLOPs of an unmerged run divided by the FLOPs of this run; None if unknown
     comfyui: tuple[Message, ...] = ()  # messages on the installed ComfyUI
     maps: dict[Grid, MergeMap] = field(default_factory=dict)
     merged_in: Counter[int] = field(default_factory=Counter)  # merged evaluations of each step
@@ -84,7 +84,7 @@ class RunStats:
             self.full_reasons.setdefault(reason, set()).add(step)
 
     def count_plan(self, grid: Grid, destinations: int, selected: bool) -> None:
-        """Count a plan for a grid. selected: whether destinations were selected too, not only weights computed."""
+        """Count a plan for a grid. selected: whether destinations were selected; if not, only weights were computed."""
         with self.lock:
             fewest = min(destinations, self.grids.get(grid, destinations))
             self.grids[grid] = fewest if self.by_profile else destinations

@@ -19,7 +19,7 @@ class TileBatch:
     latent: Tensor  # (B, ...), the latents that are evaluated
     earlier: tuple[TileBatch, ...] = ()  # earlier calls of the same evaluation, which may show the same tiles
     plans: dict[Hashable, MergePlan] = field(default_factory=dict)
-    first: Tensor = field(init=False)  # (B,) int64, for each image the first one that is equal to it
+    first: Tensor = field(init=False)  # (B,) int64, for each image, the first image that equals it
 
     def __post_init__(self) -> None:
         # Fill the diagonal, because an image that holds NaN does not equal itself.

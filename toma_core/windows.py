@@ -47,7 +47,7 @@ class Windows(WithTensors):
     source: Tensor  # (W, S) int64, the token in each slot; padding slots repeat the window's first token
     valid: Tensor | None  # (W, S) bool, False in padding slots; None without padding
     inverse: Tensor  # (N,) int64, each token's slot in the flattened (W * S)
-    contiguous: bool  # the tokens of each window lie side by side in memory, one window after the other
+    contiguous: bool  # the tokens of each window lie side by side in memory, and the windows in order
     cuts: tuple[tuple[int, ...], tuple[int, ...]]  # rows and columns at which windows begin and end, over all frames
     frames: int = 1
 

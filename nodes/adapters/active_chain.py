@@ -122,9 +122,10 @@ class Reduction:
         return self.chain.signature.clamp_fp16(joined(restored))
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
-        """Return the keys or values of all tokens, (B, before + N + rest, C), from t, (B, before + D + rest, C); with
-        axis 2, (B, heads, T, C). A refresh caches t and returns it. A merged step propagates the change at its
-        destinations to the cached tensor. If nothing is cached, return t; if `always`, return t unmerged."""
+        """Return the keys or values of all tokens, (B, before + N + rest, C). t: the keys or values of the merged
+        tokens, (B, before + D + rest, C). If axis is 2, both are (B, heads, T, C). A refresh caches t and returns it. A
+        merged step propagates the change at its destinations to the cached tensor. If nothing is cached, return t; if
+        `always`, return t unmerged."""
         evaluation, lengths = self.chain.evaluation, [count for _, count in self.lengths]
         quantized, total = evaluation.run.cache.quantized, sum(lengths)
         tokens_btc = to_btc(t.narrow(axis, before, total), axis)
@@ -171,8 +172,8 @@ class Reduction:
         return self._rotations.get(kind)
 
     def rope(self, rope: Tensor, before: int) -> Tensor:
-        """Return the positions of [before | D | rest] from those of [before | N | rest], (B or 1, ..., T, ..., 2, 2): T
-        is the second or third axis, and axes of heads have length 1."""
+        """Return the positions of [before | D | rest]. rope: the positions of [before | N | rest], (B or 1, ..., T,
+        ..., 2, 2), where T is the second or third axis, and axes of heads have length 1."""
         parts, tokens = list[Tensor](), 0
         for plan, (count, _) in zip(self.plans, self.lengths, strict=True):
             if plan is None:

@@ -57,7 +57,8 @@ def config_for(settings: Settings, model: ModelPatcher, kv_cache: bool = True) -
 
 
 def last_stats(model: ModelPatcher) -> RunStats | None:
-    """Return the stats of a model's last finished run with ToMA; None if there was none, or if they were dropped."""
+    """Return the stats of a model's last finished run with ToMA; None if no run has finished, or if its stats were
+    dropped."""
     attachment = attachment_of(model)
     return None if attachment is None else _reports.get(attachment.report_id)
 

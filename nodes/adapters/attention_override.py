@@ -35,8 +35,8 @@ class KVOverride:
     called: int = 0  # how many of the block's self-attentions have run
 
     def given_to(self, call_args: CallArguments, attention_arg: str) -> CallArguments:
-        """Return the arguments of a block, changed so that its attention calls this override. They are unchanged if
-        ComfyUI passes the block neither options nor, as `attention_arg`, an attention function."""
+        """Return the arguments of a block's call, changed so that the block's attention calls this override. They are
+        unchanged if ComfyUI passes the block neither options nor, as `attention_arg`, an attention function."""
         if attention_arg:
             return {**call_args, attention_arg: partial(self, call_args[attention_arg])}
         options = call_args.get("transformer_options")
@@ -63,7 +63,8 @@ class KVOverride:
                 else:
                     kwargs = {**kwargs, "mask": seen}
         if self.then is None:
-            # ComfyUI ignores the function that the checkpoint names as soon as there is an override, including ours.
+            # If there is any override, as ours here, ComfyUI ignores the function that the checkpoint names. So call it
+            # here.
             named = self.preferred[0 if number == 0 else -1].function if self.preferred else None
             return (function if named is None else named)(q, k, v, *args, **kwargs)
         if self.noted is None or number is None:

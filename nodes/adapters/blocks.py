@@ -58,7 +58,7 @@ def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True
 def merged_blocks(
     hooks: Sequence[BlockHook], modules: Any, skips: Sequence[Message | None], evaluation: Evaluation
 ) -> dict[int, BlockHook]:
-    """Return the hooks of the blocks that are merged, by index, and set each hook's module to the one that is in the
+    """Return the hooks of the blocks that are merged, by index, and set each hook's module to the module that is in the
     model now. Note in the stats why each of the other blocks is not merged. modules: the model's list of blocks, which
     another pack may have replaced. skips: per block, why the settings skip it."""
     merged = {}
@@ -96,7 +96,8 @@ def chain_hooks(
     then one per reference. x: latent of (B, C, ..., H, W). width: channels of a token, 0 if unknown."""
     first, config = hooks[0], evaluation.run.config
     evaluation = evaluation.of(first.name)
-    # Estimate the cost of a chain of one block as for granularity `block`, which merges in the same way.
+    # Estimate the cost of a chain of one block as with granularity `block`, where such a block is merged in the same
+    # way.
     alone = Granularity.BLOCK if config.granularity is Granularity.STACK else config.granularity
     work = first.work, alone if len(hooks) == 1 else Granularity.STACK
     names = [hook.name for hook in hooks]

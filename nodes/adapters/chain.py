@@ -71,8 +71,8 @@ class ChainSite:
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Set the token counts for a graph in which blocks like `module` get (B, N, width) tokens for a latent of B
         images. Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks.
-        Return True if the counts are set, or if the chain can decide only when it gets its tokens: the chain is not
-        set, the width is unknown (0), or B is no multiple of the number of plan keys."""
+        Return True if the counts are set, or if the decision must wait for the tokens: the chain is not set, the width
+        is unknown (0), or B is no multiple of the number of plan keys."""
         chain = self.chain
         if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
             self.attends = False  # compiled code cannot depend on a decision at run time

@@ -26,7 +26,7 @@ RAISES_OWN_ERRORS = False  # whether `own_code` raises the original errors, as i
 
 
 class UnmergedError(Exception):
-    """An error because of which a call of the model runs unmerged."""
+    """An error that makes a call of the model run unmerged."""
 
     @property
     def reason(self) -> Message:
@@ -55,7 +55,7 @@ def require_api(name: str) -> Iterator[None]:
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Raise `OwnError` where code of this pack fails, so that the run continues unmerged. Errors for the user and
+    """Raise `OwnError` if code of this pack fails, so that the run continues unmerged. Errors for the user and
     out-of-memory errors pass through; in tests all errors do."""
     try:
         yield
@@ -99,8 +99,8 @@ def warn(error: UnmergedError, consequence: str = "without merging") -> None:
         logging.warning(message, text, consequence, exc_info=error if own else None)
 
 
-# Options of ComfyUI that switch off two features which need all evaluations of a model to be alike: CUDA graphs, and
-# ComfyUI's compiler, which records a block's allocations and repeats the addresses in the next evaluation.
+# Options of ComfyUI that switch off CUDA graphs and ComfyUI's compiler. Both need all evaluations of a model to be
+# alike: the compiler records a block's allocations, and repeats their addresses in the next evaluation.
 _REPLAYS = ("disable_comfy_compiler", "disable_cuda_graphs")
 _replays_lock = Lock()
 _replays_before = list[dict[str, bool]]()
@@ -125,7 +125,7 @@ def without_replays() -> Iterator[None]:
 
 
 def end_interrupted(several_devices: bool = False) -> None:
-    """End ComfyUI's recording and prefetching after an error has ended an evaluation, and free memory; ComfyUI itself
+    """After an error has ended an evaluation, end ComfyUI's recording and prefetching, and free memory. ComfyUI itself
     does so only when a node ends. several_devices: end only this device's recording, because others still compute."""
     try:
         from comfy import model_prefetch as prefetch

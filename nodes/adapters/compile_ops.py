@@ -1,8 +1,8 @@
 """Merge inside the graphs of torch.compile, through operators that the compiler does not trace.
 
 Merging depends on content, step and run, and tracing would freeze all of these in the graph. Merging outside of graphs
-would break the graph within the loop over blocks: each block would be a separate graph, and guards would cost most of
-the time that compiling gains. Therefore a graph contains operators that get shapes and the number of a
+would break the graph within the loop over blocks. Each block would then be a separate graph, and guards would cost most
+of the time that compiling saves. Therefore a graph contains operators that get shapes and the number of a
 `chain.ChainSite`.
 """
 
@@ -38,8 +38,8 @@ def in_one_piece(model_options: dict[str, Any]) -> bool:
 
 
 def allow_more_graphs() -> None:
-    """Raise PyTorch's limit of eight graphs per function, because every image size and prompt length needs one graph
-    for full steps and one for merged steps. The limit stays raised, because the graphs remain."""
+    """Raise PyTorch's limit of eight graphs per function, because every image size and prompt length needs two graphs,
+    one for full steps and one for merged steps. The limit stays raised, because the graphs remain."""
     from torch._dynamo import config  # imported here, because the import takes seconds
 
     for name in ("recompile_limit", "cache_size_limit"):  # PyTorch before 2.6 has only `cache_size_limit`

@@ -71,8 +71,8 @@ def area_size(area: Sequence[int] | None, size: Sequence[int]) -> tuple[int, ...
 
 def is_active(cond: Mapping[str, Any], sigma: float) -> bool:
     """Whether ComfyUI evaluates a condition at this noise level."""
-    # Round the limits to single precision, as ComfyUI does when it compares them with the noise level; otherwise a
-    # condition that begins exactly at a step could count as inactive there.
+    # Round the limits to single precision, as ComfyUI does when it compares them with the noise level. Without
+    # rounding, a condition that begins exactly at a step could count as inactive in that step.
     start = np.float32(cond.get("timestep_start", np.inf))
     end = np.float32(cond.get("timestep_end", -np.inf))
     return bool(start >= sigma >= end)
@@ -113,7 +113,7 @@ _NOT_CONTENT = {
 
 
 class Contents:
-    """Find conditions of equal content, such as a prompt that a schedule repeats, so that they share caches.
+    """Find conditions of equal content, such as a prompt that a schedule repeats. Such conditions share caches.
 
     ComfyUI gives each condition its own id, even if several hold the same text. Contents are compared by digests of
     their tensors, before sampling. If another node adds conditions later, their tensors on a device are compared by

@@ -36,7 +36,7 @@ _FOREIGN = ("sampler_", "model_function_wrapper", "context_handler", "denoise_ma
 
 def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Sequence[float]) -> list[Parts]:
     """Return for each step of a run the cache entries that the step would write if it were a refresh. shape: the
-    latent's shape as packed by ComfyUI. sigmas: one per step; if empty, one step with every condition is returned."""
+    latent's shape as packed by ComfyUI. sigmas: one per step; if empty, return one step with every condition."""
     contents = Contents(guider.conds)
     model = _Unloaded(guider.model_patcher)
     conds = _prepared(guider.conds, model, shape)
@@ -90,7 +90,7 @@ def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dic
         for group in prepared.values():
             samplers.resolve_areas_and_cond_masks_multidim(group, tuple(shape[2:]), torch.device("cpu"))
             samplers.calculate_start_end_timesteps(model, group)
-        # ComfyUI evaluates each area of one group for the other groups, too.
+        # If one group has an area, ComfyUI evaluates this area for the other groups too.
         for group in prepared.values():
             for cond in group:
                 for other in (each for each in prepared.values() if each is not group):

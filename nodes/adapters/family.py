@@ -104,7 +104,7 @@ class Transformer(ModelHooks, ABC):
     width = 0  # channels of a token, 0 if unknown
     keys_width = 0  # channels of a token's keys, summed over a block's attentions; 0 if as many as `width`
     patch_size = 2  # side of a token in pixels of the latent
-    references_follow = False  # whether the tokens of reference images come directly after those of the image
+    references_follow = False  # whether tokens of reference images come directly after the image's tokens
     hooks: list[list[BlockHook]]  # by group, then by block
 
     def __init__(self, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Plan the KV cache of a run from the memory beside the model, and make ComfyUI reserve that memory."""
+"""Plan the KV cache of a run from the memory that the model leaves free, and make ComfyUI reserve memory for it."""
 
 from __future__ import annotations
 

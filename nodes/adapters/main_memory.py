@@ -33,7 +33,7 @@ def may_take(size: int) -> bool:
 
 
 def _memories() -> list[tuple[float, float]]:
-    """Return total and available bytes: those of the computer, and those of the container if it has a limit."""
+    """Return total and available bytes of the computer, and of the container if its memory is limited."""
     computer = psutil.virtual_memory()
     found = [(computer.total, computer.available)]
     for limit, used in _FILES:

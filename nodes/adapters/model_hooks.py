@@ -17,8 +17,8 @@ from torch import nn
 
 from ... import toma_core
 
-# Keys of transformer_options that are removed before the model is called: compiled code reads every key that was
-# present when it was traced, also in later runs without ToMA.
+# Keys of transformer_options that are removed before the model is called. Compiled code would read every key that was
+# present when it was traced, even in later runs without ToMA.
 ATTACHMENT = "toma"
 SAMPLING = "toma_sampling"
 GRAPHS = "toma_graphs"
@@ -26,7 +26,7 @@ RIDING = (ATTACHMENT, SAMPLING, GRAPHS)
 
 
 class Hook:
-    """Stands in for a module's `forward`. It holds state of a run only during one evaluation, and lives as long as its
+    """Stands in for a module's `forward`. It holds state of a run only during one evaluation. It lives as long as its
     model, because torch.compile guards on the identity of traced objects."""
 
     original: Callable[..., Any]  # the `forward` that an installed hook replaces

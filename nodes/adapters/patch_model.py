@@ -182,8 +182,8 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
         image = executor(*args, **kwargs)
     except torch.OutOfMemoryError:
         # Evaluate all conditions again, on all tokens: if only one condition were repeated, guidance would amplify its
-        # difference from the merged ones. With several devices this is impossible: ComfyUI does not wait for the other
-        # devices, and would take their results for results of the next evaluation.
+        # difference from the merged conditions. With several devices this is impossible: ComfyUI does not wait for the
+        # other devices, and would take their results for results of the next evaluation.
         if sampling is None or sampling.several_devices or not sampling.no_memory():
             raise
         image = None

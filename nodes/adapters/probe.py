@@ -30,7 +30,7 @@ _KEY = "toma_probes"
 RATIO = 0.5  # at which single sites are measured
 RATIOS = (0.25, 0.5, 0.75)  # at which all sites together are measured, in the middle band
 MAX_BANDS = 3
-# Keys of wrappers that are removed from a model before measuring: ComfyUI's step caches return results of earlier
+# Keys of wrappers that are removed from a model before measuring. ComfyUI's step caches would return results of earlier
 # steps, and torch.compile would build a graph for every site and ratio.
 _LEFT_OUT = ("easycache", "lazycache", "torch.compile")
 

@@ -89,7 +89,7 @@ _FAMILIES: list[Any] = [globals()[name] for name in _NAMES.split() if name in gl
 
 @dataclass
 class _Plain(ModelHooks):
-    """Hooks of a model that differs from the one that this pack knows: nothing is merged."""
+    """Hooks of a model in which nothing is merged, because its class differs from the class that this pack knows."""
 
     reason: str  # the difference, for the report
     takes_frames = True
@@ -168,8 +168,8 @@ def blocks_of(model: ModelPatcher, latent: Tensor | None = None) -> list[BlockFa
 
 
 def fingerprint(model: ModelPatcher) -> str:
-    """Return properties that distinguish a model from all others except finetunes of its base: family, count of blocks
-    by kind, their channels, kind of prediction and highest noise level. Raises `UnsupportedModelError`."""
+    """Return properties that distinguish a model from all others, except from finetunes of its base: family, count of
+    blocks by kind, their channels, kind of prediction and highest noise level. Raises `UnsupportedModelError`."""
     facts = blocks_of(model)
     hooks = require(model.get_model_object("diffusion_model"))
     family = type(hooks).__module__.rpartition(".")[2]

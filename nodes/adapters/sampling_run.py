@@ -249,7 +249,7 @@ class SamplingRun:
 
     def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
         """Return the tiles of a call. Only tiles of the first condition are stored, so that comparisons stay few. Tiles
-        of other conditions, which come in any order, are compared with the stored ones."""
+        of other conditions come in any order, and are compared with the stored tiles."""
         who = self.calls, chunks
         first, tiles = self.tiles.setdefault((x.shape[1:], x.device), (who, []))
         if who != first:
@@ -259,7 +259,7 @@ class SamplingRun:
 
     def prediction(self, transformer_options: Mapping[str, Any]) -> Tensor | None:
         """Return the clean image that the last evaluation of this size predicted, (B, C, ..., H, W). None if plans are
-        made from tokens, if the image is too poor, or with context windows."""
+        made from tokens, if the image is too poor, or if there are context windows."""
         # Reject predictions at high noise levels, unless a KV cache makes poor plans harmless.
         poor = self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache
         if poor or frames_of(transformer_options) is not None or not self.run.config.uses_prediction:
@@ -283,7 +283,7 @@ class SamplingRun:
 
     def _keys(self, conditions: Iterable[Any], frames: Hashable, counts: Counter[Hashable]) -> tuple[Hashable, ...]:
         """Return a key for each condition: its content, area, frames, shape, the model's patches (which perturbed
-        guidance changes) and the count of its calls, which this method increases."""
+        guidance changes) and the count of its calls. Increase this count."""
         keys = []
         for each in conditions:
             key = self.contents.of(each), self.areas.get(each), frames, self.latent_shape, self.patches

@@ -41,7 +41,7 @@ _DRAWS_NOISE = (
     *("sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu", "sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu"),
     *("sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
 )
-# Samplers that amplify the errors of merging: their error is two to seventeen times that of Euler's method
+# Samplers that amplify the errors of merging. Their error is two to seventeen times the error of Euler's method
 # (benchmarks/results/fidelity/tables.md), so runs with a KV cache merge no step with these samplers.
 _ENLARGES = (
     *("sample_lms", "sample_ipndm_v", "sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp"),

@@ -59,7 +59,7 @@ class BlockSignature:
     row_args: tuple[str, ...] = ()  # arguments besides `rope_arg` with a row per token, along `rope_token_dim`
     # Arguments that hold indices of tokens: one index, or a list of (start, stop, ...).
     index_args: tuple[str, ...] = ()
-    text_arg = ""  # the argument with text tokens that are attended to in addition to those of `tokens_arg`
+    text_arg = ""  # the argument with text tokens; blocks attend to these and to the tokens of `tokens_arg`
     text_first = True  # whether text comes before the image in positions and in attention
     masks_text = False  # whether attention has a mask of keys that never hides the image
     mask_arg = ""  # the argument with a mask of all keys, if blocks take the mask unchanged

@@ -31,8 +31,8 @@ class Trajectory:
 
     @property
     def tiles(self) -> bool:
-        """Whether the latent in progress must be treated as a tile: it differs from an earlier one of this step, or
-        several steps have evaluated more than one latent, so that latents may come in any order."""
+        """Whether the latent in progress must be treated as a tile. It must if it differs from an earlier latent of
+        this step, or if several steps have evaluated more than one latent: latents may then come in any order."""
         return self.another or len(self._repeats) > 1
 
     def next(self) -> None:

@@ -1,4 +1,4 @@
-"""Choose the kernels of a run: Triton's if they can run and a trial at first use succeeds, else plain PyTorch."""
+"""Choose the kernels of a run: Triton's if they can run and pass a trial at first use, plain PyTorch otherwise."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class KernelName(MessageId):
     """Messages that name the implementation that computes plans and merges."""
 
     KERNEL = "kernel"  # name: of the implementation
-    KERNEL_BECAUSE = "kernel_because"  # name: of the implementation; reason: why it is not a faster one
+    KERNEL_BECAUSE = "kernel_because"  # name: of the implementation; reason: why no faster one is used
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ def _merges(
 
 
 def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Tensor, Tensor]]:
-    """Propagate by kernels and by PyTorch, without a rotation and with one, and return pairs of results, (B, N, C).
-    fresh: (B, D, C)."""
+    """Propagate by kernels and by PyTorch, without a rotation and, if C allows it, with a rotation. Return pairs of
+    results, (B, N, C). fresh: (B, D, C)."""
     batch, N, C = cached.shape
     features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES).expand(batch, -1, -1)
     fast = regress(features, plan)

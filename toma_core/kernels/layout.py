@@ -11,7 +11,7 @@ from torch import Tensor
 from ..windows import Budget, Windows
 
 DOT_MIN = 16  # the smallest side of a matrix product in Triton
-# Rows start at multiples of this many elements: kernels then read 16 bytes at a time whatever the window size.
+# Rows start at multiples of this many elements, so that kernels read 16 bytes at a time for every window size.
 _ROW_MULTIPLE = 16
 
 

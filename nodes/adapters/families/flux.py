@@ -33,7 +33,7 @@ class SingleSignature(BlockSignature):
     mutates_input = clamps_fp16 = True
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        # None without options, which step caches do not pass; the double blocks' index is then used.
+        # None without options, which some step caches do not pass; the double blocks' index is then used.
         after_text = (call_args.get("transformer_options") or {}).get("img_slice")
         return None if after_text is None else int(after_text[0])
 

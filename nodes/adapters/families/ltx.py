@@ -97,8 +97,8 @@ class AVSignature(Signature):
     )
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        # In the first attention the video attends to itself, in a later one the audio attends to the video. If token
-        # counts do not distinguish the later one from those between, the audio attends to merged tokens.
+        # In the first attention the video attends to itself, in a later attention the audio attends to the video. If
+        # token counts do not distinguish this attention from those before it, the audio attends to merged tokens.
         spans, audio = super().attention_spans(call_args, before), call_args[self.tokens_arg][1].shape[1]
         tokens, text = spans[0][1], call_args["v_context"].shape[1]
         return spans if not audio or tokens in (audio, text) else (*spans, (before, tokens, audio))

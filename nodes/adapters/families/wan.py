@@ -24,10 +24,10 @@ NAME = "Wan 2.1 and 2.2"
 MODEL = WanModel
 COST = Block(11.4, 59, (1, 18, 3))  # of the 14B model; `Hooks` adapts it to the feed-forwards of other models
 
-# Supported classes, each with the blocks after which the class reads all tokens: VACE adds the output of its control
-# blocks, Animate attends to faces, WanDancer attends to music. Three classes are not supported. HuMo attends to sound
-# frame by frame and has its reference as an additional frame. S2V changes the noise level inside the reference. Causal
-# Forcing has its own KV cache.
+# Supported classes, each with the blocks after which the class reads all tokens. After these blocks, VACE adds the
+# output of its control blocks, Animate attends to faces, and WanDancer attends to music. Three classes are not
+# supported. HuMo attends to sound frame by frame and has its reference as an additional frame. S2V changes the noise
+# level inside the reference. Causal Forcing has its own KV cache.
 _BORDERS: Mapping[str, Callable[[Any], Collection[int]]] = {
     "WanModel": lambda model: (),
     "CameraWanModel": lambda model: (),

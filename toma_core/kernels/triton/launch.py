@@ -33,8 +33,8 @@ def upcast(dtype: torch.dtype) -> bool:
 
 
 def turns(count: int) -> Any:
-    """Return a loop bound as a run-time argument, so that one binary serves all counts. In the interpreter, return the
-    constant that it needs."""
+    """Return a loop bound as a run-time argument, so that one binary serves all counts. The interpreter needs a
+    constant instead."""
     return tl.constexpr(count) if INTERPRETED else count
 
 
@@ -83,9 +83,9 @@ def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
 class Launch:
     """A kernel that makes one tensor, with its constant arguments.
 
-    Triton inspects all arguments at each launch, which takes the host several times as long as the launch itself. This
-    class lets Triton inspect them once. Later calls pass the tensors' addresses to the binary, if all are aligned to 16
-    bytes. Callers pass tensors of the same shapes, strides, dtypes and devices at each call.
+    Triton inspects all arguments at each launch, and this takes the host several times as long as the launch itself.
+    This class lets Triton inspect them once. Later calls pass the tensors' addresses to the binary, if all are aligned
+    to 16 bytes. Callers pass tensors of the same shapes, strides, dtypes and devices at each call.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class Launch:
 
 
 def _bound(compiled: Any, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object] | None:
-    """Return a function that launches a binary on the current stream, with the current launch hooks; None in the
-    interpreter, and before Triton 3.3, whose launchers do not take the kernel's arguments one by one."""
+    """Return a function that launches a binary on the current stream, with the current launch hooks. Return None in the
+    interpreter and before Triton 3.3, where launchers do not take the kernel's arguments one by one."""
     try:
         bound: Callable[..., object] = compiled[grid]
         return bound if list(compiled.src.signature) == list(kernel.arg_names) else None

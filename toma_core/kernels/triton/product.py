@@ -184,7 +184,7 @@ def merge(x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Launc
 
 
 def unmerge(windows: Windows, budget: Budget, y: Tensor, weights: Tensor, *others: Tensor | None) -> Launch:
-    """Prepare the launch that computes, as (B, N, C), one of
+    """Prepare the launch that computes one of these, (B, N, C):
 
         A^T y                            from y alone
         x + A^T (y - reduced)            with reduced and x

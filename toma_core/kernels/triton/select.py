@@ -1,4 +1,4 @@
-"""Selection and weights of every window of every image in one launch (paper, sections 4.1 and 4.2).
+"""Select destinations and compute weights for all windows and images in one launch (paper, sections 4.1 and 4.2).
 
 Each program computes S_ij = cos(x_i, x_j) of one window and derives all results from S: the greedy search, the logits
 sharpness * S_ij of destination i and token j, the softmax over destinations, the normalised rows. Destinations are not
