@@ -72,7 +72,7 @@ class ToMABenchmark(io.ComfyNode):
         image = as_image(bar_chart(_bars(timings, fastest, closest)))
         lines = said([*verdict, "", Caption.TIME()], notes)
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **lines}
-        if noisy:  # blockers keep nodes that are connected to the two ratios from running
+        if noisy:  # blockers stop the nodes that are connected to the two ratios
             return io.NodeOutput(image, table, ExecutionBlocker(None), ExecutionBlocker(None), ui=shown)
         recommended = (0.0 if timed is None else timed.ratio for timed in (fastest, closest))
         return io.NodeOutput(image, table, *recommended, ui=shown)

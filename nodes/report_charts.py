@@ -86,8 +86,8 @@ def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
 def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
     """Draw a square for each transformer block, with one row per stack.
 
-    The square's colour shows whether the block was merged, merged in part or not merged. The numbers in the square are
-    the block's reasons, as numbered in the report's section "Not merged".
+    The square's colour shows whether the block was merged, merged in part or not merged. The numbers in the square
+    refer to the reasons in the report's section "Not merged".
     """
     reasons: dict[str, list[str]] = {}
     for number, reason in enumerate(stats.unmerged_reasons(), 1):

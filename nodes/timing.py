@@ -122,7 +122,7 @@ def _least_error(timings: Iterable[Timing]) -> Timing | None:
 
 
 def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple[float, Tensor]:
-    """Return the seconds from the first step to the end of the last, and the final latent, fp32 on the CPU."""
+    """Return the seconds from the first step to the end of the last step, and the final latent, fp32 on the CPU."""
     seconds = 0.0
 
     def timed(executor: Any, guider: Any, sigmas: Any, extra: Any, callback: Any, noise: Tensor, *rest: Any) -> Any:

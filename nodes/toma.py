@@ -1,4 +1,5 @@
-"""The nodes ToMA and ToMA Advanced: make a model faster, by a ratio and a preset or by every setting."""
+"""The nodes ToMA and ToMA Advanced make a model faster. ToMA has a ratio and a preset, ToMA Advanced has every
+setting."""
 
 from __future__ import annotations
 
@@ -44,9 +45,9 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
 def _profiled(model: Any, settings: UserSettings, text: Any) -> tuple[UserSettings, RatioSchedule, tuple[Message, ...]]:
     """Return the settings and ratios that a profile's text gives for a model, and the notes that the node shows.
 
-    The profile's settings override the preset's, and the user's settings override the profile's; only the user's ratio
-    gives way to the profile's ratios. Without a profile that fits the model, `settings` is returned as it is. Raises
-    `UnsupportedModelError`.
+    The profile's settings override the settings of the preset, and the user's settings override both. Only the ratio is
+    an exception: the profile's ratios override the user's ratio. Without a profile that fits the model, `settings` is
+    returned as it is. Raises `UnsupportedModelError`.
     """
     if settings.off or text is None or (isinstance(text, str) and not text.strip()):
         return settings, (), ()

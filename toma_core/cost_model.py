@@ -1,8 +1,8 @@
 """Estimate which token grids become faster by merging, for `min_tokens` = 0 (Auto).
 
-The host launches the GPU's operations one by one, ahead of the GPU. Merging shortens the GPU's time for a block and
-lengthens the host's a little. So merging saves time only if the GPU takes longer to compute the block than the host
-takes to launch it. `too_little` estimates both times from shapes and the card's data sheet. It measures no time,
+The host launches the GPU's operations one by one, ahead of the GPU. Merging shortens the GPU's time for a block, and
+lengthens the host's time a little. So merging saves time only if the GPU takes longer to compute the block than the
+host takes to launch it. `too_little` estimates both times from shapes and the card's data sheet. It measures no time,
 because measurements vary and the same seed has to give the same picture. `python -m benchmarks.suite --only break-even`
 compares the estimates with a card's times.
 """

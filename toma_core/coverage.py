@@ -50,7 +50,7 @@ class Coverage:
     _records: dict[Hashable, _Record] = field(default_factory=dict)
     _now: dict[Hashable, Origin] = field(default_factory=dict)  # of this evaluation; under None, for other signatures
     _refreshing: dict[Hashable, Origin] = field(default_factory=dict)  # `_now` in a refresh, else empty
-    _absent: set[Hashable] = field(default_factory=set)  # signatures announced for a refresh that did not evaluate them
+    _absent: set[Hashable] = field(default_factory=set)  # signatures announced for a refresh, but not evaluated in it
     _interval: int = 1  # age in steps at which entries are dropped
 
     def begin(self, states: Mapping[Hashable, Hashable], origin: Origin, interval: int) -> bool:
@@ -157,7 +157,7 @@ class Coverage:
             return held
 
     def clear(self) -> None:
-        """Drop all records and entries, and break off a refresh; the next evaluation is then a refresh."""
+        """Drop all records and entries, and break off a refresh in progress. The next evaluation is then a refresh."""
         with self.cache.lock:
             self._records.clear()
             self._refreshing = {}

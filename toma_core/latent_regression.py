@@ -89,7 +89,7 @@ class Regression:
 
     def propagate(self, cached: Tensor, fresh: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Return the cached values of all tokens, (B, N, C), propagated by the change at destinations. fresh: (B, D,
-        C), the new values at destinations. rotation: that of the keys, if keys are propagated."""
+        C), the new values at destinations. rotation: the rotation of the keys, if keys are propagated."""
         plan = self.plan
         if kernels := kernels_for(plan, cached, fresh):
             R, R_destinations = (None, None) if rotation is None else (rotation.tokens, rotation.destinations)
@@ -158,7 +158,7 @@ def regress(features: Tensor, plan: MergePlan) -> Regression:
 
 
 def with_rest_weight(plan: MergePlan) -> MergePlan:
-    """Return the plan with unmerge weights by which destinations keep their own value and other tokens get
+    """Return the plan with changed unmerge weights: destinations keep their own value, and other tokens get
     `REST_WEIGHT` times their weighted mean of destinations."""
     weights, slots = plan.unmerge_weights, torch.arange(plan.windows.slots, device=plan.dest_slots.device)
     own = plan.dest_slots[:, :, None] == slots[:, None]  # (B, W, S, K)

@@ -1,4 +1,4 @@
-"""Keep cached tensors in main memory; copy them down from a device, and up to it, while the device computes.
+"""Copy cached tensors from a device down to main memory, and back up to the device, while the device computes.
 
     stream     waits for
     up         the last write of the buffer; the computation that used the memory of the previous copy

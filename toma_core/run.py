@@ -46,7 +46,7 @@ class RunState:
     # Plans and their concatenation, by (scope, grid, ratio, plan keys, images per key, dtype, device).
     _stacks: dict[tuple[Hashable, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
-    # The destinations that were last selected since the last refresh, (B, D), by the plan's key without its generation.
+    # The last destinations that were selected after the last refresh, (B, D), by the plan's key without its generation.
     _recent: dict[_PlanKey, Tensor] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
     cache: Cache = field(default_factory=Cache)

@@ -88,7 +88,7 @@ class Schedule:
     """The settings of a run as a function of its steps."""
 
     config: ToMAConfig
-    # Sigma at which each step begins, rising in unsampling; empty if unknown: all evaluations are then in step 0.
+    # Sigma at which each step begins; it rises in unsampling. Empty if unknown; all evaluations are then in step 0.
     sigmas: tuple[float, ...] = ()
     sigma_start: float = float("inf")  # merging is active at sigmas in (sigma_end, sigma_start]
     sigma_end: float = float("-inf")
@@ -113,7 +113,7 @@ class Schedule:
     @cached_property
     def begins_flat(self) -> bool:
         """Whether a short run begins with steps that hardly lower the noise level, as runs of distilled LTX models do.
-        Caches stay valid throughout these steps, and full steps lower the error more at the end of the run
+        Caches stay valid throughout these steps, and full steps lower the error most at the end of the run
         (benchmarks/results/fidelity/trials.md)."""
         sigmas = self.sigmas
         if not (self.finishes and self.config.uses_cache and 2 < len(sigmas) <= _FLAT_STEPS) or self.ratio_schedule:
@@ -147,7 +147,7 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> tuple[StepPlan, ...]:
-        """A step plan for each ratio and parity of selection in this run."""
+        """A step plan for each ratio in this run, with an even and with an odd selection."""
         plans = [plan for step, sigma in enumerate(self.sigmas) if (plan := self.decide(sigma, step)).ratio]
         each = [replace(plan, ratio=ratio) for plan in plans for ratio in sorted(plan.in_use) if ratio]
         return tuple({(plan.ratio, plan.selection % 2): plan for plan in each}.values())
@@ -191,7 +191,7 @@ class Schedule:
         counted = bool(config.full_step_interval and steps)
         full = counted and self._is_full(step)
         # If two models share a run of four steps, merge the last step of the second half if there is a KV cache. This
-        # half would otherwise merge no step. The run has less error than three unmerged steps
+        # half would otherwise merge no step. The run has less error than a run of three unmerged steps
         # (benchmarks/results/fidelity/trials.md).
         half = self.continues_run and steps == 2 and config.full_step_interval > 2 and bool(config.kv_cache)
         final = counted and self.finishes and step == steps - 1 and not half

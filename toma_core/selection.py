@@ -56,7 +56,7 @@ def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Te
 def greedy_facility_location(
     similarity: Tensor, valid: Tensor | None, number: int, priority: Tensor | None = None
 ) -> Tensor:
-    """Return the first `number` slots of every window that a greedy search picks, best first: (G, number) int64.
+    """Return, for every window, the first `number` slots that a greedy search picks, best first: (G, number) int64.
 
     similarity: (G, S, S) fp32, S_ij = cos(x_i, x_j); valid: (G, S) bool, False in padding slots, None without padding.
     priority: (G, S) fp32 in (0, 1], the factor of each slot's gain. If the smallest factor is p, the search reaches at
@@ -135,7 +135,7 @@ def _spread(x: Tensor, share: Tensor | None = None) -> Tensor:
 
 
 def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool = False) -> Budget:
-    """Return a budget with the total of `budget` that gives windows of larger spread more destinations.
+    """Return a budget with the same total as `budget` that gives more destinations to windows of larger spread.
 
     spread: (B, W), from the function `spread`. Destinations per token are proportional to the square root of the
     spread, which gives quantisation in two dimensions the least error (Zador 1982). by_latents: whether cached tensors

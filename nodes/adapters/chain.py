@@ -42,7 +42,7 @@ class ChainSite:
     tokens: int  # sum of all N
     destinations: int  # sum of all D
     in_graph: bool  # whether `prepare` has set the token counts; if not, the chain decides outside of the graph
-    attends: bool  # whether blocks attend to all tokens; False if a graph leaves this to run time
+    attends: bool  # whether blocks attend to all tokens; False if a graph leaves merging to run time
     chain: ActiveChain | None  # the chain of this evaluation
     reduction: Reduction | None  # how the chain's tokens are merged
     pair: tuple[Tensor, ...]  # (merged tokens, all tokens) until `leave`, then empty; both have N tokens in a refresh

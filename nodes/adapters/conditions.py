@@ -104,7 +104,8 @@ def positions_of(transformer_options: Mapping[str, Any]) -> Hashable:
     return tuple(sorted((transformer_options.get("rope_options") or {}).items()))
 
 
-# Entries that are not compared: when, where and how strongly a condition takes part, and entries made from others.
+# Entries of a condition that are not compared. They say when, where and how strongly the condition takes part, or are
+# made from other entries.
 _NOT_CONTENT = {
     *("uuid", "strength", "area", "mask", "mask_strength", "set_area_to_bounds", "default", "model_conds"),
     *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...toma_core import Schedule, StepMode
 from .conditions import Contents, is_active, patches_of
 
-Area = tuple[int, ...]  # area of a latent: sizes, then starts; () for all of it
+Area = tuple[int, ...]  # area of a latent: sizes, then starts; () for the entire latent
 # Areas of the entries that one evaluation caches, by condition, area, patches and number of the call.
 Parts = dict[Hashable, Area]
 Call = tuple[Sequence[Any], Hashable]  # groups of conditions that are evaluated at once, and the patches of that call

@@ -36,7 +36,7 @@ class ModelHooks:
     """The hooks of one model, which live as long as the model. By default there are no blocks and nothing is merged."""
 
     takes_frames = False  # whether latents may have several frames
-    own_presets: Fields = MappingProxyType({})  # settings in which this model's presets differ from its kind's
+    own_presets: Fields = MappingProxyType({})  # settings in which this model's presets differ from those of its kind
 
     def kind(self, kv_cache: bool) -> ModelKind:
         """Return the kind of model, by which presets choose settings. kv_cache: whether a run has a KV cache. UNets
@@ -77,9 +77,9 @@ class ModelHooks:
         return 0
 
     def times_less_work(self, latent: Tensor, run: RunState) -> float | None:
-        """Return the FLOPs of the unmerged run divided by this run's, for a latent of (B, C, ..., H, W). None if
-        nothing was merged, or if the model got tiles of the latent or reference images, whose tokens are not counted.
-        The making of plans is not counted either, nor are text tokens beyond a family's minimum."""
+        """Return the FLOPs of the unmerged run divided by the FLOPs of this run, for a latent of (B, C, ..., H, W).
+        None if nothing was merged, or if the model got tiles of the latent or reference images, whose tokens are not
+        counted. The making of plans is not counted either, nor are text tokens beyond a family's minimum."""
         stats, schedule = run.stats, run.schedule
         if run.tiles or run.references or not stats.merged_blocks:
             return None

@@ -26,7 +26,7 @@ def merged_call(
     """Install the hooks that `select` chooses for latents x of (B, C, ..., H, W), and return the result of `call`.
 
     Whether caches are used is decided before the model runs, when the chains of the call are known. If code of this
-    pack fails before that, the call is full. positions: see `conditions.positions_of`.
+    pack fails before this decision, the call is full. positions: see `conditions.positions_of`.
     """
     with ExitStack() as installation:
         try:

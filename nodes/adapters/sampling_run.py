@@ -267,7 +267,7 @@ class SamplingRun:
         return self.trajectory.prediction(self.latent_shape)
 
     def _is_tile(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether some condition of a call shows neither the entire latent nor the area of that condition."""
+        """Whether a call has a condition whose input is neither the entire latent nor the condition's area."""
         if self.trajectory.another or (self.trajectory.tiles and merges_plainly(self.run)):
             return True
         if not self.latent_shape:

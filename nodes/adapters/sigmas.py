@@ -171,13 +171,14 @@ class SigmaTracker:
         return again and self._sigmas[following] != self._sigmas[following - 1]
 
     def check(self) -> None:
-        """Warn if the sampler left its schedule; called when reading a value no longer delays the device."""
+        """Warn if the sampler left its schedule. Call this only when reading a value no longer delays the device."""
         if not self._taken:
             return
         scheduled = torch.tensor([self._scheduled[n] for n in self._taken])
         given = torch.cat(list(self._taken.values())).float().cpu()
         if not torch.allclose(given, scheduled, rtol=1e-3):  # stochastic samplers begin a little below pure noise
-            # Only log a warning, because results must not depend on earlier runs.
+            # Only log a warning: treating the sampler differently from now on would make results depend on earlier
+            # runs.
             logging.warning(
                 "ToMA: the sampler %s left its schedule, which it was not known to do: some steps were merged by the "
                 "settings of their neighbours. Please report it.",

@@ -34,7 +34,7 @@ _TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_pa
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether the model is a UNet for images; the stacks of a video UNet mix frames."""
+    """Whether the model is a UNet for images. Video UNets are not supported, because their stacks mix frames."""
     return {type(m) for m in model.modules() if isinstance(m, SpatialTransformer)} == {SpatialTransformer}
 
 
