@@ -1,8 +1,8 @@
 """Keep the latents and predicted pictures of recent evaluations, and measure how much noise in a later latent is new.
 
 The paper does not measure noise. A sampler that adds no noise begins each step with a linear combination of earlier
-latents and predictions. Any other part of a latent is new. It is new noise if the sampler draws noise in every step, as
-`euler_ancestral` does. Otherwise the latent belongs to another picture.
+latents and predictions. Any other part of a latent is new. This part is noise if the sampler draws noise in every
+step, as `euler_ancestral` does. Otherwise the latent belongs to another picture.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ def restore(
 def unmerge_residual_cached(out: Tensor, reduced: Tensor, x: Tensor, cached: Tensor, plan: MergePlan) -> Tensor:
     """Return x + p * cached + unmerge(w * (out - reduced - p * cached at destinations)), (B, N, C).
 
-    p: for each image, the least-squares share of the cached update in the fresh update, within [0, 1]. w = 1 - (1 -
-    DELTA_WEIGHT) * p. out, reduced: (B, D, C); x, cached: (B, N, C).
+    p: for each image, the least-squares share of the cached update in the fresh update, within [0, 1].
+    w = 1 - (1 - DELTA_WEIGHT) * p. out, reduced: (B, D, C); x, cached: (B, N, C).
     """
     fresh, old = out - reduced, gather_destinations(cached, plan)
     # p is close to 1 between neighbouring steps of a run of 20 steps. It is close to 0 in a run of 4 steps, because
