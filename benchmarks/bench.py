@@ -103,8 +103,8 @@ def interleave(
     """Time all cases once in each turn. If the machine slows down, all cases are then slowed equally. Warm-up turns do
     not count.
 
-    limit: seconds for all turns, including warm-up turns. A turn begins only if another turn as long as the previous
-    one fits into the limit. At least one turn counts.
+    limit: seconds for all turns, including warm-up turns. A turn begins only if it fits into the limit, assuming that
+    it takes as long as the previous turn. At least one turn counts.
     """
     timings = {name: Timing() for name in cases}
     begin = last = time.monotonic()
@@ -263,7 +263,7 @@ def command_line(about: str | None, name: str, repeats: int) -> argparse.Argumen
 
 
 def finish(rows: Sequence[Row], conditions: dict[str, Any], path: Path | None) -> None:
-    """Print the rows, write them if there is a path, and exit with an error if the speed-up of a row was refused."""
+    """Print the rows, and write them if there is a path. Exit with an error if a row reports no speed-up."""
     print(table(rows))
     if path:
         write(path, conditions, rows)

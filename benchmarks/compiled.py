@@ -1,4 +1,4 @@
-"""Measure what torch.compile gains in addition to merging, where the host limits the speed.
+"""Measure what torch.compile gains in addition to merging if the host limits the speed.
 
     python -m benchmarks.compiled [--model sdxl flux] [--repeats 15] [--backend inductor] [--out FOLDER]
 

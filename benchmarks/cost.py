@@ -36,8 +36,7 @@ def on_meta(name: str, blocks: tuple[int, ...] | None = None) -> Any:
     return fullsize.patcher(name, torch.bfloat16, META, blocks=blocks)
 
 
-# Free the models before the interpreter exits: freeing a model uses parts of ComfyUI that no longer exist during the
-# exit.
+# Free the models before the interpreter exits. Freeing them uses parts of ComfyUI that no longer exist during the exit.
 atexit.register(on_meta.cache_clear)
 
 

@@ -92,8 +92,8 @@ def ceilings() -> Rows:
             yield [name, f"{side}", f"{base.flops / 1e12:.1f}", *(times_of(base, m) for m in merged)]
 
 
-# Videos with sound, at the sizes of ComfyUI's templates. 121 frames are 16 latent frames of LTX, 73 frames are 22
-# latent frames of H3.
+# Videos with sound, at the sizes of ComfyUI's templates. In LTX 121 frames are 16 latent frames, in H3 73 frames are 22
+# latent frames.
 _SOUND = {
     "ltx_av": {
         "640 x 352 x 121": Shape("ltx_av", 352, 640, frames=16),

@@ -25,7 +25,7 @@ from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
 from testbed.fullsize import Shape
 
-# With random weights, an output with a larger error than this is broken.
+# The weights are random. An output with a larger error than this counts as broken.
 FARTHEST = 0.5
 # Sigmas of a run whose first step is full.
 _LEVELS = [1.0, 0.9, 0.8, 0.0]
@@ -158,7 +158,7 @@ def measure(
 ) -> list[Row]:
     """Time all variants and the unpatched model in turns, at one shape.
 
-    check_kernels: also compare ToMA's Triton kernels with plain PyTorch, where these kernels run. profiles: also
+    check_kernels: also compare ToMA's Triton kernels with plain PyTorch, if the kernels run here. profiles: also
     measure the seconds until the host has launched all operations, and the seconds of the GPU.
     """
     inputs = shape.inputs(device)
@@ -202,8 +202,8 @@ def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = Non
 
 
 def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:
-    """Compare a variant on Triton kernels with the same variant in plain PyTorch. Return the problem if the two outputs
-    differ by half the error of merging or more."""
+    """Compare a variant on Triton kernels with the same variant in plain PyTorch. It is a problem if the two outputs
+    differ by at least half the error of merging. Return the problem as text."""
     plain = Runner(runner.variant, patcher, plain=True)(inputs).float().cpu()
     apart, merged = bench.relative_error(output, plain), bench.relative_error(plain, base)
     wrong = f"kernels and plain PyTorch are {apart:.4f} apart, merging costs {merged:.4f}"

@@ -4,10 +4,10 @@ time is the cost of merging.
     python -m benchmarks.hosttime [--repeats 40] [--out FOLDER]
 
 No GPU is needed: Triton compiles for a GPU offline, and a stubbed driver ends each launch before Triton's launcher in
-C. The times of that launcher and of CUDA's driver are excluded, as they are for torch.add on the CPU. Tensors have only
-20 tokens, so that nearly all time is spent on the calls themselves. A turn measures this thread's CPU time for 200
-calls of torch.add, then of an operation, then of torch.add again. It divides the second time by the mean of the first
-and the third. A row is the median of its turns.
+C. The times of that launcher and of CUDA's driver are not measured. torch.add runs on the CPU, which needs neither.
+Tensors have only 20 tokens, so that nearly all time is spent on the calls themselves. A turn measures this thread's CPU
+time for 200 calls of torch.add, then of an operation, then of torch.add again. It divides the second time by the mean
+of the first and the third. A row is the median of its turns.
 """
 
 from __future__ import annotations

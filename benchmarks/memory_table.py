@@ -45,7 +45,7 @@ class Case:
     title: str  # the model and the run, for the reader
     shape: Shape  # the model and the size of its latents
     weights: torch.dtype  # dtype of the weights, fp8 also for int8. All models compute in bf16.
-    cfg: float = 1.0  # guidance scale; 1 evaluates one condition in a step, a higher scale two
+    cfg: float = 1.0  # guidance scale: a step evaluates one condition at scale 1, two at a higher scale
     merged: int | None = None  # merged steps, if the sampler's noise makes more steps full than the schedule
 
 
@@ -179,7 +179,7 @@ def _conditioning(shape: Shape) -> list[Any]:
 
 
 def cell(choice: Choice) -> str:
-    """Return the form of the cache, and GB of keys and values on the card + in main memory."""
+    """Return the form of the cache, and the GB of keys and values: on the card + in main memory."""
     if choice.kind == "none":
         return "none"
     fewer = f", of {100 - 100 * choice.skipped:.0f} %" if choice.skipped else ""

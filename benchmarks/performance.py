@@ -118,7 +118,7 @@ def planning() -> Rows:
             yield [name, by, f"{plan.launches}", share, f"{every}", f"{plan.launches / every:.0f}"]
 
 
-# Short name of a card -> its driver's name for it, compute capability, multiprocessors, and boost clock in Hz.
+# Short name of a card -> name in the driver, compute capability, number of multiprocessors, and boost clock in Hz.
 CARDS = {
     "B200": ("NVIDIA B200", (10, 0), 148, 1.965e9),
     "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98e9),

@@ -135,8 +135,8 @@ def whole_runs(name: str, side: int, steps: int, cfg: float) -> Run:
 
 
 def host(suite: Suite) -> None:
-    """Measure the time in which the host launches an evaluation of one image and of two, and the time of the GPU. At
-    256 x 256 the GPU has little work, and an evaluation takes as long as its launches."""
+    """Measure an evaluation of one image and of two: the time in which the host launches it, and the time of the GPU.
+    At 256 x 256 the GPU has little work, and an evaluation takes as long as its launches."""
     every = {"min_tokens": 4, **suite.more}
     chosen = [variants.toma("stack", ratio=RATIO, **every), variants.preset("balanced", ratio=RATIO, **every)]
     shapes = ((1024, 1), (1024, 2), (256, 1), (256, 2))
@@ -146,7 +146,8 @@ def host(suite: Suite) -> None:
 
 
 def sdxl_steps(suite: Suite) -> None:
-    """Measure runs of 4 and 8 steps with step caches, with ToMA and with both, and runs of 50 steps with ToMA."""
+    """Measure runs of 4 and 8 steps with step caches, with ToMA and with both. Also measure runs of 50 steps with
+    ToMA."""
     for steps, share in ((4, 0.3), (8, 0.4), (50, 0.9)):
         chosen = sample.usual_variants(RATIO, **suite.more) if steps < 20 else suite.every_and_balanced()
         suite.runs("sdxl", 1024, steps, 7.0, chosen, share, shares=False)

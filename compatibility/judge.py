@@ -123,7 +123,7 @@ class Trial:
         )
         for model in first:
             self.demand(same(result, self.run(graph, model)), "the order of the nodes matters")
-        # Skip the graph's check under a preset: the check assumes that the first step is merged, but presets make it
+        # Skip the graph's check under a preset. The check assumes that the first step is merged, but presets make it
         # full.
         if graph.check is not None and not PRESET:
             graph.check(result)
@@ -135,7 +135,7 @@ class Trial:
         return report.unmerged
 
     def is_reported(self, report: Any) -> None:
-        """Check that the report names the merged blocks, and every reason for unmerged ones."""
+        """Check that the report names the merged blocks, and every reason for unmerged blocks."""
         parts: dict[str, int] = {}
         for reason, names in report.unmerged.items():
             parts[reason.id.value] = parts.get(reason.id.value, 0) + len(names)

@@ -95,8 +95,8 @@ def community(pack: str) -> Callable[[str], Callable[..., Any]]:
     `AbsentError`."""
     # Import ComfyUI's `nodes` by name, because for a type checker `nodes` is the folder of this checkout.
     nodes = importlib.import_module("nodes")
-    # Put ComfyUI's folder first on the path. Its nodes put `comfy` there, whose `utils` is not the one that the server
-    # imports.
+    # Put ComfyUI's folder first on the path. Its nodes put the folder `comfy` there, which has another `utils` than the
+    # server needs.
     with mock.patch.object(sys, "path", [str(Path(nodes.__file__ or "").parent), *sys.path]):
         server = importlib.import_module("server").PromptServer
     folder = found(pack)

@@ -1,8 +1,8 @@
 """A reimplementation of parallel sampling of one picture: raylight (xDiT) shares Flux's tokens, or the conditions of
 any model, among processes.
 
-A group holds one share (`Together`, a real process of torch.distributed) or all shares (`InTurn`, which runs every
-process in turn in one process).
+A group holds one share or all shares. `Together` is a real process of torch.distributed. `InTurn` simulates all
+processes in one, which runs them in turn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Together:
 
 
 class InTurn:
-    """A group in which this process holds all shares, and runs them one after the other."""
+    """A group in which this process holds all shares and runs them in turn."""
 
     def __init__(self, size: int = 2) -> None:
         self.size, self.held = size, range(size)
@@ -172,7 +172,8 @@ def _by_rows_of_image(block: Any, img: Tensor, txt: Tensor, pe: Tensor, **others
 
 
 def by_condition(group: Any, model: Any) -> Any:
-    """Return a clone of a ModelPatcher whose processes evaluate one condition of a batch each (CFG parallelism)."""
+    """Return a clone of a ModelPatcher. Each process of the group evaluates one condition of a batch (CFG
+    parallelism)."""
     import comfy.patcher_extension
 
     def evaluate(executor: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -56,8 +56,8 @@ class Graph:
     sample: Callable[[Any], Tensor] | None = None
     # Options of plain sampling, such as the size.
     options: Mapping[str, Any] = field(default_factory=dict)
-    # The same graph with the feature turned off or set differently. None: plain sampling. The change of the latent from
-    # that graph to this one must have the same direction with and without merging.
+    # The same graph with the feature turned off or set differently. None: plain sampling. The difference between the
+    # latents of the two graphs must have the same direction with and without merging.
     without: Graph | None = None
     # Whether `without` turns the feature off. Its result with ToMA must then equal the result of ToMA alone exactly.
     off: bool = False
@@ -118,7 +118,7 @@ CHEAP: dict[str, Outcome] = {**dict.fromkeys(OTHERS, MERGED), "flux2": NOT_TRIED
 CHEAP |= dict.fromkeys(SOUND, NOT_TRIED)
 FOR_UNETS = NotFor("for UNets")
 FOR_FLUX = NotFor("for Flux")
-# WanDancer in ComfyUI needs frames whose number of tokens is a multiple of the music's number of tokens.
+# In ComfyUI's WanDancer, a frame's number of tokens must be a multiple of the music's number of tokens.
 FEWER_SIZES = NotFor("not in ComfyUI")
 
 

@@ -100,7 +100,7 @@ def correct(checker: Checker, image: torch.Tensor, scenes: list[Scene]) -> torch
     """Mark the attributes that the checker reads back correctly: pictures (B, 3, 128, 128) -> float32 (B,
     len(ATTRIBUTES)).
 
-    1 is correct, 0 is wrong, NaN is an attribute that is not visible in that scene.
+    1 is correct and 0 is wrong. NaN stands for an attribute that is not visible in the scene.
     """
     with torch.no_grad():
         guess = torch.stack([logits.argmax(dim=1) for logits in checker(image.clamp(-1, 1))], dim=1)

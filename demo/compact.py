@@ -1,7 +1,7 @@
 """Quantize weights to 8 bits, for a light repository: `python -m demo.compact trained.safetensors weights.safetensors`.
 
-Every large matrix is stored as int8 from -127 to 127 with one scale per row, all other weights as float16. The rounding
-is part of the model: merged and unmerged pictures use the same rounded weights.
+Every large matrix is stored as int8 from -127 to 127, with one scale per row. All other weights are stored as float16.
+The rounding is part of the model: merged and unmerged pictures use the same rounded weights.
 """
 
 from __future__ import annotations

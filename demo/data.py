@@ -24,7 +24,7 @@ PIXELS_PER_TOKEN = 4
 # Side of a frame in pixels: 16 x 16 tokens of 2 x 2 pixels.
 CLIP_SIZE = 32
 # Loss weight of shape and small objects relative to the background, for models with a weighted loss. Shape and objects
-# cover a fifth of a picture and would be learnt last at equal weight. The network that minimises the loss does not
+# cover a fifth of a picture. At equal weight they would be learnt last. The network that minimises the loss does not
 # depend on the weights.
 THINGS_WEIGH = 5.0
 
@@ -171,7 +171,8 @@ class Batches(Dataset[Batch]):
 
     def _clips(self, step: int, generator: torch.Generator) -> Batch:
         plan, first = self.plan, self._first(step)
-        # Single frames teach the look of scenes for a fraction of the work of clips, so most clips come in later steps.
+        # Single frames teach the look of scenes, and need a fraction of the work of clips. So most clips come in later
+        # steps.
         still = plan.sort_at(step, float(torch.rand(1, generator=generator))) == "half"
         clips = [clip_from_seed(first + index) for index in range(plan.crop_batch if still else plan.full_batch)]
         clean = clips_to_model(render_clips(clips, CLIP_SIZE, 1 if still else FRAMES))

@@ -31,7 +31,7 @@ from .latents import LATENT_CHANNELS, UNSHUFFLE
 from .positions import AddPositions
 from .scenes import TEXT_DIM, in_phrases
 
-# head_dim is 128 in every Flux checkpoint (ComfyUI computes heads = width / 128), so a width of 128 has one head.
+# head_dim is 128 in every Flux checkpoint, and ComfyUI computes heads = width / 128. So a width of 128 has one head.
 DIT_CONFIG: dict[str, Any] = {
     "in_channels": LATENT_CHANNELS,
     "out_channels": LATENT_CHANNELS,
@@ -114,7 +114,7 @@ class TrainingOps(comfy.ops.disable_weight_init):
 def dit_config(width: int, blocks: tuple[int, int], token: int) -> dict[str, Any]:
     """Return `DIT_CONFIG` with another width, number of (double, single) blocks and side of a token in pixels (2 or 4).
 
-    The head dimension is the greatest common divisor of the width and 128, which is the head dimension of Flux.
+    The head dimension is the greatest common divisor of the width and Flux's head dimension, 128.
     """
     head = math.gcd(width, 128)
     return {

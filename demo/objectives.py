@@ -24,12 +24,12 @@ NOMINAL_SIZE = 512
 UNGUIDED = 3.5
 # Standard deviation of the flow's sigmas on the logit scale. `View.centre` is their centre.
 SPREAD = 1.4
-# Added to `View.centre` for the UNet, which learns the prompt more slowly than the DiT and needs larger sigmas.
+# Added to `View.centre` for the UNet. It learns the prompt more slowly than the DiT, and so needs larger sigmas.
 UNET_CENTRE = 0.9
 
 
 def _error(prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-    # Padding channels get a tenth of the weight: they are easy to predict, because their clean value is always 0.
+    # Padding channels get a tenth of the weight. They are easy to predict, because their clean value is always 0.
     squared = (prediction.float() - target).pow(2)
     squared = (squared if weight is None else squared * weight).movedim(1, 0).flatten(1).mean(1)
     return squared[:PICTURE_CHANNELS].mean() + 0.1 * squared[PICTURE_CHANNELS:].mean()
@@ -106,8 +106,9 @@ class FewStepsObjective:
     """Distil a flow model to 4 or 8 Euler steps without guidance, as in progressive distillation (Salimans and Ho 2022)
     and shortcut models (Frans et al. 2024).
 
-    The target of one step of 8 is two of the teacher's 16 guided steps. The target of one step of 4 is two of the
-    model's own 8 steps. Flux gets the number of steps as its guidance, in the same way as from a FluxGuidance node.
+    In runs of 8 steps, the target of a step is two of the teacher's 16 guided steps. In runs of 4 steps, it is two
+    steps of the model's own run of 8. Flux gets the number of steps as its guidance, in the same way as from a
+    FluxGuidance node.
     """
 
     STEPS = (4, 8)
@@ -197,7 +198,8 @@ class VelocityObjective:
         return torch.where(as_flow.to(flow.device), flow, (quantile * len(log_sigmas)).long())
 
     def loss(self, network: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
-        """See `FlowObjective.loss`. A UNet gets the offset of a crop by `AddPositions` and, as SDXL does, in `y`."""
+        """See `FlowObjective.loss`. A UNet gets the offset of a crop in two ways: by `AddPositions`, and in `y`, as
+        SDXL does."""
         self.sigmas = self.sigmas.to(batch.clean.device)
         step = self.steps(batch)
         sigma = self.sigmas[step][:, None, None, None]

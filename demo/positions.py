@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def cell_centres(count: int, first: float = 0.0, side: int | None = None, device: torch.device | None = None) -> Tensor:
-    """Return the centres of `count` cells, beginning with cell `first`, in 0..1 of a side of `side` cells."""
+    """Return the centres of `count` cells, beginning with cell `first`. A side of `side` cells has the length 1."""
     return (torch.arange(count, device=device) + 0.5 + first) / (side or count)
 
 
@@ -45,7 +45,7 @@ class AddPositions:
     columns: Tensor | None = None  # (W,)
 
     def __call__(self, h: Tensor, transformer_options: dict[str, Any]) -> Tensor:
-        """Return h plus the code in the first block, and h unchanged in all others."""
+        """In the first block, return h plus the code. In all other blocks, return h unchanged."""
         if transformer_options["block"] != ("input", 0):
             return h
         rows = cell_centres(h.shape[2], device=h.device) if self.rows is None else self.rows

@@ -117,7 +117,7 @@ def scene_from_seed(seed: int) -> Scene:
     """Draw the attributes of a scene from an integer seed >= 0. The same seed gives the same scene."""
     rng = np.random.default_rng((_SALT, int(seed)))
     chosen = {name: int(rng.integers(len(values))) for name, values in ATTRIBUTES.items()}
-    # Shape and objects get another colour than the background, in which they would be invisible.
+    # Shape and objects get another colour than the background, because in its colour they would be invisible.
     shift = 1 + int(rng.integers(len(_NAMES) - 1))
     chosen["shape_colour"] = (chosen["background"] + shift) % len(_NAMES)
     shift = 1 + int(rng.integers(len(_NAMES) - 1))

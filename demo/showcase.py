@@ -71,7 +71,7 @@ def demo_server(base: Path | None = None, port: int | None = None, listen: str |
         # List every address once, because ComfyUI does not start if one is listed twice.
         others = [a for each in listen.split(",") if (a := each.strip()) not in ("", _HERE, "localhost")]
         flags += ["--listen", ",".join(others if EVERYWHERE in others else [_HERE, *others])]
-    # Waiting threads must sleep: if they spin while another program is busy, steps get many times slower.
+    # Waiting threads must sleep. If they spin while another program is busy, steps get many times slower.
     environ = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     server = ComfyServer(packs=[ROOT / "demo"], base=base, port=port, flags=flags, environ=environ)
     try:
@@ -99,7 +99,7 @@ def run_all(server: ComfyServer, settings: Settings) -> list[Case]:
             _sample(server, case, f"warm-up {_way(merged)}", merged, FIRST_TEST_SEED, WARM_UP_STEPS)
         steps = case.steps if case.draws else min(case.steps, TIMING_STEPS)
         for repeat in range(settings.repeats):
-            # The order alternates from pair to pair, so that a machine that slows down favours neither side.
+            # The order alternates from pair to pair. So neither side is favoured if the machine slows down.
             for merged in (False, True) if repeat % 2 == 0 else (True, False):
                 title = f"pair {repeat + 1}/{settings.repeats} {_way(merged)}"
                 outcome = _sample(server, case, title, merged, FIRST_TEST_SEED + repeat * settings.batch, steps)
@@ -184,7 +184,7 @@ def serve(base: Path | None = None, port: int | None = None, listen: str | None 
     with demo_server(base, port or _PORT, listen) as server:
         names = place_workflows(server.base / "user")
         server.set_setting("Comfy.TutorialCompleted", True)
-        # Switch the new renderer of nodes on, because the classic one shows no compared images.
+        # Switch the new renderer of nodes on, because the classic renderer cannot compare images.
         server.set_setting("Comfy.VueNodes.Enabled", True)
         for kind in (UNET, DIT):
             if not kind.trained:

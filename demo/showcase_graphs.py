@@ -51,11 +51,11 @@ KINDS = (UNET, DIT)
 def sampling_graph(
     kind: Kind, pixels: int, steps: int, seed: int, merged: bool, batch: int = 1, **settings: Any
 ) -> Graph:
-    """Return the graph of a batch of pictures of pixels x pixels, whose scenes come from this seed and the seeds after
+    """Return the graph of a batch of pictures of pixels x pixels. Their scenes come from this seed and the seeds after
     it.
 
-    Node ids are the same with and without the merge, so that the server does not load the model again. `merged` puts
-    ToMA Advanced between loader and sampler, with `settings` on top of the balanced preset. On Flux the preset merges
+    Node ids are the same with and without the merge, so that the server does not load the model again. If `merged`,
+    ToMA Advanced is between loader and sampler. Its `settings` change the preset `balanced`. On Flux the preset merges
     only in runs of three or more steps. `full_step_interval=0` merges every step but the first. With
     `similarity_from="tokens"` in addition, the first is merged too.
     """

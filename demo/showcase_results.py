@@ -22,7 +22,7 @@ _MARGIN, _CAPTION, _PANEL = 16, 30, 256
 _SHOWN = 4  # number of a case's pictures on the sheet
 _LINE = 18  # height of a line under a picture
 _BUSY = 1.5  # no speed-up is reported if speed-ups of single pairs differ by this factor
-# The legend of the report's map of merged tokens, which on ComfyUI's page the node shows.
+# The legend of the report's map of merged tokens. On ComfyUI's page, the node shows this legend.
 _MAP = (
     "Dots are destination tokens, the patch around each is merged into it, black lines are windows.",
     "Bars: share of the tokens computed at each step; blue merged, grey full.",
@@ -43,8 +43,8 @@ class Outcome:
 
 @dataclass
 class Case:
-    """A model at one size and its runs: `plain[i]` and `merged[i]` have the same seed and scenes and ran one after the
-    other."""
+    """A model at one size, and its runs. `plain[i]` and `merged[i]` have the same seed and scenes, and ran in
+    succession."""
 
     kind: Kind
     pixels: int
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def speed_ratios(self) -> list[float]:
-        """Return the ratio of seconds without to seconds with ToMA for each pair."""
+        """Return for each pair the seconds without ToMA divided by the seconds with ToMA."""
         pairs = zip(self.plain, self.merged, strict=True)
         return [plain.seconds_per_step / merged.seconds_per_step for plain, merged in pairs]
 

@@ -47,8 +47,9 @@ FULL_STEP_INTERVAL = 4  # copied from `balanced`, because presets need ComfyUI; 
 class Thumbnail:
     """The content of a workflow's thumbnail.
 
-    purpose: one line or two. runs: number of steps of each run of a model. gain: (model, side) in the table of runs, or
-    the name of a run of a template, whose saving of work is shown. picture: the output of the tool, in place of steps.
+    purpose: one line or two. runs: number of steps of each run of a model. gain: the run whose saving of work is shown,
+    as (model, side) in the table of runs or as the name of a template's run. picture: the output of the tool, in place
+    of steps.
     """
 
     purpose: str
@@ -195,7 +196,7 @@ def _map(image: Image.Image, pen: Any) -> None:
 
 
 def _bars(pen: Any, lengths: Sequence[float], colours: Sequence[Any], labels: Sequence[str], inside: str = "") -> None:
-    """Draw bars with a label before each. inside: words that are written on the bars, from the first one on."""
+    """Draw bars with a label before each. inside: words that are written on the bars, beginning with the first bar."""
     font = _fitting(labels, 28, 120)
     for index, (length, colour, label) in enumerate(zip(lengths, colours, labels, strict=True)):
         top = _TOP + 12 + index * 192 // len(lengths)

@@ -78,7 +78,7 @@ def decode_clips(latent: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Write a sheet: a sampled clip in each row, and below it the same clip as `render_clips` draws it."""
+    """Write a sheet with pairs of rows: a sampled clip, and below it the same clip as `render_clips` draws it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--count", type=int, default=8)

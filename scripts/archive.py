@@ -39,7 +39,7 @@ def main() -> int:
 
 def pack(folder: Path, root: Path = ROOT) -> Path:
     """Validate the pack in `root` and return its archive in `folder`. Raises SetupError for errors and for warnings of
-    comfy-cli, because the registry drops metadata with warnings."""
+    comfy-cli. The registry drops metadata that causes a warning."""
     folder.mkdir(parents=True, exist_ok=True)
     name, version = (project(root, key) for key in ("name", "version"))
     archive = folder / f"{name}-{version}.zip"

@@ -16,7 +16,7 @@ TEMPORARY_PREFIX = "tmp-"
 
 
 def cache_dir() -> Path:
-    """Return the folder `TOMA_CACHE` if it is set, else `comfyui-toma` in the user's cache folder."""
+    """Return the folder `TOMA_CACHE` if it is set, otherwise `comfyui-toma` in the user's cache folder."""
     chosen = os.environ.get("TOMA_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()

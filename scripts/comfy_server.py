@@ -164,7 +164,7 @@ class ComfyServer(ComfyClient):
 
 
 def free_port(wanted: int | None = None) -> int:
-    """Return the given port if it is free on this machine, else any free one."""
+    """Return the given port if it is free on this machine, otherwise any free port."""
     for port in (wanted or 0, 0):
         with socket.socket() as probe, suppress(OSError):
             if os.name == "posix":  # ignore lingering connections of an earlier server, as ComfyUI does

@@ -26,7 +26,7 @@ from scripts.console import SetupError, run_stage, say
 from scripts.fatbin import one_architecture
 
 ARCHIVE = "kit.tar.gz"
-# The kit has ComfyUI's sources and its data files of less than LARGEST bytes, which excludes tokenizers.
+# The kit has ComfyUI's sources, and its data files of less than LARGEST bytes. Tokenizers are larger.
 FOLDERS = (
     "comfy", "comfy_extras", "comfy_api", "comfy_execution", "comfy_config", "app", "utils", "middleware", "api_server",
 )  # fmt: skip

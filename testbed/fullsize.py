@@ -12,7 +12,7 @@ from testbed import models
 from testbed.full_model import SPECS
 from testbed.model_spec import ModelSpec
 
-# Length of a row of noise from which every weight is cut, because drawing 2.6 billion numbers would take minutes.
+# Every weight is cut from one row of noise of this length, because drawing 2.6 billion numbers would take minutes.
 _NOISE = 1 << 24
 
 # Full-size model without a small version in testbed.models -> the small model that stands in for it.

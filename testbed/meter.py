@@ -99,8 +99,8 @@ class Meter(TorchDispatchMode):
 
 
 def _known(value: Any) -> Any:
-    """Return an argument as a part of the key in `_results`. Raises TypeError for a tensor that is not on the meta
-    device, because its values may affect the shape of a result."""
+    """Return an argument as a part of the key in `_results`. Raises TypeError for a tensor with values (not on the meta
+    device), because they may affect the shape of a result."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise TypeError

@@ -273,8 +273,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         return found
 
     def _attention(self, segments: Sequence[Any], options: Any) -> Callable[..., Tensor]:
-        """Return an attention in which each of these parts of the stream attends to all tokens before the part's
-        end."""
+        """Return an attention for these parts of the stream. Each part attends to all tokens before the part's end."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, preferred_attention: Any = None) -> Tensor:
             found = [

@@ -147,7 +147,7 @@ class Copies:
             overlaps = other.start < found.end and found.start < other.end and (writes or other.writes)
             if overlaps and other.stream != stream.name and stream.known.get(other.stream, 0) < other.work:
                 raise RaceError(f"{stream.name} runs beside {other.stream}")
-        # Accesses of one stream to the same memory follow each other, so only the last one is stored.
+        # A stream's accesses to the same memory follow each other, so only the last of them is stored.
         self._accesses = [a for a in self._accesses if (a.stream, a.writes, a.start, a.end) != (found[0], *found[2:])]
         self._accesses.append(found)
 

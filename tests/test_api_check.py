@@ -46,8 +46,8 @@ def all_of_it() -> Pack:
 
 @pytest.mark.compat
 def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
-    """Every method of a model that runs its blocks must be listed, because the pack would not notice if a step cache
-    replaced an unlisted method."""
+    """Every method that runs a model's blocks must be listed. If a step cache replaced an unlisted method, the pack
+    would not notice."""
     uses, _, known, facts, here = all_of_it
     version = ComfyUI(here, "", here).version
     known_version = compare.nearest(known, version)

@@ -50,7 +50,7 @@ def test_notes_are_the_section_of_the_version(checkout: Path) -> None:
 
 
 def test_publishing_installs_the_pins_of_the_tests() -> None:
-    """The workflow runs `scripts.release` before it installs packages."""
+    """The workflow runs `scripts.release` before it installs any package."""
     workflow = (ROOT / ".github" / "workflows" / "publish.yml").read_text(encoding="utf-8")
     asked = re.findall(r"--pin ([\w-]+)", workflow)
     assert "comfy-cli" in asked

@@ -1,9 +1,9 @@
 """Measure calibrated models on scenes that Calibrate did not use: `python -m benchmarks.fidelity.calibrated`.
 
-For each number of steps and each target, Calibrate finds ratios for the trained deep UNet that need as much work as the
-target's preset. Then the preset, the calibrated model and the settings `SINGLE` are compared on scenes that Calibrate
-did not use. The table is in results/fidelity/calibrated.md. Transformers have no rows, because Calibrate returns the
-preset for them without measuring.
+For each number of steps and each target, Calibrate finds ratios for the trained deep UNet. They need as much work as
+the target's preset. Then the preset, the calibrated model and the settings `SINGLE` are compared on scenes that
+Calibrate did not use. The table is in results/fidelity/calibrated.md. Transformers have no rows, because Calibrate
+returns the preset for them without measuring.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def seam_energy(image: Tensor, window: int, token: int = PIXELS_PER_TOKEN) -> Te
 def measure(
     image: Tensor, latent: Tensor, twin_image: Tensor, twin_latent: Tensor, window: int, token: int = PIXELS_PER_TOKEN
 ) -> dict[str, Tensor]:
-    """Compute every metric of each picture, as tensors (n,). Energies are divided by those of the unmerged picture.
-    window: side of a window in tokens. token: side of a token in pixels."""
+    """Compute every metric of each picture, as tensors (n,). Energies are divided by the energies of the unmerged
+    picture. window: side of a window in tokens. token: side of a token in pixels."""
     return {
         "error": relative_error(latent, twin_latent),
         "ssim": ssim(image, twin_image),

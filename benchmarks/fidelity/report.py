@@ -59,7 +59,7 @@ def plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:
 
 
 def _apart(points: list[Point], to_pixels: Callable[[Point], Any]) -> list[tuple[Point, list[int]]]:
-    """Return labels for the points: the position of a label, and the numbers of its points, counted from 1. Points
+    """Return labels for the points. A label has a position, and the numbers of its points, counted from 1. Points
     within ten pixels of each other share a label."""
     labels: list[tuple[Point, list[int]]] = []
     for number, point in enumerate(points, 1):

@@ -23,7 +23,7 @@ class Setting:
     runs: int = 1  # only for clips, see `demo.video.draw_clips`
 
 
-# `min_tokens` for tiny models, whose grids are smaller than those of real models.
+# `min_tokens` for tiny models, whose grids are smaller than the grids of real models.
 FEWEST = 64
 
 

@@ -36,8 +36,8 @@ PREDICTED: dict[str, Any] = {"similarity_from": "prediction", "selection_interva
 
 
 def settings() -> dict[str, Setting]:
-    """Return the settings by name. `min_tokens` is low, because the grids of the trained model are much smaller than
-    those of a real model."""
+    """Return the settings by name. `min_tokens` is low, because the trained model has much smaller grids than a real
+    model."""
 
     def preset(name: str, **given: Any) -> Setting:
         return Setting(variants.preset(name, min_tokens=16, **given).patch)

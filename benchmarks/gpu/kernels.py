@@ -167,7 +167,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
         dest_slots, M, back = plans[0]
         given = kernels.weigh(x, dest_slots, windows, budget, micro.SCALE)
         out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))
-        # Run each kernel twice: first by Triton's launch, then by the launch that was prepared from it.
+        # Run each kernel twice: first by Triton's own launch, then by the launch that the pack has prepared.
         merged, spread, restored = (
             [call() for _ in range(2)]
             for call in (

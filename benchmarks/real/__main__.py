@@ -3,8 +3,8 @@
     python -m benchmarks.real --checkpoint sd_xl_base_1.0.safetensors --prompts prompts.txt --ratio 0.25 0.5
     python -m benchmarks.real --graph my_graph_api.json --prompts prompts.txt
 
-ComfyUI with ComfyUI-ToMA must be running. Pictures already in the output folder are not made again, so a run can be
-stopped and resumed, and settings, prompts and seeds can be added. docs/real-checkpoints.md explains the results.
+ComfyUI with ComfyUI-ToMA must be running. Pictures already in the output folder are not made again. So a run can be
+stopped and resumed, and settings, prompts and seeds can be added later. docs/real-checkpoints.md explains the results.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0 after success, 1 after an error, which is printed, and 130 after Ctrl-C."""
+    """Run the command. Return 0 after success, 1 after an error, and 130 after Ctrl-C. Errors are printed."""
     args = parser().parse_args(argv)
     try:
         run(args)

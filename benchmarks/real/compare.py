@@ -18,8 +18,7 @@ from PIL import Image
 
 from .pictures import UNMERGED, Folder, Job, say
 
-# Name of the comparison of unmerged pictures of two seeds, which shows how much unrelated pictures of one prompt
-# differ.
+# Name of the comparison of unmerged pictures of two seeds. It shows how much unrelated pictures of one prompt differ.
 OTHER_SEED = "another seed"
 # Replaces the infinite PSNR of equal pictures. 8-bit pictures that differ in one value have a smaller PSNR.
 PSNR_OF_EQUAL = 120.0
@@ -30,7 +29,7 @@ Score = Callable[[Array, Array], float]  # score of two pictures, (H, W, 3) uint
 
 @dataclass
 class Pair:
-    """A picture and the unmerged one of the same prompt and seed, with its scores by the name of the metric."""
+    """A picture, the unmerged picture of the same prompt and seed, and the pair's scores by the name of the metric."""
 
     setting: str
     prompt: str

@@ -82,7 +82,7 @@ class Template:
     """A checked graph. output: id of the node whose picture is compared, None if only one node shows a picture.
 
     Attributes:
-        graph: the nodes that lead to the picture, which goes to the server's temporary folder.
+        graph: the nodes that lead to the picture. The picture goes to the server's temporary folder.
         merge: id of the ToMA node.
         picture: id of the node whose picture is compared.
     """

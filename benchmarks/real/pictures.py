@@ -72,8 +72,8 @@ class Folder:
         self.pictures = path / "pictures"
 
     def prepare(self, conditions: dict[str, str]) -> None:
-        """Make the folder. Raises BenchmarkError for a folder that was made under other conditions, because its times
-        and pictures are not comparable."""
+        """Make the folder. Raises BenchmarkError for a folder that was made under other conditions. Its times and
+        pictures would not be comparable."""
         try:
             self.pictures.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -99,7 +99,7 @@ class Folder:
         return found if self.picture(job).is_file() else None
 
     def save(self, job: Job, png: bytes, seconds: float | None, timed: bool) -> None:
-        """Store a picture. timed: whether the seconds are comparable with those of other runs."""
+        """Store a picture. timed: whether the seconds are comparable with the seconds of other runs."""
         about = {"prompt": job.prompt, "seed": job.seed, "setting": job.name, "seconds": seconds, "timed": timed}
         self.write(self.picture(job), png)
         record = json.dumps({**about, "graph": job.graph}, indent=1)

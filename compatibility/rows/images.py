@@ -273,8 +273,8 @@ def timestep_zero(kit: Kit) -> Graph:
     only=dict.fromkeys(("flux2", "z_image", "krea2", "qwen_image", "qwen_image21"), MERGED),
 )
 def references(kit: Kit) -> Iterator[Graph]:
-    """Sample with two reference pictures. Those of Qwen-Image 2.1 are not merged: ComfyUI computes them only in the
-    first step and caches their keys and values."""
+    """Sample with two reference pictures. In Qwen-Image 2.1 references are not merged, because ComfyUI computes them
+    only in the first step and caches their keys and values."""
     method = "index" if kit.name == "krea2" else None
     for merged in (False,) if kit.name == "qwen_image21" else (False, True):
         yield Graph(

@@ -142,8 +142,8 @@ def compiled(kit: Kit) -> Graph:
 
 @row(GROUP, "MultiGPU CFG Split (two devices with a thread each, both of them the CPU)")
 def multigpu(kit: Kit) -> Iterator[Graph]:
-    """Use ComfyUI's concurrent threads on two devices, which are the CPU but count as different for ComfyUI and ToMA.
-    Both devices make their plans from the predicted picture, so both select the same destinations."""
+    """Use ComfyUI's concurrent threads on two devices. Both are the CPU, but ComfyUI and ToMA take them for different
+    devices. Both devices make their plans from the predicted picture, so both select the same destinations."""
     import comfy.model_management
 
     patch = node("nodes_multigpu.MultiGPUCFGSplitNode")

@@ -6,9 +6,9 @@ imported.
     python -m scripts.api_check --write [FOLDER]  writes known.json again: downloadable releases, and those in folders
 
 The exit code is 1 if merging stops because a part is *missing*, or because the pack's arguments *do not fit* it. *New*
-lists derived classes that the pack refuses until a family names them in `DERIVED`, and methods that run blocks but are
-not in `_LOOPS` of `nodes/adapters/family.py`. If the pack begins to use a part, a test asks for --write. Releases that
-cannot be downloaded and whose folder is not given keep their entries.
+lists derived classes, which the pack refuses until a family names them in `DERIVED`. It also lists methods that run
+blocks but are not in `_LOOPS` of `nodes/adapters/family.py`. If the pack begins to use a part, a test asks for --write.
+Releases that cannot be downloaded and whose folder is not given keep their entries.
 """
 
 from __future__ import annotations

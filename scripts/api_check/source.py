@@ -262,7 +262,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
 
 
 def _calls(value: ast.AST) -> list[ast.AST]:
-    """Return the expression itself if it is a name, else all names that it calls."""
+    """Return the expression itself if it is a name. Otherwise return all names that it calls."""
     if isinstance(value, ast.Name | ast.Attribute):
         return [value]
     return [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]

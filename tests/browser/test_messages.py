@@ -1,4 +1,4 @@
-"""Test, in one renderer, which node, browser tab and workflow show a run's status, and the help panel."""
+"""Test in one renderer which node, browser tab and workflow show a run's status. Also test the help panel."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
 
 
 def test_a_run_is_shown_in_its_own_workflow(page: Any) -> None:
-    """A second workflow with the same node ids, which is open when the run ends, does not show the run's status."""
+    """When the run ends, a second workflow with the same node ids is open. It must not show the run's status."""
     slow = workflow(0.5)
     slow["nodes"][4]["widgets_values"][2] = 12
     page.open(slow, "mine")

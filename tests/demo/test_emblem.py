@@ -1,4 +1,4 @@
-"""Test that the committed icon and banner equal those that the code draws, at the registry's sizes."""
+"""Test that the committed icon and banner equal the code's drawings and have the registry's sizes."""
 
 from __future__ import annotations
 

@@ -208,8 +208,8 @@ class BlockCall:
 
 @pytest.fixture
 def record(plan_calls: list[PlanCall], monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.nn.Module], list[BlockCall]]:
-    """record(module): return a list that receives the module's calls from now on. PyTorch's hooks cannot be used,
-    because a chain of merged blocks ends at a block with hooks."""
+    """record(module): return a list that receives the module's calls from now on. PyTorch's hooks cannot be used here,
+    because a chain of merged blocks would end at a block that has them."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -56,7 +56,7 @@ def test_a_run_is_sent_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
 
 
 def test_a_run_says_whether_its_first_step_was_full(unet: Any, sent: list[Any]) -> None:
-    """The page does not time the first step, and counts it as an unmerged step if it was full."""
+    """The page does not time the first step. It counts the first step as an unmerged step if it was full."""
     for settings, full in (({}, False), ({"full_step_interval": 2}, True), ({"start_percent": 0.5}, True)):
         models.sample(patched(unet, **settings).args[0], 24, 24, steps=4)
         assert sent[-1][1]["first_full"] is full

@@ -163,6 +163,6 @@ def test_every_number_that_the_widgets_range_does_not_check_is_validated() -> No
 
 @loop("value", [-1, -1.0, -0.95, -0.99, "preset"])
 def test_negative_numbers_leave_a_field_to_the_preset(unet: Any, value: Any) -> None:
-    """A click on a widget's arrow turns -1 into -0.95, which also stands for the preset's value."""
+    """A click on a widget's arrow turns -1 into -0.95. Like -1, this value stands for the preset's value."""
     name = "granularity" if value == "preset" else "skip_last_blocks"
     assert made_by(nodes.ToMAAdvanced, unet, **{name: value}) == made_by(nodes.ToMAAdvanced, unet)

@@ -120,6 +120,6 @@ def test_dynamic_patcher_on_a_cpu_is_the_plain_one(rig: Any) -> None:
         pytest.skip("dynamic VRAM is on: the other tests run on it")
     assert rig.sampled(rig.patched(model=dynamic)) == rig.fresh["stack"]
     rig.check_clean()
-    # Unload the model. Otherwise ComfyUI would treat it as leaked when this patcher is deleted, and collect garbage
-    # before every later run.
+    # Unload the model. Otherwise ComfyUI would treat the model as leaked when this patcher is deleted, and collect
+    # garbage before every later run.
     mm.unload_all_models()

@@ -85,8 +85,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def good(server: ComfyServer, graph: Any, sampled: Any, fresh: Any, census: Any) -> Callable[[str], int]:
-    """good(kind): check that a latent equals that of a fresh process, and that no object of the run is left. Return the
-    server's number of tensors."""
+    """good(kind): check that a latent equals the latent of a fresh process, and that no object of the run is left.
+    Return the server's number of tensors."""
 
     def check(kind: str) -> int:
         assert sampled(server.run(graph(kind))) == fresh[kind]["stack"]
@@ -103,8 +103,8 @@ def at_first(good: Any) -> dict[str, int]:
 
 @pytest.fixture
 def survived(at_first: dict[str, int], good: Any, kind: str) -> Iterator[None]:
-    """Check after the test that the next latent equals that of a fresh process, and that the test has left no
-    additional tensors."""
+    """Check after the test that the next latent equals the latent of a fresh process. The test must leave no additional
+    tensors."""
     yield
     assert good(kind) <= at_first[kind]
 
@@ -163,7 +163,7 @@ def test_free_memory_while_sampling(
 def test_prompt_edited_while_queued(
     server: ComfyServer, graph: Any, sampled: Any, fresh: Any, kind: str, survived: None
 ) -> None:
-    """A prompt that waits behind a slow one is removed, and queued again with other settings of ToMA."""
+    """A prompt waits behind a slow prompt. It is removed, and queued again with other settings of ToMA."""
     first = server.queue(graph(kind, "module", **SLOW[kind]))
     taken_back = server.queue(graph(kind, "stack"))
     server.post("/queue", {"delete": [taken_back]})
@@ -175,7 +175,7 @@ def test_prompt_edited_while_queued(
 
 
 def test_killed_while_sampling_and_started_again(server: ComfyServer, graph: Any, good: Any) -> None:
-    """The new process uses the folders of the killed one, and its first prompt is merged."""
+    """The new server uses the folders of the killed server. Its first prompt must be merged."""
     prompt_id = server.queue(graph("unet", **SLOW["unet"]))
     wait_until_it_samples(server, prompt_id)
     assert server.process is not None

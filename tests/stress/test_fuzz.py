@@ -294,7 +294,7 @@ HOSTILE = ("../../../etc/passwd\0", "<img src=x onerror=alert(1)>", "'; drop tab
 def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: Any) -> None:
     for index, (name, key) in enumerate(PLACES):
         graph = complete_graph(index)
-        # Delete nodes that do not depend on the invalid node, because ComfyUI would still run them, which takes time.
+        # Delete nodes that do not depend on the invalid node. ComfyUI would still run them, which takes time.
         alone = name in ("toma", "report")
         for other in ("simple", "benchmark") if alone else ("toma", "sampler", "decode", PICTURE, LATENT, "report"):
             del graph[other]

@@ -235,8 +235,8 @@ def test_flux_in_fp16_with_tokens_at_the_limit(
     kind: str, settings: str, model_in: Any, watched: Any, attach: Any
 ) -> None:
     """ComfyUI's Flux clamps the tokens of its single blocks to the range of fp16, so a channel may be at the limit.
-    Weights that sum to 1.0003 would give an infinity, which becomes NaN in the next attention. Clamping replaces NaN by
-    0, so the image would be all zeros."""
+    Weights that sum to 1.0003 would turn such a channel into infinity. The next attention would turn infinity into NaN.
+    Clamping replaces NaN by 0, so the image would be all zeros."""
     model = model_in(kind, "fp16")
     noise = noise_of(model)
     limit = float(LARGEST)

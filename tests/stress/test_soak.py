@@ -122,7 +122,7 @@ def tasks() -> list[Task]:
 
 
 def send(server: ComfyServer, tasks: list[Task], saved_latent: Any, between: Callable[[], None]) -> None:
-    """Send prompts one after the other, interrupt some prompts, and send the interrupted prompts again."""
+    """Send prompts in succession, interrupt some of them, and send the interrupted prompts again."""
     for task in tasks:
         if task.free:
             server.post("/free", {"unload_models": True, "free_memory": True})

@@ -1,5 +1,5 @@
-"""Test rules that select destinations: each selects the requested number of distinct tokens, and facility location is
-best at its own objective."""
+"""Test rules that select destinations. Each selects the requested number of distinct tokens. Facility location is best
+at its own objective."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -
 
 def test_farthest_point_by_hand() -> None:
     """Tokens lie at 0, 10, 20 and 170 degrees. The most central token is the one at 20 degrees (sum of cosines 1 + 0.98
-    + 0.94 - 0.87). The farthest token from it is the one at 170 degrees, and then the one at 0."""
+    + 0.94 - 0.87). The token farthest from it is at 170 degrees. The next token is at 0 degrees."""
     angles = torch.deg2rad(torch.tensor([0.0, 10.0, 20.0, 170.0]))
     S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
     assert S.sum(1).argmax(1).item() == 2
@@ -100,8 +100,8 @@ def test_grid_by_hand() -> None:
 
 
 def test_random_has_its_own_generator() -> None:
-    """A seed gives the same destinations for any state of PyTorch's global generator, which the selector does not
-    change."""
+    """A seed gives the same destinations for any state of PyTorch's global generator. The selector does not change this
+    state."""
     before = torch.random.get_rng_state()
     first = random_order((16, 9), 8, 5)
     assert torch.equal(torch.random.get_rng_state(), before)

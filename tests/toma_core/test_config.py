@@ -60,7 +60,7 @@ def check_number(name: str, value: Any) -> None:
 
 @loop("name", NUMBERS)
 def test_numbers_keep_to_their_range(name: str) -> None:
-    """An integer may be given as a float without a fraction, and a float as an integer."""
+    """An integer may be given as a float without a fraction. A float may be given as an integer."""
     spec = setting_spec(name)
     ends = (spec.minimum, spec.maximum, spec.minimum - 1, spec.maximum + 1, int(spec.maximum))
     for value in (*ends, float(spec.default), spec.default + 0.5, *map(float, ("inf", "-inf", "nan")), 10**400):

@@ -95,8 +95,8 @@ def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the caches of videos have a limit (`bounded`). A cache that exceeds it is disabled, and steps that would
-    need it are full."""
+    """Only the caches of videos have a limit (`bounded`). A cache that exceeds its limit is disabled. Steps that would
+    need the cache are full."""
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     picture = run_of()
     for name in ("a", "b", "c"):

@@ -93,7 +93,7 @@ def test_memory_that_cannot_be_pinned_serves_too_and_is_tried_once(order: Any) -
 
 
 def test_no_two_buffers_share_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA pins entire pages and refuses one that is already pinned, so each buffer needs pages of its own."""
+    """CUDA pins entire pages, and refuses a page that is already pinned. So each buffer needs pages of its own."""
     pages, usual = set[int](), Copies.pin
 
     def pin(self: Copies, memory: torch.Tensor) -> bool:
@@ -120,7 +120,7 @@ def test_main_memory_is_meant_where_another_pack_sets_a_device() -> None:
 
 
 def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch gives out 32 streams in turn, so new streams of a run could be those on which ComfyUI copies weights."""
+    """PyTorch gives out 32 streams in turn. So a run's new stream could be a stream on which ComfyUI copies weights."""
     made = list[object]()
 
     class Stream:

@@ -1,4 +1,5 @@
-"""Test merge and unmerge against dense matrices that are computed in plain loops, weights, and maps of plans."""
+"""Test merge and unmerge against dense matrices, which are computed in plain loops. Also test weights, and maps of
+plans."""
 
 from __future__ import annotations
 

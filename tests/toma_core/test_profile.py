@@ -1,5 +1,5 @@
-"""Test that a profile that was written as text is parsed to the same profile, and that a profile of another model is
-refused with a reason."""
+"""Test that a profile, written as text and parsed again, is the same. A profile of another model must be refused with a
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that merged steps add the change of the residual at destinations to cached residuals."""
+"""Test that merged steps add the residual's change, which is known at destinations, to cached residuals."""
 
 from __future__ import annotations
 

@@ -174,8 +174,8 @@ LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 
 @loop(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
 def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[int]) -> None:
-    """If the first sigmas of a run are nearly equal, all full steps but the first move to the end of the run. Their
-    number does not change."""
+    """In a run whose first sigmas are nearly equal, the first full step stays where it is. All other full steps move to
+    the end. Their number does not change."""
     config = ToMAConfig(full_step_interval=every)
 
     def full_of(sigmas: tuple[float, ...], **given: Any) -> list[int]:

@@ -1,5 +1,5 @@
-"""Test metrics of clips against values computed by hand, and a run of benchmarks.fidelity's command for videos on
-random weights."""
+"""Test metrics of clips against values computed by hand. Also run the command of benchmarks.fidelity.video on random
+weights."""
 
 from __future__ import annotations
 

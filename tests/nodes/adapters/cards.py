@@ -68,8 +68,8 @@ def sampled(kind: str, model: Any, **options: Any) -> list[Tensor]:
 
 
 def compared(kind: str, merged: Any, quantized: bool, order: Any = "late", share: float = 0.0, **options: Any) -> Card:
-    """Check that a run with a `share` of the keys and values on the simulated GPU gives the same latents as a run with
-    all keys and values there. Return the record of the first run."""
+    """Run once with a `share` of the keys and values on the simulated GPU, and once with all of them there. Check that
+    the latents are equal. Return the record of the first run."""
     with a_card(1.0, quantized):
         wanted = sampled(kind, merged, **options)
     with a_card(share, quantized, order) as card:

@@ -34,7 +34,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseExc
     monkeypatch.setattr(type(block), "forward", failed)
 
 
-# A function (latent, index of an evaluation) -> latent that changes the latent before this evaluation.
+# A function that changes the latent before an evaluation: (latent, index of the evaluation) -> latent.
 Moves = Callable[[Tensor, int], Tensor]
 
 
@@ -97,7 +97,7 @@ def preset(name: str, **settings: Any) -> Any:
 
 
 def several_calls(model: Any) -> Any:
-    """Apply ComfyUI's skip layer guidance, which adds a call to every evaluation, after the call of the conditions."""
+    """Apply ComfyUI's skip layer guidance. It adds a call to every evaluation, after the call of the conditions."""
     from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
 
     return SkipLayerGuidanceDiT.execute(model, 3.0, 0.0, 1.0, double_layers="2").args[0]

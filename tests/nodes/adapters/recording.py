@@ -44,7 +44,7 @@ class Evaluation:
         self._alive[-1].append(StorageWeakRef(storage))
 
     def next_block(self) -> None:
-        # Skip allocations before the first block: they are inputs of all blocks, so they may stay.
+        # Skip allocations before the first block. They are inputs of all blocks, so they may stay.
         for each in self._alive[1:-1]:
             self.survivors += sum(not storage.expired() for storage in each)
             each.clear()

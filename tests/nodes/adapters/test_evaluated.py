@@ -120,7 +120,7 @@ def test_of_other_guiders_all_conditions_count(how: str, flux: Any) -> None:
 
 
 def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
-    """The size is predicted without a call of the guidance's functions, which may hold state."""
+    """The guidance's functions may hold state, so the size is predicted without calling them."""
 
     def perturbed(args: Any) -> Any:
         raise AssertionError

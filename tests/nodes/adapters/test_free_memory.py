@@ -42,7 +42,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def late(model: Any, start: float = 0.45) -> list[Any]:
-    """Return one prompt that is active from the beginning, and one that begins later."""
+    """Return one prompt that is active from the beginning, and one prompt that begins later."""
     return [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3, start_percent=start)]
 
 

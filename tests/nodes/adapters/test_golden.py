@@ -61,7 +61,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 # By run: size of the latent, and guidance scale. Odd sides give windows of several sizes and budgets.
 RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "odd": ((38, 29), 1.0)}
-HALVED = {"sd15", "ltx"}  # families with one token per latent pixel; their latents have half the side here
+HALVED = {"sd15", "ltx"}  # families with one token per latent pixel, whose latents have half the side here
 # Use a low `min_tokens`, because Auto would not merge the coarser grids of UNets.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
 # Without a preset, skip the first five double and single blocks of Flux.

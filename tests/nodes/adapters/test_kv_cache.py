@@ -50,8 +50,9 @@ def hint(message: str) -> str:
 def test_keys_are_propagated_as_their_destinations_change(
     kind: str, model_of: Any, attach: Any, plan_calls: list[Any], dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A merged step adds the change at the destinations to the cached keys and values of all tokens, and stores the
-    result. The test switches off the regression that would explain a part of the change by the latent."""
+    """From the change at the destinations, a merged step estimates the change of all tokens. It adds this change to the
+    cached keys and values, and stores the result. The test switches off the regression that would explain a part of the
+    change by the latent."""
     monkeypatch.setattr(pack_module("toma_core.coverage").Coverage, "latent_of", lambda *_: None)
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)

@@ -71,7 +71,8 @@ def test_full_precision_only_where_all_of_it_fits_beside_the_weights(
 
 
 def test_four_bits_may_fill_what_is_left_of_the_card(flux: Any, cache_plans: list[Any], monkeypatch: Any) -> None:
-    """The limit for caches that push weights off the card is lower."""
+    """A 4-bit cache may fill all memory that the weights leave. The limit is lower for caches that push weights off the
+    card."""
     merged = balanced(flux)
     without_reserves(monkeypatch)
     monkeypatch.setattr(type(merged.model), "memory_required", lambda *_, **__: 0)
@@ -93,7 +94,8 @@ def test_four_bits_may_fill_what_is_left_of_the_card(flux: Any, cache_plans: lis
 
 
 def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
-    """A ControlNet needs memory for weights, and for activations beyond the minimum that ComfyUI keeps free."""
+    """A ControlNet needs memory for its weights. Its activations may need more than the minimum that ComfyUI keeps
+    free."""
     model, other = model_of("flux"), model_of("wan")
 
     class Control(ControlBase):

@@ -134,7 +134,7 @@ def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, st
 
 
 def test_also_in_a_last_step_that_is_in_full(model_of: Any, stats_of: Any, monkeypatch: Any) -> None:
-    """If memory does not suffice without caches either, the model's own error is raised."""
+    """If memory is too short even without caches, the model's own error is raised."""
     model = model_of("flux")
     merged = balanced(model)
     block, asked = model.model.diffusion_model.single_blocks[-1], {"steps": 4, "cfg": 1.0}

@@ -66,8 +66,8 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
 def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
     kind: str, model_of: Any, attach: Any, monkeypatch: Any
 ) -> None:
-    """The evaluation of a picture is not repeated, because a full evaluation needs more memory than a merged one. The
-    evaluation of a video is repeated once, in full."""
+    """The evaluation of a picture is not repeated, because a full evaluation needs even more memory than a merged one.
+    The evaluation of a video is repeated once, in full."""
     model, short = model_of(kind), Mock(side_effect=torch.OutOfMemoryError)
     merged = attach(model)
     monkeypatch.setattr(type(model.model.diffusion_model), "forward", short)

@@ -105,7 +105,8 @@ def test_samplers_that_read_the_negative_get_the_unmerged_one(unet: Any, no_stat
 
 
 def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None) -> None:
-    """The error in a range of sigmas is measured at the first step of the range in which the condition is active."""
+    """The error in a range of sigmas is measured at one of the range's steps: the first in which the condition is
+    active."""
     late = models.conditioning(unet, seed=3, start_percent=0.3, end_percent=1.0)
     probes, patched = probes_of(unet, 6)
     latent = models.sample(patched, SIDE, SIDE, steps=12, positive=late)

@@ -172,7 +172,7 @@ def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
 
 
 def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(attach: Any, monkeypatch: Any) -> None:
-    """Full steps cache the residuals of exactly those chains of blocks that merged steps run."""
+    """Merged steps run certain chains of blocks. Full steps cache the residuals of exactly these chains."""
     cache = pack_module("toma_core.cache").Cache
     kept, asked = set(), []
     keep, get = cache.put, cache.read

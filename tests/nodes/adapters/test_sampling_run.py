@@ -11,9 +11,9 @@ from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.helpers import every_kind
 
-# By sampler: the step that each evaluation of a four-step run counts for. Heun's second evaluation is at the next
-# step's sigma, and counts for that step. Second-order singlestep samplers also evaluate between two sigmas, which
-# counts for the earlier step.
+# By sampler: for each evaluation of a four-step run, the step for which it counts. Heun's second evaluation is at the
+# next step's sigma, and counts for that step. Second-order singlestep samplers also evaluate between two sigmas. Such
+# an evaluation counts for the earlier step.
 ONE_EACH = [0, 1, 2, 3]
 STEPS = {
     "euler": ONE_EACH,

@@ -110,7 +110,7 @@ def test_nothing_is_read_inside_the_steps(model: Any, kind: str, own_reads: Any,
     """Count the reads of tensor values that ToMA adds to the sampler's own reads. With `heun`, ToMA reads the sigma of
     each evaluation.
 
-    With a KV cache, ToMA reads the amount of new noise once per step, but only if the sampler itself waits for the
+    With a KV cache, ToMA also reads the amount of new noise once per step, but only if the sampler itself waits for the
     device.
     """
     merged = balanced(model, preset)

@@ -37,8 +37,8 @@ def sampled(model: Any, **options: Any) -> torch.Tensor:
 def check_error(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     """Check that the difference is not larger than the effect of rounding.
 
-    On some CPUs, rounding depends on the batch size, so the search may select the other one of two nearly equal
-    destinations. On an AMD EPYC, the relative difference is then 3e-4. The error of merging is 0.02 to 0.1.
+    On some CPUs, rounding depends on the batch size. Of two nearly equal destinations, the search may then select the
+    other one. On an AMD EPYC, the relative difference is then 3e-4. The error of merging is 0.02 to 0.1.
     """
     assert (result - expected).norm() < (0.01 if name == "paper" else 0.001) * expected.norm()
 

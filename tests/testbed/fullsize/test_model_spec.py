@@ -46,8 +46,8 @@ def loaded(pack: ModuleType) -> None:
 
 @every_model
 def test_as_large_as_its_checkpoint_and_few_blocks_fit_anywhere(name: str) -> None:
-    """With only the blocks of `few`, a model in bf16 takes at most 5.7 GB, so that it fits a card of 10 GB with its
-    activations."""
+    """With only the blocks of `few`, a model in bf16 takes at most 5.7 GB. Together with its activations it then fits a
+    card of 10 GB."""
     full, few = (
         sum(parameter.numel() for parameter in cost.on_meta(name, blocks).model.diffusion_model.parameters()) / 1e9
         for blocks in (None, SPECS[name].few or None)

@@ -60,7 +60,7 @@ def destinations_of(budget: Budget, images: int) -> list[list[int]]:
 
 
 def each(*cases: Case, full_size: tuple[Case, ...] = ()) -> Any:
-    """Run a test with each case, on a GPU also with cases of the size that models have."""
+    """Run a test with each case. On a GPU, also run it with cases as large as real models."""
     on_gpu = [pytest.param(case, marks=pytest.mark.gpu) for case in full_size]
     return pytest.mark.parametrize("case", [*cases, *on_gpu], ids=str)
 

@@ -15,7 +15,7 @@ from scripts import comfyui
 from testbed import models
 
 HEIGHT, WIDTH, TEXT = 20, 28, 7
-CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, so changing the order of an fp32 sum changes it by 1e-5
+CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, so an fp32 sum in another order differs by 1e-5
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Layout:
     before: number of tokens before the image in the argument `tokens`.
     rope_arg, rope_token_dim: argument with the positions, and its axis of tokens.
     above, below: number of positions before and behind the positions of `tokens`, for example of a text stream.
-    keys: argument with the mask of the attention's keys; the mask begins with the image.
+    keys: argument with the mask of the attention's keys. The mask begins with the image.
     out: index of the image tokens in the block's results.
     patch: side of a token in latent pixels.
     rows: arguments, besides tokens and positions, that have a row for each token.

@@ -1,4 +1,4 @@
-"""Test MiniMax H3 with sparse attention, as in Fast-H3: in a part of the schedule, a node passes an attention function
+"""Test MiniMax H3 with sparse attention, as in Fast-H3. In a part of the schedule, a node passes an attention function
 to the blocks. ComfyUI's node does so only with 12,288 tokens or more."""
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def test_videos_and_guidance(
 
 
 def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, run_unmerged: Any) -> None:
-    """In single blocks, which begin with text, ComfyUI's separate modulation of the first frame ends inside of a
-    frame."""
+    """ComfyUI modulates the first frame separately. Tokens of single blocks begin with text, so there this modulation
+    ends inside of a frame."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     assert set(run_unmerged(hunyuan, frames=3, **conds).unmerged) == {
         Reason.ARGUMENT_IN_USE(arguments=("modulation_dims_img", "modulation_dims_txt")),

@@ -144,7 +144,7 @@ def test_guides_are_merged_behind_the_video(family: str, model_of: Any, attach: 
 
 
 def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of: Any) -> None:
-    """Guidance may add calls in which a stream is switched off, in a different order in each step."""
+    """Guidance may add calls in which a stream is switched off. The order of calls differs from step to step."""
     import comfy.samplers
     from comfy.model_patcher import create_model_options_clone
 

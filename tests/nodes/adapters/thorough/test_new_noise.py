@@ -23,7 +23,8 @@ NOISY = ("er_sde", "euler_ancestral", "lcm", "dpmpp_2m_sde", "lms")
 
 @pytest.fixture(scope="module")
 def trained(pack: Any) -> Trained:
-    """Return the trained model `few`, because the error of `dit` is 0.14 in small pictures even with Euler's method."""
+    """Return the trained model `few`. The other model, `dit`, has an error of 0.14 in small pictures even with Euler's
+    method."""
     return Trained("few")
 
 

@@ -50,7 +50,7 @@ test_without_changes_a_merged_step_equals_the_models_own = again(
     "kind,batch,frames",
     [*STILL, ("hunyuan", 1, 3), ("ltx_av", 1, 3)],
 )
-# families/test_qwen21.py tests Qwen-Image 2.1, because its text and image attend in separate calls.
+# Qwen-Image 2.1 is left out: its text and image attend in separate calls. families/test_qwen21.py tests it.
 test_keys_are_propagated_as_their_destinations_change = again(
     kv_cache.test_keys_are_propagated_as_their_destinations_change, "kind", without([("qwen_image21",)], MORE)
 )

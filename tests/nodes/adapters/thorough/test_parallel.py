@@ -1,4 +1,4 @@
-"""Test that two real processes that sample together both merge correctly, or both do not merge.
+"""Test two real processes that sample together. Either both merge correctly, or neither merges.
 
 compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions among processes.
 """
