@@ -190,7 +190,7 @@ def unmerge(windows: Windows, budget: Budget, y: Tensor, weights: Tensor, *other
         x + A^T (y - reduced)            with reduced and x
         x + R (A^T y + spread answer)    with x, spread and answer; without R if it is None
 
-    others: reduced, x, spread, answer and R. The launch is called with y, weights, the budget's `expand`, and the others.
+    others: reduced, x, spread, answer and R. The launch is called with y, weights, the budget's `expand` and `others`.
 
     y, reduced: (B, D, C); x: (B, N, C); any strides. weights: (B or 1, W, S, K); spread: (B or 1, N, F); rows
     contiguous. answer: (B, F, C), contiguous. R: rotations of all tokens, see `_rotation_strides`.
