@@ -245,7 +245,7 @@ def write(
     shown = rows if shown is None else shown
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"conditions": conditions, "rows": [asdict(row) for row in rows], "notes": list(notes)}
-    part = path.with_suffix(".part")  # written first, so that an interrupted write leaves the previous PATH.json
+    part = path.with_suffix(".part")  # written first, so that an interrupted write does not damage PATH.json
     part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     part.replace(path.with_suffix(".json"))
     shown_conditions = ", ".join(f"{key}: {value}" for key, value in conditions.items())

@@ -26,7 +26,7 @@ from testbed import fullsize
 from testbed.fullsize import Shape
 from testbed.meter import META, Cost, Meter
 
-# Number of steps of the run to which a counted evaluation belongs.
+# A counted evaluation belongs to a run of this number of steps.
 STEPS = 50
 
 

@@ -81,8 +81,8 @@ class Choice:
     skipped: float  # share of blocks, counted from the first, that are not merged because memory is short
     pushed_out: float  # additional weights that ComfyUI offloads because of the cache
     merged_steps: int  # how many of the run's steps are merged
-    less_work: float  # FLOPs of the unmerged run divided by those of this run
-    faster: float  # computed time of the unmerged run divided by that of this run
+    less_work: float  # FLOPs of the unmerged run divided by FLOPs of this run
+    faster: float  # computed time of the unmerged run divided by time of this run
 
     @property
     def advice(self) -> str:

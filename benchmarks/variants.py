@@ -26,7 +26,7 @@ class Variant:
     name: str
     patch: Patch
     note: str = ""  # remark for readers of the row
-    unchanged: bool = False  # whether the output must equal that of the unpatched model
+    unchanged: bool = False  # whether the output must equal the unpatched model's output
     # Whether the KV cache has four bits. Only for single evaluations. In a run, the pack chooses the form of the cache.
     packs: bool = False
     in_host_memory: bool = False  # whether the KV cache lies in main memory, not on the card
@@ -154,7 +154,7 @@ def _todo_unet(model: Any, rows: int, columns: int) -> Any:
 
 
 def _todo_flux(model: Any, rows: int, columns: int) -> Any:
-    """Apply ToDo inside the attention, where keys are already rotated."""
+    """Apply ToDo inside the attention, after the rotation of keys."""
     from comfy.patcher_extension import WrappersMP
 
     class Held:

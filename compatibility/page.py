@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = Path(__file__).parent / "results.json"
 BEGIN, END = "<!-- tables: make compatibility -->", "<!-- end of tables -->"
 
-# The text between the tables of `FAMILIES` and those of `OTHERS`.
+# The text between the tables of `FAMILIES` and the tables of `OTHERS`.
 FURTHER = """### The other models
 
 Features that depend on the model were also tried on small models of 2 to 5 blocks. *-*: ComfyUI does not have the

@@ -116,7 +116,7 @@ class Batch:
     noise: torch.Tensor  # of the shape of `clean`
     weight: torch.Tensor  # (B, 1, h, w): loss weight of each pixel, with mean 1 over a full scene
     tokens: torch.Tensor  # (B, T, TEXT_DIM)
-    quantile: torch.Tensor  # (B,) in 0..1: quantile of each picture's sigma; stratified over the batch
+    quantile: torch.Tensor  # (B,) in 0..1: quantile of each picture's sigma, stratified over the batch
 
     def to(self, device: torch.device) -> Batch:
         moved = {name: getattr(self, name).to(device) for name in ("clean", "noise", "weight", "tokens", "quantile")}

@@ -41,7 +41,7 @@ class AddPositions:
     Training sets `rows` and `columns` on one object, because torch.compile would recompile for a new object.
     """
 
-    rows: Tensor | None = None  # (H,): positions of the rows, None for those of a full picture
+    rows: Tensor | None = None  # (H,): positions of the rows, None for a full picture
     columns: Tensor | None = None  # (W,)
 
     def __call__(self, h: Tensor, transformer_options: dict[str, Any]) -> Tensor:

@@ -31,7 +31,8 @@ _TOP, _BOTTOM = 186, 386  # top and bottom of the picture in the middle
 _BOARD, _NODE, _PAPER, _FAINT = (32, 36, 44), (58, 66, 82), (250, 250, 250), (176, 184, 198)
 _OURS = (138, 92, 40)
 _FULL, _MERGED, _RECOMMENDED = (148, 148, 148), (86, 180, 233), (230, 159, 0)  # the colours in the charts of the nodes
-# Word in the name of a workflow -> colour (Okabe and Ito's). The first of these words in the name counts.
+# Word in the name of a workflow -> colour (Okabe and Ito's). If a name has several of these words, the first in the
+# name counts.
 _BANDS = {
     "Benchmark": (240, 228, 66),
     "SDXL": (0, 114, 178),

@@ -22,7 +22,7 @@ class Cost:
     """The counted cost of an evaluation or of a part of it."""
 
     flops: float = 0.0  # a multiply-add counts as two
-    bytes: float = 0.0  # bytes that every operation reads and writes; only attention is fused
+    bytes: float = 0.0  # bytes that all operations read and write, with only attention fused
     launches: int = 0  # operations except views and allocations
     operations: Counter[str] = field(default_factory=Counter)  # number of operations by name
     products: Counter[str] = field(default_factory=Counter)  # FLOPs by name of the operation

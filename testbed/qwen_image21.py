@@ -208,7 +208,7 @@ class QwenImage21Transformer2DModel(nn.Module):
     def _called(
         self, block: Any, n: int, x: Tensor, mod: Any, pe: Tensor, attn_fn: Any, prefix_len: int, options: Any
     ) -> Tensor:
-        """Run a block, or the function with which another node replaces it."""
+        """Run a block, or the function with which another node replaces the block."""
 
         def original(args: dict[str, Any]) -> dict[str, Any]:
             return {"img": block(args["img"], mod, args["pe"], attn_fn, prefix_len, args["transformer_options"])}

@@ -48,7 +48,8 @@ def node_inputs(definition: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str
 
 
 def is_widget(kind: Any) -> bool:
-    """Return whether an input of this type is shown as a widget. Of several types, the first one counts."""
+    """Return whether an input of this type is shown as a widget. If an input has several types, the first type
+    counts."""
     simple = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", CHOICE_WITH_MORE)
     return isinstance(kind, list) or kind.partition(",")[0] in simple
 

@@ -211,7 +211,7 @@ FACES = (
 
 @contextmanager
 def standing_in(names: tuple[str, ...]) -> Iterator[None]:
-    """Replace modules that are not installed by empty ones."""
+    """Use empty modules in place of modules that are not installed."""
     absent = {name: mock.MagicMock() for name in names if name not in sys.modules}
     sys.modules.update(absent)
     try:
@@ -314,7 +314,7 @@ def pulid_flux(kit: Kit) -> Graph:
 
 
 def _without(name: str, function: Any) -> Any:
-    """Wrap a function to drop an argument that it does not accept."""
+    """Wrap a function so that one argument, which the function does not accept, is dropped."""
 
     def call(*args: Any, **inputs: Any) -> Any:
         inputs.pop(name, None)

@@ -22,8 +22,8 @@ PIXELS = 8 * SIDE
 
 @row(GROUP, "Areas (ConditioningSetArea)", others=MERGED, quick=True)
 def areas(kit: Kit) -> Graph:
-    """Give each half of the picture a prompt. In a run of one step, another prompt for the left half changes only that
-    half."""
+    """Give each half of the picture a prompt. In a run of one step, another prompt for the left half changes only the
+    left half."""
     area, combine = node("nodes.ConditioningSetArea"), node("nodes.ConditioningCombine")
 
     def sample(model: Any, seed: int) -> Tensor:

@@ -202,7 +202,7 @@ def kv_cache(kit: Kit) -> Graph:
 @row(GROUP, "Sequence parallelism of raylight", sdxl=FOR_FLUX,
      flux=Expected(merged=False, unmerged={REPLACED: 3, TOKENS_CHANGED: 3}))  # fmt: skip
 def raylight(kit: Kit) -> Iterator[Graph]:
-    """Share tokens as raylight does, which replaces the double blocks' forward."""
+    """Share tokens as raylight does. It replaces the double blocks' forward."""
     return _sequence_parallel(kit, rejoin=True)
 
 

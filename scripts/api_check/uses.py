@@ -48,8 +48,8 @@ HELPERS = {"listening": "OUTER_SAMPLE"}
 class StandIn:
     """The arguments that a hook knows of the block for which it stands in, see `compat.check`."""
 
-    places: tuple[str, ...]  # the first arguments, in order; "" for one without a name
-    required: frozenset[str]  # arguments that must exist after the first ones
+    places: tuple[str, ...]  # the first arguments, in order, "" for an argument without a name
+    required: frozenset[str]  # arguments that must exist after the first arguments
     known: frozenset[str]  # arguments that merging handles
     rest: bool = True  # whether unknown arguments are passed on
 
@@ -64,7 +64,7 @@ class Use:
     named: set[str] = field(default_factory=set)  # arguments that a call passes by name
     read: set[tuple[int, str]] = field(default_factory=set)  # arguments of a wrapper, by position or by name
     optional: bool = True  # whether the pack also runs without this part
-    stand_ins: list[StandIn] = field(default_factory=list)  # stand-ins for a block, of which one has to fit
+    stand_ins: list[StandIn] = field(default_factory=list)  # stand-ins for a block, at least one of which must fit
     allowed: frozenset[str] = frozenset()  # of kind loop: methods that run blocks; of kind derived: merged classes
 
     @property

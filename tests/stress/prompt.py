@@ -36,7 +36,7 @@ def sample(model: Any, **options: Any) -> torch.Tensor:
 
 
 def digest(latent: torch.Tensor) -> str:
-    """Hash all bits of a latent, which must be finite."""
+    """Hash all bits of a latent. The latent must be finite."""
     assert latent.isfinite().all()
     return hashlib.sha256(latent.float().contiguous().numpy().tobytes()).hexdigest()
 

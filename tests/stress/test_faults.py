@@ -230,7 +230,8 @@ def test_call_that_is_made_again(rig: Any, trap: Trap) -> None:
 def test_picture_is_not_lost_with_its_drawing(
     rig: Any, monkeypatch: pytest.MonkeyPatch, stats_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The report's map is drawn after sampling. If memory runs out there, the run still returns its latent."""
+    """The report's map is drawn after sampling. If memory runs out while it is drawn, the run still returns its
+    latent."""
     patched = rig.patched()
     with monkeypatch.context() as patch:
         patch.setattr(pack_module("toma_core.run"), "draw_map", lambda plan: fail(mm.OOM_EXCEPTION))

@@ -25,7 +25,7 @@ def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
 
 def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() -> None:
     """If every step has a new condition, only one step between two scheduled refreshes becomes a refresh. The steps
-    after it are merged without caches."""
+    after this refresh are merged without caches."""
     run = run_of(skip_first_blocks=1)
     assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
     assert Evaluation(run, at(run, 2, "x").step_plan).cached("block", features(0)) is None

@@ -70,7 +70,7 @@ def test_fits_its_own_model_and_no_other() -> None:
         fitted(profile(), FLUX.replace("CONST up to 1", "EPS up to 15"), NAMES)
 
 
-# By fault: the profiles that have it.
+# Fault -> the profiles that have this fault.
 FAULTS: dict[str, list[Any]] = {
     "damaged": [
         *("hello", "", "[]", "null", "1" * 5000, "[" * 9_000),

@@ -114,7 +114,7 @@ def test_windows_shift_at_every_other_selection() -> None:
 def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, ...], similarity_from: str) -> None:
     """If tokens do not change, a step that propagates caches selects mostly tokens that the step before did not select.
     After a refresh, which computes all tokens, the first selection is repeated. Steps that propagate nothing always
-    repeat it."""
+    repeat the first selection."""
     run = run_of(kv_cache=True, full_step_interval=4, similarity_from=similarity_from)
     pictures = (torch.randn(1, 4, 14, 18, generator=torch.Generator().manual_seed(3)),)
     given = pictures if similarity_from == "prediction" else ()

@@ -139,7 +139,8 @@ def modes(plans: list[StepPlan]) -> str:
     ],
 )
 def test_modes_of_ten_steps(settings: dict[str, Any], given: dict[str, Any], expected: str) -> None:
-    """The range includes its start sigma but not its end sigma. Full steps are counted from its first step."""
+    """The range includes its start sigma but not its end sigma. Full steps are counted from the first step of the
+    range."""
     assert modes(ten_steps(ToMAConfig(**settings), **given)) == expected
 
 

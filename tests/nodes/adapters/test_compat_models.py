@@ -164,7 +164,7 @@ MOVED: dict[str, Any] = {
 @loop("granularity", ["module", "stack"])
 @loop("shape", MOVED)
 def test_positions_of_another_kind(monkeypatch: Any, attach: Any, stats_of: Any, granularity: str, shape: str) -> None:
-    """FLUX.3 may change the RoPE argument. The patched attention changes it back."""
+    """FLUX.3 may change the RoPE argument. The patched attention turns it back into the present form."""
 
     layers, model = importlib.import_module(FLUX), models.flux()
     attention, embedder = layers.attention, type(model.model.diffusion_model.pe_embedder)

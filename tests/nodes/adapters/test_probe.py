@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch._inductor.decomposition  # import it first: the import fails after the opcheck of earlier tests
+import torch._inductor.decomposition  # imported here, because the import fails after the opcheck of earlier tests
 from comfy.model_management import InterruptProcessingException
 from comfy.patcher_extension import WrappersMP
 

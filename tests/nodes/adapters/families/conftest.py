@@ -69,7 +69,7 @@ class MergedBlock:
         torch.testing.assert_close(self.found, self.by_hand(), **CLOSE)
 
     def needs(self, **wrong: Any) -> None:
-        """Check that `agrees` would notice wrong arguments."""
+        """Check that `agrees` would fail with these wrong arguments."""
         assert (self.by_hand(**wrong) - self.found).abs().max() > 1e-2
 
 

@@ -55,7 +55,7 @@ BEFORE: dict[str, tuple[dict[str, Any], int]] = {
 
 @loop("what", BEFORE)
 def test_a_block(what: str, model_of: Any, merged_block: Any) -> None:
-    """Only the video is merged. It is the last segment of modulation, which becomes shorter."""
+    """Only the video is merged. It is the last segment of modulation, so this segment becomes shorter."""
     model, (options, others) = model_of("h3"), BEFORE[what]
     before, positive = TEXT + others + AUDIO, models.conditioning(model, seed=1, **options)
     block = merged_block(model, replace(LAYOUT, before=before), lambda m: sampled(m, steps=1, positive=positive))

@@ -49,7 +49,7 @@ def hunyuan() -> Any:
 @loop("kind", ["double", "single"])
 @loop(("masked", "reference"), [(True, False), (False, True), (True, True)])
 def test_a_block_of_a_video(kind: str, masked: bool, reference: bool, hunyuan: Any, merged_block: Any) -> None:
-    """A reference comes before the video. The mask of the text ends with the tokens."""
+    """A reference comes before the video. The mask of the text ends where the tokens end."""
     frames, before, options = 3, FRAME if reference else 0, dict[str, Any]()
     if masked:
         options["attention_mask"] = torch.tensor([[1] * 4 + [0] * (TEXT - 4)])

@@ -17,7 +17,7 @@ from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, TEXT, WIDTH, errors, noise
 from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated
 
-REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # smaller than the image, larger than it, and as large
+REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # smaller than the image, larger, and equally large
 CACHES = ("off", "auto", "cpu")
 PLACES = (*CACHES, "gpu")
 # Whether blocks change their input in place, as in all releases of the model but the first. Such blocks are called
