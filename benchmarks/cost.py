@@ -26,8 +26,9 @@ from testbed import fullsize
 from testbed.fullsize import Shape
 from testbed.meter import META, Cost, Meter
 
-# A counted evaluation belongs to a run of this number of steps.
-STEPS = 50
+# Number of steps of the run to which a counted evaluation belongs. Presets merge the second step of a run of this
+# length, but not of a longer one.
+STEPS = 12
 
 
 @functools.lru_cache(maxsize=4)

@@ -13,8 +13,9 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan, step_at
 
-# A KV cache is used only if at most this share of the latent's noise is new (benchmarks/results/fidelity/trials.md).
-MAX_NEW_NOISE = 0.4
+# A KV cache is used only if at most this share of the latent's noise is new. In long runs the limit is lower, because
+# there a run without new noise has less error (benchmarks/results/fidelity/trials.md).
+MAX_NEW_NOISE, _IN_LONG_RUNS = 0.4, 0.3
 # If a run begins flat (`Schedule.begins_flat`), new noise is ignored while at most this share of the latent comes from
 # predictions.
 _SMALL_SHARE = 0.03
@@ -81,7 +82,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     reason = Reason.NOT_CACHED()
     schedule = run.schedule
     small = schedule.begins_flat and schedule.predicted_share(plan.step) <= _SMALL_SHARE
-    limit = math.inf if small else MAX_NEW_NOISE
+    limit = math.inf if small else _IN_LONG_RUNS if schedule.is_long else MAX_NEW_NOISE
     # An unknown share of new noise, which is infinite or NaN, counts as too large.
     if run.kv_cache and not (facts.new_noise <= limit and math.isfinite(facts.new_noise)):
         held, reason = False, Reason.NEW_NOISE() if held else reason

@@ -23,9 +23,8 @@ RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 # _FLAT_SHARE times the first sigma.
 _FLAT_STEPS, _FLAT_SHARE = 8, 0.015
 
-# Runs with more steps than this have two full steps at the beginning, because the second step may still change the
-# composition. In shorter runs a full second step costs more time than it is worth
-# (benchmarks/results/fidelity/trials.md).
+# Runs with more steps than this are long. Their second step is full too, because it may still change the composition. In
+# shorter runs a full second step costs more time than it is worth (benchmarks/results/fidelity/trials.md).
 _SHORT = 12
 
 # Generation of plans that are made once in a run. It is even, because odd generations have shifted windows.
@@ -110,6 +109,11 @@ class Schedule:
         steps = [step for step, sigma in enumerate(self.sigmas) if self.in_range(sigma)]
         return (steps[0], steps[-1]) if steps else (0, 0)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the run has more steps than distilled models need."""
+        return len(self.sigmas) > _SHORT
+
     @cached_property
     def begins_flat(self) -> bool:
         """Whether a short run begins with steps that hardly lower the noise level, as runs of distilled LTX models do.
@@ -133,7 +137,7 @@ class Schedule:
     def _since_full(self, step: int) -> int:
         """Return the number of steps since the last step that `full_step_interval` makes full."""
         first = self.span[0]
-        if step > first == 0 and len(self.sigmas) > _SHORT and not self.continues_run:
+        if step > first == 0 and self.is_long and not self.continues_run:
             first = 1
         return max(0, step - first) % self.config.full_step_interval
 
