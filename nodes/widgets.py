@@ -15,7 +15,8 @@ from ..toma_core.config import ToMAConfig, setting_spec
 from ..toma_core.presets import PRESETS, ModelKind, UserSettings
 from .adapters.report_text import label
 
-_TEXTS = Path(__file__).parents[1] / "locales" / "en" / "nodeDefs.json"
+# Read once: an update may replace the file while ComfyUI runs.
+_TEXTS = json.loads((Path(__file__).parents[1] / "locales" / "en" / "nodeDefs.json").read_text(encoding="utf-8"))
 _SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
 _FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # always shown; all other settings are advanced
@@ -28,7 +29,7 @@ _SWITCH = {"on": True, "off": False}
 def schema(node_id: str, inputs: list[Any], *outputs: Any, words: Sequence[str] = (), **more: Any) -> io.Schema:
     """Return a node's schema with its English texts, which `locales` has for all languages. The texts of settings come
     from `ToMAConfig`. words: search terms in addition to those of all nodes. more: other arguments of `io.Schema`."""
-    texts = json.loads(_TEXTS.read_text(encoding="utf-8"))[node_id]
+    texts = _TEXTS[node_id]
     for item in inputs:
         item.tooltip = item.tooltip or texts["inputs"][item.id]["tooltip"]
         if item.display_name is None and (name := texts["inputs"][item.id]["name"]) != item.id:

@@ -32,7 +32,7 @@ class Origin(NamedTuple):
         if now.state != self.state or not 0 <= now.step - self.step < interval:
             return False
         ages = [abs(a - b) for a, b in zip(now.other_steps, self.other_steps, strict=True)]
-        return max(ages) < interval and now.falling <= self.falling * _SIGMA_FACTOR
+        return max(ages, default=0) < interval and now.falling <= self.falling * _SIGMA_FACTOR
 
 
 @dataclass(eq=False)
@@ -144,9 +144,10 @@ class Coverage:
 
     def forget(self, signatures: set[Hashable]) -> None:
         """Drop records and entries of these conditions."""
-        self.cache.drop([key for key in self.cache.keys if key[1] in signatures])
-        for signature in signatures:
-            self._records.pop(signature, None)
+        with self.cache.lock:
+            self.cache.drop([key for key in self.cache.keys if key[1] in signatures])
+            for signature in signatures:
+                self._records.pop(signature, None)
 
     def disable(self) -> bool:
         """Drop all records and entries, and store nothing afterwards. Return whether there was any entry."""

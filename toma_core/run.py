@@ -251,6 +251,10 @@ class RunState:
             self._layouts[key] = windows.to(device), budget.to(device)
         return self._layouts[key]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> RunState:
+        # Blocks hold the run while their `forward` is replaced. Other nodes deep-copy blocks; all copies share this run.
+        return self
+
     def draw(self) -> None:
         """Store a map of the last plan of each grid in the stats. If that fails, only log a warning."""
         last = {key.grid: plan for key, (plan, _) in self._plans.items() if key.selection != LASTING}

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from comfy.model_management import soft_empty_cache
+from comfy import model_management
 from torch import nn
 
 from ...toma_core.reasons import Message, MessageError, Reason
@@ -136,7 +136,7 @@ def end_interrupted(several_devices: bool = False) -> None:
         pass  # an older ComfyUI neither records nor prefetches
     except Exception:
         logging.warning("ToMA: ComfyUI could not end an evaluation that ran out of memory.", exc_info=True)
-    soft_empty_cache()
+    model_management.soft_empty_cache()  # by its module, because other packs replace it
 
 
 def comfyui_lines() -> tuple[Message, ...]:

@@ -46,4 +46,5 @@ def _memories() -> list[tuple[float, float]]:
         # Count cached files as available, as psutil does, because Linux drops them when memory is needed.
         files = float(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
         found.append((total, total - taken + files))
+        break  # the computer may have the files of both versions
     return found

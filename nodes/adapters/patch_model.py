@@ -171,11 +171,11 @@ def _prepare_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    sampling = None
+    sampling = timestep = None
     with warned(), require_api("WrappersMP.PREDICT_NOISE"):
-        (timestep,) = arguments(args, kwargs, timestep=1)
         sampling = executor.class_obj.model_options["transformer_options"].get(SAMPLING)
-    if sampling is not None:
+        (timestep,) = arguments(args, kwargs, timestep=1)
+    if sampling is not None and timestep is not None:
         with warned(), own_code():
             sampling.next(timestep)
     try:
@@ -201,9 +201,9 @@ def _calc_cond_batch(executor: Any, *args: Any, **kwargs: Any) -> Any:
     sampling = None
     try:
         with require_api("WrappersMP.CALC_COND_BATCH"):
-            model, conds, latent = arguments(args, kwargs, model=0, conds=1, x_in=2)
-            timestep, options = arguments(args, kwargs, timestep=3, model_options=4)
+            (options,) = arguments(args, kwargs, model_options=4)
             sampling = options["transformer_options"].get(SAMPLING)
+            model, conds, latent, timestep = arguments(args, kwargs, model=0, conds=1, x_in=2, timestep=3)
             shapes = streams.shapes_of(conds)
         if sampling is not None:
             with own_code():

@@ -87,7 +87,9 @@ class Probes:
         measured = {band for band, _, _ in self._errors}
         band = next((n for n, each in enumerate(self.bands) if each.may_probe(step) and n not in measured), None)
         # Measure nothing after memory ran out: every evaluation is then full, and its error would be 0.
-        if band is None or run.disabled_by or not any(is_active(cond, sampling.sigma) for cond in conds[0]):
+        sigma = sampling.sigma
+        takes_part = sigma is None or any(is_active(cond, sigma) for cond in conds[0] or ())
+        if band is None or run.disabled_by or not takes_part:
             return images
 
         def evaluated(site: str | None, ratio: float) -> Tensor:

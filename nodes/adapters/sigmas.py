@@ -82,6 +82,7 @@ class SigmaTracker:
         self._at: SigmaStep | None = None
         self._last_given: float | None = None  # noise level of the model in the previous evaluation
         self._step = self._unreported = 0
+        self._repeated = 0  # evaluations at the noise level of the previous evaluation
         self._kept = True  # whether all noise levels so far are in the schedule
         self._reported: int | None = None  # the last step that was reported
         # Whether another pack wraps a sampler that evaluates once a step, to change only the model's noise levels.
@@ -133,6 +134,7 @@ class SigmaTracker:
             return SigmaStep(given, None, given)
         if not mine and self._at is not None:
             return self._at._replace(model_sigma=given)
+        self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
         # Limit the sampler's noise level to the levels of its step: another node may have changed the model's noise
@@ -154,7 +156,7 @@ class SigmaTracker:
             # schedule.
             self._kept &= any(abs(sigma - given) <= 1e-3 * sigma for sigma in self._sigmas)
             if not self._kept:
-                by_sigma = min(by_sigma, self.evaluation)
+                by_sigma = min(by_sigma, self.evaluation - self._repeated)
         if not self._reports or self._since > max(3, self._each + 1):
             return by_sigma
         if self._reported is None:

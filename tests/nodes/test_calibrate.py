@@ -299,3 +299,23 @@ def test_off_is_off_and_no_profile_is_none(unet: Any) -> None:
         attachment = run.attachment_of(patch.ToMA.execute(unet, 0.5, "balanced", empty).args[0])
         assert attachment.ratio_schedule == ()
         assert attachment.settings.preset == "balanced"
+
+
+@loop("later", [False, True])
+def test_other_nodes_evaluate_the_negative_prompt_alone(unet: Any, calibrated: Any, later: bool) -> None:
+    """Skip layer guidance evaluates it without the positive prompt, which may take part in a part of the run only."""
+    import node_helpers
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiTSimple
+
+    model = SkipLayerGuidanceDiTSimple.execute(unet, 0.0, 1.0, "1", "1").args[0]
+    positive = models.conditioning(unet, seed=1)
+    if later:
+        positive = node_helpers.conditioning_set_values(positive, {"start_percent": 0.5, "end_percent": 1.0})
+    assert json.loads(calibrated(model, positive=positive)[1])
+
+
+def test_a_call_that_is_unknown_to_this_version_is_not_measured(unet: Any, calibrated: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pack_module("nodes.adapters.streams"), "shapes_of", lambda conds: conds.renamed)
+    _, text, _, answer = calibrated(unet)
+    assert not text
+    assert answer.ui["toma"][0]["text"].startswith("Nothing can be merged here")

@@ -91,7 +91,7 @@ class Dispatch:
 
     def quantize(self, x: Tensor) -> Int4Tensor | Tensor:
         """Quantise (B, N, C) to four bits per element, see `quant4.quantize`."""
-        kernels = self._choice(_quant_key(x), x, 0, partial(_quantizes, x[:1, :64].detach())).kernels
+        kernels = self._choice(_quant_key(x), x, 0, lambda kernels: _quantizes(x[:1, :64].detach(), kernels)).kernels
         return quantize(x) if kernels is None else kernels.quantize(x)
 
     def dequantize(self, quantized: Int4Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
+import comfy.model_management
 import pytest
 import torch
 
@@ -124,3 +125,11 @@ def test_the_residual_cache_of_a_video_has_a_limit(model_of: Any, attach: Any, s
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=1.0)
     assert stats_of(merged).cache_disabled
     assert not stats_of(merged).merged_steps
+
+
+def test_memory_is_emptied_as_another_pack_does_it(model_of: Any, attach: Any, monkeypatch: Any) -> None:
+    without_memory(monkeypatch, 0)
+    emptied = Mock()
+    monkeypatch.setattr(comfy.model_management, "soft_empty_cache", emptied)
+    models.sample(attach(model_of("wan")), HEIGHT, WIDTH, **VIDEO)
+    emptied.assert_called()

@@ -316,3 +316,14 @@ def test_a_sampler_that_reports_more_steps_than_its_schedule_stays_in_the_last(p
 def test_a_wrapped_sampler_that_is_known_makes_one_evaluation_a_step(pack: Any) -> None:
     wrapping = KSAMPLER(print, {"inner": ksampler("euler")})
     assert reporting(4.0, 0, 3.8, 1, 2.9, 2, 1.9, 3, sampler=wrapping) == [0, 1, 2, 3]
+
+
+def test_a_level_that_is_evaluated_twice_is_one_step_where_another_node_lowers_levels() -> None:
+    schedule = [14.6 * 0.75**step for step in range(5)]
+    tracker, steps = levels.SigmaTracker([*schedule, 0.0], KSAMPLER(lambda *args, **kwargs: None)), []
+    for sigma in schedule:
+        for _ in range(2):
+            lowered = torch.tensor([0.9 * sigma])
+            tracker.next(lowered)
+            steps.append(tracker.of(lowered).step)
+    assert steps == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]

@@ -97,6 +97,7 @@ def _kind(argument: Hashable) -> Hashable:
     """Return the properties of an argument that a launch depends on."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.get_device()
-    if isinstance(argument, Budget) and argument.adaptive:
+    # `Budget.adaptive` is slower, and this function runs at each launch.
+    if isinstance(argument, Budget) and argument.valid is not None and argument.valid.ndim == 3:
         return argument.slots, argument.total  # launches are shared by all adaptive budgets of these sizes
     return argument
