@@ -23,8 +23,8 @@ RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 # _FLAT_SHARE times the first sigma.
 _FLAT_STEPS, _FLAT_SHARE = 8, 0.015
 
-# Runs with more steps than this are long. Their second step is full too, because it may still change the composition. In
-# shorter runs a full second step costs more time than it is worth (benchmarks/results/fidelity/trials.md).
+# Runs with more steps than this are long. Their second step is full too, because it may still change the composition.
+# In shorter runs a full second step costs more time than it is worth (benchmarks/results/fidelity/trials.md).
 _SHORT = 12
 
 # Generation of plans that are made once in a run. It is even, because odd generations have shifted windows.
