@@ -252,7 +252,7 @@ class RunState:
         return self._layouts[key]
 
     def __deepcopy__(self, memo: dict[int, object]) -> RunState:
-        # Blocks hold the run while their `forward` is replaced. If another node copies a block, the copy shares the run.
+        # Blocks hold the run while their `forward` is replaced. If another node copies a block, both share the run.
         return self
 
     def draw(self) -> None:
