@@ -17,8 +17,8 @@ _NOISE = 1 << 24
 
 # Full-size model without a small version in testbed.models -> the small model that stands in for it.
 _LIKE = {"klein": "flux2"}
-# Number of text tokens, their width, and the width of the pooled vector of the small models in testbed.models. Only
-# SDXL's vector has its full width.
+# Number of text tokens, their width, and the width of the pooled vector of small models. The small
+# SDXL is an exception: it has 77 text tokens, and its pooled vector is as wide as that of the real model.
 _TINY = (32, 48, 24)
 
 

@@ -147,7 +147,7 @@ def weigh(
     A = (sharpness * similarity).softmax(dim=2)  # over destinations
     if windows.valid is not None:
         A = A * windows.valid[:, None, :]
-    M = A / A.sum(-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)  # rows of unused slots stay zero
+    M = A / A.sum(-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)  # unused slots: 0 / tiny
     back = A.transpose(-1, -2).to(dtype).contiguous()
     return MergePlan(windows, budget, dest_slots, M.to(dtype), back)
 

@@ -18,7 +18,7 @@ SCHEMA = 1
 _MAX_TEXT = 10_000  # longest profile that is read, in characters; written profiles have less than 2000
 _MAX_BANDS = 8  # the most noise levels, and the most ratios above 0: torch.compile makes a graph for every ratio
 _MAX_SIGMA = 1e9  # ComfyUI's highest noise level is about 4500
-_MAX_LINE = 120  # characters of an explanation on a node
+_MAX_LINE = 120  # most characters of a text, such as a fingerprint, that a message quotes
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class RunState:
 
     def check_kv_cache(self, config_for: Callable[..., ToMAConfig]) -> None:
         """Continue without a KV cache if the last evaluation was tiled, or if no attention called ToMA's hook. Clear
-        the residual cache too, because presets skip more blocks without a KV cache than with it."""
+        the residual cache too: without a KV cache presets skip more blocks, so cached residuals fit no chain."""
         if self.kv_cache and (self.tiles or self.attention_hook_called is False):
             self.stats.without_kv_cache = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION()
             self.schedule, self.kv_cache = replace(self.schedule, config=config_for(kv_cache=False)), False

@@ -130,7 +130,7 @@ class Schedule:
         return len(self.sigmas) if self.begins_flat else self.config.full_step_interval
 
     def predicted_share(self, step: int) -> float:
-        """Return the share of the latent that comes from predictions after this step, by Euler's method."""
+        """Return which share of the latent at the end of this step comes from predictions, if the sampler is Euler."""
         following = (*self.sigmas, 0.0)[min(step + 1, len(self.sigmas))]
         return 1 - following / self.sigmas[0] if self.sigmas and following <= self.sigmas[0] else 1.0
 

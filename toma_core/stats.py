@@ -40,7 +40,8 @@ class RunStats:
     weighings: int = 0
     kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch made them
     full_by: tuple[Message, ...] = ()  # settings that make steps full
-    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full steps the schedule merges, by reason
+    # Steps that ran in full although the schedule merges them, by reason.
+    full_reasons: dict[Message, set[int]] = field(default_factory=dict)
     by_profile: bool = False  # whether ratios differ by block: grids and merged_steps are then for the largest ratio
     cache_bytes: int = 0  # largest size of the residual and KV caches
     cache_disabled: bool = False

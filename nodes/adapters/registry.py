@@ -46,7 +46,7 @@ def _of(family: str) -> Iterator[None]:
             warn(error)
 
 
-# Each module is imported by a literal name, never by a name in a variable.
+# Imports are literal, so that they can be read and searched.
 with _of("UNets"):
     from .families import unet
 with _of("Flux"):

@@ -1,4 +1,4 @@
-"""One sampling run: the evaluation in progress, the conditions that take part in it, and the tiles of each call."""
+"""The state of one sampling run: its evaluation in progress, with its conditions and the tiles of the latent so far."""
 
 from __future__ import annotations
 

@@ -239,8 +239,8 @@ class Source:
         return classes
 
     def _passed(self, found: Found, owner: Found | None, name: str) -> Iterator[tuple[Module, ast.AST]]:
-        """Yield the values of a local name in the function that encloses a definition: values that are assigned to it,
-        the default if it is a parameter, and values that a derived class passes by this name."""
+        """Yield what `name` may stand for in the functions around the definition `found`: each value assigned to it,
+        its default if it is a parameter, and each value that a derived class passes as the keyword argument `name`."""
         around = [each for each in found.module.functions if any(node is found.node for node in each[1])]
         places = [(found.module, each) for each in around]
         for each in self.mro(owner) if owner is not None else ():

@@ -1,10 +1,10 @@
 """Merge and unmerge in one launch each (paper, section 4.2), and propagate cached tensors in two.
 
 Merging and unmerging are each one small matrix product per window. To propagate (see `latent_regression`), the first
-launch computes the change at destinations. The second unmerges this change, adds the product of features and
-coefficients (`answer`), rotates the sum, and adds the cached tensor. Layout changes (tokens to windows, slots to
-destinations) need no extra pass: programs read and write at the right addresses. Every destination and token is written
-once.
+launch computes the change at destinations; for keys it undoes their rotation. The second launch computes
+unmerge(change) + spread @ answer; for keys it rotates this sum. Then it adds the cached tensor. Gathering the tokens of
+a window needs no extra pass, because each program computes the addresses that it reads and writes. Every destination
+and token is written once.
 """
 
 from __future__ import annotations
