@@ -86,7 +86,7 @@ def tiny(prompt: dict[str, Any], kind: str) -> dict[str, Any]:
     ("name", "kind", "merged"),
     [
         ("08 Qwen-Image 2.1 turbo", "qwen_image21", ["5 of 8"]),
-        ("09 Qwen-Image 2.1 edit", "qwen_image21", ["18 of 25"]),
+        ("09 Qwen-Image 2.1 edit", "qwen_image21", ["17 of 25"]),
         ("11 LTX-2.3 image to video", "ltx_av", ["5 of 8", "1 of 3"]),
         ("12 MiniMax H3 image to video", "h3", ["5 of 8"]),
     ],

@@ -89,7 +89,7 @@ def test_python_does_none_of_what_is_refused(shipped: dict[str, str]) -> None:
     # The pack reads two kinds of files: its own English texts, and the files in which Linux gives the limits of a
     # container.
     assert {re.sub(r":\d+", "", complaint) for complaint in found} == {
-        "nodes/widgets.py: _TEXTS.read_text",
+        "nodes/widgets.py: (Path(__file__).parents[1] / 'locales' / 'en' / 'nodeDefs.json').read_text",
         "nodes/adapters/report_text.py: (Path(__file__).parents[2] / 'web' / 'i18n' / 'en.json').read_text",
         "nodes/adapters/main_memory.py: (_CGROUPS / name).read_text",
         "nodes/adapters/main_memory.py: (_CGROUPS / limit).with_name('memory.stat').read_text",
