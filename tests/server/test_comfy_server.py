@@ -52,12 +52,10 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
         assert run.error is not None
         assert run.error["node_type"] == "TestSlow"
         assert run.error["exception_message"].strip() == "cannot do -0.25"
-        prompt_id = server.queue(prompt(100.0))
-        while not server.get("/queue")["queue_running"]:
-            time.sleep(0.05)
-        server.interrupt()
-        run = server.wait(prompt_id)
+        # Interrupt when the node runs: ComfyUI forgets an interrupt that comes before.
+        run = server.run(prompt(100.0), on_message=lambda kind, _: kind == "executing" and server.interrupt())
         assert (run.status, run.outputs) == ("interrupted", {})
+        assert server.wait(run.prompt_id).status == "interrupted"
         with pytest.raises(TimeoutError, match=r"did not end in 1 s"):
             server.run(prompt(101.0), timeout=1)
         seen = []

@@ -36,6 +36,8 @@ class Hurdle:
     def work(self, images, text):
         if text == "break":
             raise ValueError("cannot draw that")
+        if text == "wait":
+            print("the hurdle waits", flush=True)
         while text == "wait":
             comfy.model_management.throw_exception_if_processing_interrupted()
             time.sleep(0.02)
@@ -98,30 +100,29 @@ def work(comfy: ComfyServer, tmp_path: Path) -> Iterator[Work]:
     yield Work(tmp_path, comfy.url)
     if comfy.process is not None:
         comfy.post("/queue", {"clear": True})
-        comfy.interrupt()
-        wait_until_idle(comfy)
+        wait_until_idle(comfy, comfy.interrupt)
 
 
-def wait_until_idle(comfy: ComfyServer) -> None:
-    """Wait until the server runs no prompt. Fail after 30 seconds."""
-    deadline = time.monotonic() + 30
+def wait_until_idle(comfy: ComfyServer, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Wait until the server runs no prompt, and call `meanwhile` repeatedly. Fail after 60 seconds."""
+    deadline = time.monotonic() + 60
     while comfy.get("/queue")["queue_running"]:
         assert time.monotonic() < deadline, "a prompt is still running"
+        meanwhile()
         time.sleep(0.05)
 
 
 def while_waiting(comfy: ComfyServer, act: Callable[[], Any]) -> threading.Thread:
-    """Start a thread that calls `act` half a second after the prompt "wait" has started."""
+    """Start a thread that calls `act` when the hurdle begins to wait. Before that, ComfyUI forgets interrupts."""
+    seen = comfy.log().count("the hurdle waits")
 
     def watch() -> None:
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            running = comfy.get("/queue")["queue_running"]
-            if running and running[0][2].get("hurdle", {}).get("inputs", {}).get("text") == "wait":
-                time.sleep(0.5)
-                act()
+        while comfy.log().count("the hurdle waits") == seen:
+            if time.monotonic() > deadline:
                 return
             time.sleep(0.05)
+        act()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
