@@ -1,4 +1,4 @@
-"""Make the schemas of nodes. Ranges, defaults and tooltips of settings are written only in `ToMAConfig`."""
+"""Make the schemas of nodes. Ranges and defaults of settings stand in `ToMAConfig` only, texts in `locales` only."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SWITCH = {"on": True, "off": False}
 
 
 def schema(node_id: str, inputs: list[Any], *outputs: Any, words: Sequence[str] = (), **more: Any) -> io.Schema:
-    """Return a node's schema with its English texts, which `locales` has for all languages. The texts of settings come
-    from `ToMAConfig`. words: search terms in addition to those of all nodes. more: other arguments of `io.Schema`."""
+    """Return a node's schema with its English texts, which `locales` has for all languages. words: search terms
+    in addition to those of all nodes. more: other arguments of `io.Schema`."""
     texts = _TEXTS[node_id]
     for item in inputs:
-        item.tooltip = item.tooltip or texts["inputs"][item.id]["tooltip"]
+        item.tooltip = texts["inputs"][item.id]["tooltip"]
         if item.display_name is None and (name := texts["inputs"][item.id]["name"]) != item.id:
             item.display_name = name
     for item, text in zip(outputs, texts["outputs"].values(), strict=True):
@@ -47,7 +47,7 @@ def ratio() -> Any:
     """Return the input for the share of tokens that is merged away."""
     spec = setting_spec("ratio")
     limits = {"min": spec.minimum, "max": spec.maximum, "step": spec.step}
-    return io.Float.Input("ratio", default=spec.default, tooltip=spec.tooltip, display_name="ratio", **limits)
+    return io.Float.Input("ratio", default=spec.default, display_name="ratio", **limits)
 
 
 def preset() -> Any:
@@ -87,12 +87,10 @@ def _override(name: str) -> Any:
     common["advanced"] = None if name in _FRONT else True
     if isinstance(default, (bool, Enum)):
         choices = _SWITCH if isinstance(default, bool) else [str(member.value) for member in type(default)]
-        tooltip = f"{spec.tooltip} '{_PRESET}': the preset's value for this model."
-        return io.Combo.Input(name, options=[_PRESET, *choices], default=_PRESET, tooltip=tooltip, **common)
+        return io.Combo.Input(name, options=[_PRESET, *choices], default=_PRESET, **common)
     kind, number = (io.Int, int) if isinstance(default, int) else (io.Float, float)
     bounds = {"min": number(_UNSET), "max": number(spec.maximum), "step": number(spec.step)}
-    tooltip = f"{spec.tooltip} {_UNSET}: the preset's value for this model."
-    return kind.Input(name, default=number(_UNSET), tooltip=tooltip, **bounds, **common)
+    return kind.Input(name, default=number(_UNSET), **bounds, **common)
 
 
 def _values(preset: str, name: str) -> list[Any]:

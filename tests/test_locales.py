@@ -1,15 +1,9 @@
-"""Test texts of nodes (locales) and of messages (web/i18n): every language of ComfyUI's page has every key.
-
-After a change of a node or of the config, write the English texts again, then translate the keys that this test names:
-
-    TOMA_WRITE_LOCALES=1 make test ARGS=tests/test_locales.py
-"""
+"""Test texts of nodes (locales) and of messages (web/i18n): every language of ComfyUI's page has every key."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -81,8 +75,6 @@ def test_languages() -> None:
 
 
 def test_english_is_what_the_nodes_say() -> None:
-    if os.environ.get("TOMA_WRITE_LOCALES"):
-        (LOCALES / "en" / "nodeDefs.json").write_text(json.dumps(english(), indent=1) + "\n", encoding="utf-8")
     assert texts("en") == english()
 
 

@@ -1,11 +1,11 @@
-"""Define the field, range, default and tooltip of every setting. Presets override the defaults."""
+"""Define the field, range and default of every setting. Presets override the defaults; `locales` holds the tooltips."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from .reasons import MessageError, MessageId
 
@@ -34,19 +34,18 @@ class ConfigError(MessageError):
 
 @dataclass(frozen=True)
 class SettingSpec:
-    """Default and help text of a setting; for a number also its range (both ends allowed) and step."""
+    """Default of a setting; for a number also its range (both ends allowed) and step."""
 
     default: Any
-    tooltip: str
     minimum: float = 0.0
     maximum: float = 0.0
     step: float = 0.0
     internal: bool = field(default=False, kw_only=True)  # only presets set it; it is on no node
 
 
-def option(default: Any, tooltip: str, bounds: tuple[float, ...] = (), *, internal: bool = False) -> Any:
+def option(default: Any, *bounds: float, internal: bool = False) -> Any:
     """Return a dataclass field with a `SettingSpec`. bounds: a number's minimum, maximum and step."""
-    return field(default=default, metadata={"spec": SettingSpec(default, tooltip, *bounds, internal=internal)})
+    return field(default=default, metadata={"spec": SettingSpec(default, *bounds, internal=internal)})
 
 
 def shown(value: Any) -> str:
@@ -73,20 +72,6 @@ class SimilarityFrom(str, Enum):
     PREDICTION = "prediction"
 
 
-class RatioAdvice(NamedTuple):
-    """The ratios that tooltips, templates and pages recommend for a kind of model."""
-
-    careful: float
-    usual: float
-    most: float
-
-
-# In UNets, `most` is the highest ratio that was measured. In transformers, merging at a ratio above `most` has a larger
-# error than an unmerged run of fewer steps with the same work (docs/fidelity.md).
-UNET_RATIOS = RatioAdvice(0.25, 0.5, 0.75)
-TRANSFORMER_RATIOS = RatioAdvice(0.25, 0.5, 0.6)
-
-
 class KVCache(str, Enum):
     """Whether merged blocks attend to all tokens, and where cached keys and values may lie. Converts from and to
     bool."""
@@ -108,94 +93,23 @@ class ToMAConfig:
     """Every setting of the merge for one model, shared by its runs. Strings are accepted for the enum fields, and a
     bool for `kv_cache`. The defaults merge every block at every step. Raises `ConfigError` on a refused value."""
 
-    ratio: float = option(
-        UNET_RATIOS.usual,
-        f"Share of the image tokens that is merged away. {UNET_RATIOS.careful} is careful, {UNET_RATIOS.usual} the "
-        f"usual choice. For more speed at most {UNET_RATIOS.most} in SDXL and other UNets, {TRANSFORMER_RATIOS.most} "
-        "in Flux and other transformers. 0 switches ToMA off.",
-        (0.0, 0.95, 0.05),
-    )
-    min_tokens: int = option(
-        0,
-        "Token grids with fewer tokens than this stay unmerged, because merging them would cost more than it "
-        "saves. 0 (Auto): 256 tokens, and on NVIDIA GPUs also grids with too little work to gain. Raise it if "
-        "small images get slower.",
-        (0, 1_048_576, 1),
-    )
-    granularity: Granularity = option(
-        Granularity.STACK,
-        "How long tokens stay merged. 'module': around each attention and feed-forward layer, as in the paper, in "
-        "UNets; elsewhere as 'block'. 'block': around each transformer block. 'stack': around each chain of "
-        "transformer blocks, the fastest.",
-    )
-    skip_first_blocks: float = option(
-        0.0,
-        "Number of first blocks of each kind that are not merged (UNet: stacks of blocks). Below 1: a fraction of "
-        "them. The authors' code skips 5 of each kind in Flux. Skipping fewer is faster and less accurate.",
-        (0.0, 1000.0, 0.05),
-    )
-    skip_last_blocks: float = option(
-        0.0,
-        "Number of last blocks that are not merged (UNet: stacks of blocks). Below 1: a fraction of them. In SDXL "
-        "they form fine detail: skipping 3 of 11 instead of 0 cuts the error many times for a seventh of the gain.",
-        (0.0, 1000.0, 0.05),
-    )
-    merge_references: bool = option(
-        False,
-        "Merge reference images too, each on its own grid. In editing models (Flux.1 Kontext, Flux.2, Krea 2, "
-        "Qwen-Image-Edit) they are half to two thirds of the tokens; those of Qwen-Image 2.1 are never merged. Not "
-        "merged, they limit the gain; merged, the model may follow them less closely.",
-    )
-    start_percent: float = option(
-        0.0, "Start merging at this fraction of the sampling process. 0: at the first step.", (0.0, 1.0, 0.01)
-    )
-    end_percent: float = option(
-        1.0,
-        "Stop merging at this fraction of the sampling process. 1: after the last step. With 0.7 to 0.9 the last "
-        "steps are full: they restore fine detail and take their full time.",
-        (0.0, 1.0, 0.01),
-    )
-    full_step_interval: int = option(
-        0,
-        "Run every Nth step on all tokens; the first and the last step are always full. Full steps refresh the caches "
-        "that keep merged steps accurate, for some memory. 0: no full steps; else 2 or more.",
-        (0, 1000, 1),
-    )
-    selection_interval: int = option(
-        10,
-        "Select new destination tokens every N steps. Fewer steps are more accurate and cost a little time.",
-        (1, 1000, 1),
-    )
-    weight_interval: int = option(
-        5,
-        "Compute new merge weights every N steps. Cheaper than a selection.",
-        (1, 1000, 1),
-        internal=True,
-    )
-    window_size: int = option(
-        8,
-        "Side of a window in tokens. Selection in windows of twice the side takes four times as long.",
-        (2, 64, 1),
-    )
-    sharpness: float = option(
-        300.0,
-        "Sharpness of the merge weights. High: each token is merged into its most similar destination only. Low: into "
-        "several; below 50 is blurry.",
-        (1.0, 10_000.0, 10.0),
-    )
-    similarity_from: SimilarityFrom = option(
-        SimilarityFrom.TOKENS,
-        "What tokens are compared by. 'tokens': the tokens themselves, as in the paper. 'prediction': the picture that "
-        "the previous step predicted, and detailed parts of it keep more tokens. More accurate in few steps; the first "
-        "step is then full.",
-    )
-    kv_cache: KVCache = option(
-        KVCache.OFF,
-        "Merged blocks attend to all tokens: full steps cache keys and values, merged steps update them. Much more "
-        "accurate, for memory: 2.9 GB in Flux.1 at 1024 x 1024, 7.9 GB in Wan 14B at 832 x 480 x 81, twice that with "
-        "cfg above 1. What does not fit on the card lies in main memory, except with 'on the card only'. Needs full "
-        "steps. No effect in UNets, in ERNIE-Image and with granularity 'module'.",
-    )
+    ratio: float = option(0.5, 0.0, 0.95, 0.05)  # share of the image tokens that is merged away; 0 switches ToMA off
+    min_tokens: int = option(0, 0, 1_048_576, 1)  # token grids with fewer tokens are not merged; 0: see `cost_model`
+    granularity: Granularity = option(Granularity.STACK)
+    # Blocks that are not merged: their number, or a share of all blocks if below 1.
+    skip_first_blocks: float = option(0.0, 0.0, 1000.0, 0.05)
+    skip_last_blocks: float = option(0.0, 0.0, 1000.0, 0.05)
+    merge_references: bool = option(False)  # whether reference images are merged too, each on its own grid
+    # The fractions of the sampling process between which steps are merged.
+    start_percent: float = option(0.0, 0.0, 1.0, 0.01)
+    end_percent: float = option(1.0, 0.0, 1.0, 0.01)
+    full_step_interval: int = option(0, 0, 1000, 1)  # every Nth step is full, see `Schedule`; 0: none
+    selection_interval: int = option(10, 1, 1000, 1)  # destinations are selected every N steps
+    weight_interval: int = option(5, 1, 1000, 1, internal=True)  # merge weights are computed every N steps
+    window_size: int = option(8, 2, 64, 1)  # side of a window in tokens
+    sharpness: float = option(300.0, 1.0, 10_000.0, 10.0)  # of the softmax that gives merge weights
+    similarity_from: SimilarityFrom = option(SimilarityFrom.TOKENS)
+    kv_cache: KVCache = option(KVCache.OFF)
 
     def __post_init__(self) -> None:
         for item in fields(self):
