@@ -38,10 +38,18 @@ class Facts:
     another: bool = False  # these conditions had a different latent before, at the same step and sigma
     unknown: Message | None = None  # names a part of the model that may change from step to step
 
+    @property
+    def given(self) -> float:
+        """The noise level that the model gets."""
+        return self.sigma if self.model_sigma is None else self.model_sigma
+
 
 def decide(run: RunState, facts: Facts) -> StepPlan:
     """Return the plan of an evaluation, for all conditions that are evaluated together."""
-    plan = run.schedule.decide(facts.sigma, facts.step)
+    schedule, step = run.schedule, facts.step
+    if facts.unreported and step_at(schedule.sigmas, facts.given) == len(schedule.sigmas) - 1:
+        step = len(schedule.sigmas) - 1  # the count of steps lags behind if the sampler has skipped a step
+    plan = schedule.decide(facts.sigma, step)
     if plan.mode is StepMode.FULL:
         return plan
     if facts.gradients:
@@ -101,8 +109,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
 
 def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
     """Begin an evaluation in `run.coverage`; return whether the entries of all conditions may be used."""
-    schedule = run.schedule
-    given = facts.sigma if facts.model_sigma is None else facts.model_sigma
+    schedule, given = run.schedule, facts.given
     # `Coverage` expects a falling noise level; in unsampling it rises, but its inverse falls.
     falling = 1 / max(given, 1e-9) if schedule.rises else given
     # If another node changes noise levels or the sampler reports no steps, also derive the step from the noise level.

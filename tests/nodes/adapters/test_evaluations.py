@@ -213,6 +213,21 @@ def test_a_sigma_that_is_changed_on_purpose(
     assert len(fewer) <= 2, "more full steps where a refresh was at a distant noise level"
 
 
+def test_the_last_step_is_full_after_a_skipped_step(trained: Trained, plain: float, stats_of: Any) -> None:
+    """Without reports and with a changed noise level, steps are counted, and the count misses a skipped step."""
+
+    def function(model: Any, x: Any, sigmas: Any, extra_args: Any, **_: Any) -> Any:
+        for step in range(trained.steps):
+            if step != trained.steps - 2:
+                level = sigmas[step] * (0.8 if step == trained.steps - 3 else 1.0)
+                denoised = model(x, level.expand(len(x)), **extra_args)
+            x = step_euler(x, denoised, sigmas, step)
+        return x
+
+    assert trained.error(function) < 1.6 * plain
+    assert stats_of(trained.merged).merged_evaluations > trained.steps // 3
+
+
 @loop("kind", ["by turns", "refreshes", "unreported"])
 def test_caches_of_a_distant_noise_level_do_not_serve(trained: Trained, plain: float, kind: str) -> None:
     """A cache is not used if the noise level has changed much since its refresh, whatever the step index."""
