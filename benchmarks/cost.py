@@ -65,49 +65,31 @@ class Fused:
         self._launched("unpack", (out,), packed.codes, packed.low, packed.step)
         return out
 
-    def select_weigh(
-        self, x: Tensor, windows: Any, budget: Any, scale: float, priority: Tensor | None = None
+    def weigh(
+        self, x: Tensor, slots: Tensor | None, windows: Any, budget: Any, scale: float, priority: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dest_slots = x.new_empty(len(x), len(windows.counts), budget.slots, dtype=torch.int64)
-        plan = dest_slots, *_weights(x, dest_slots, windows)
-        self._launched("select_weigh", plan, x, windows.source, windows.valid, budget.valid)
+        name = "select_weigh" if slots is None else "weigh"
+        if slots is None:
+            slots = x.new_empty(len(x), len(windows.counts), budget.slots, dtype=torch.int64)
+        plan = slots, *_weights(x, slots, windows)
+        self._launched(name, plan, x, windows.source, windows.valid, budget.valid)
         return plan
-
-    def weigh(self, x: Tensor, dest_slots: Tensor, windows: Any, budget: Any, scale: float) -> tuple[Tensor, Tensor]:
-        weights = _weights(x, dest_slots, windows)
-        self._launched("weigh", weights, x, dest_slots, windows.source, windows.valid, budget.valid)
-        return weights
 
     def merge(self, x: Tensor, weights: Tensor, windows: Any, budget: Any) -> Tensor:
         merged = x.new_empty(len(x), budget.total, x.shape[2])
         self._launched("merge", (merged,), x, weights, windows.source, budget.valid, budget.expand)
         return merged
 
-    def unmerge(self, y: Tensor, weights: Tensor, windows: Any, budget: Any) -> Tensor:
-        spread = y.new_empty(len(y), windows.tokens, y.shape[2])
-        self._launched("unmerge", (spread,), y, weights, windows.source, windows.valid, budget.expand)
-        return spread
-
-    def unmerge_residual(
-        self, out: Tensor, reduced: Tensor, x: Tensor, weights: Tensor, windows: Any, budget: Any
-    ) -> Tensor:
-        restored, layout = x.new_empty(x.shape), (windows.source, windows.valid, budget.expand)
-        self._launched("unmerge", (restored,), out, reduced, x, weights, *layout)
-        return restored
+    def unmerge(self, y: Tensor, weights: Tensor, windows: Any, budget: Any, *others: Tensor | None) -> Tensor:
+        out, layout = y.new_empty(len(y), windows.tokens, y.shape[2]), (windows.source, windows.valid, budget.expand)
+        self._launched("propagate" if len(others) > 2 else "unmerge", (out,), y, weights, *layout, *others)
+        return out
 
     def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
         made = fresh.new_empty(fresh.shape)
         # Count `made` in place of `cached`, because the kernel reads only the destinations of `cached`.
         self._launched("change", (made,), fresh, made, destinations, R)
         return made
-
-    def propagate(
-        self, change: Tensor, cached: Tensor, answer: Tensor, spread: Tensor, R: Tensor | None, weights: Tensor,
-        windows: Any, budget: Any,
-    ) -> Tensor:  # fmt: skip
-        propagated, layout = cached.new_empty(cached.shape), (windows.source, windows.valid, budget.expand)
-        self._launched("propagate", (propagated,), change, cached, answer, spread, R, weights, *layout)
-        return propagated
 
 
 def _weights(x: Tensor, dest_slots: Tensor, windows: Any) -> tuple[Tensor, Tensor]:

@@ -186,14 +186,14 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     if kernels is not None:
         at = windows, budget
         made += [
-            Job("selection and weights", "Triton", lambda o: kernels.select_weigh(o.x, *at, SCALE)[0], gram + greedy,
+            Job("selection and weights", "Triton", lambda o: kernels.weigh(o.x, None, *at, SCALE)[0], gram + greedy,
                 tokens + 2 * weights, judged),
-            Job("weights", "Triton", lambda o: kernels.weigh(o.x, o.plan.dest_slots, *at, SCALE)[0], gram,
+            Job("weights", "Triton", lambda o: kernels.weigh(o.x, o.plan.dest_slots, *at, SCALE)[1], gram,
                 tokens + 2 * weights, exact.merge_weights),
             Job("merge", "Triton", lambda o: kernels.merge(o.x, o.plan.merge_weights, *at), product,
                 tokens + reduced + weights, merged),
             Job("unmerge", "Triton",
-                lambda o: kernels.unmerge_residual(o.out, o.reduced, o.x, o.plan.unmerge_weights, *at),
+                lambda o: kernels.unmerge(o.out, o.plan.unmerge_weights, *at, o.reduced, o.x),
                 product, unmerging, restored),
             Job("four bits", "Triton", lambda o: kernels.quantize(o.x), 0.0, 1.3 * tokens),
         ]  # fmt: skip

@@ -96,7 +96,7 @@ class Regression:
             change = kernels.change(fresh, cached, plan.destinations, R_destinations)
             answer = torch.bmm(self.fit, change)
             layout = plan.unmerge_weights, plan.windows, plan.budget
-            return kernels.propagate(change, cached, answer, self.spread, R, *layout)
+            return kernels.unmerge(change, *layout, None, cached, self.spread, answer, R)
         change = fresh - gather_destinations(cached, plan)  # c
         if rotation is not None:
             change = rotation.undo(change)

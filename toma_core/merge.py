@@ -109,7 +109,7 @@ def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
 def unmerge_residual(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
     """Return X + A^T (Y' - X'), (B, N, C). out, reduced: (B, D, C); x: (B, N, C)."""
     if kernels := kernels_for(plan, out, reduced, x):
-        return kernels.unmerge_residual(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
+        return kernels.unmerge(out, plan.unmerge_weights, plan.windows, plan.budget, reduced, x)
     return add_unmerged(x, out - reduced, plan)
 
 

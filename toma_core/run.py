@@ -22,7 +22,7 @@ from .schedule import LASTING, Schedule, StepMode, StepPlan
 from .selection import RECENT, allocate, cosine_similarity, in_parts, select, spread
 from .stats import RunStats
 from .tiles import TileBatch
-from .windows import Budget, Grid, Windows, make_budget, make_windows
+from .windows import Grid, Layout, make_budget, make_windows
 
 
 class _PlanKey(NamedTuple):
@@ -45,7 +45,7 @@ class RunState:
     _plans: dict[_PlanKey, tuple[MergePlan, int]] = field(default_factory=dict)  # plan, generation of its weights
     # Plans and their concatenation, by (scope, grid, ratio, plan keys, images per key, dtype, device).
     _stacks: dict[tuple[Hashable, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
-    _layouts: dict[Hashable, tuple[Windows, Budget]] = field(default_factory=dict)
+    _layouts: dict[Hashable, Layout] = field(default_factory=dict)
     # The last destinations that were selected after the last refresh, (B, D), by the plan's key without its generation.
     _recent: dict[_PlanKey, Tensor] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
@@ -157,7 +157,7 @@ class RunState:
         describe = similarity_features if self.kv_cache else picture_tokens
         features = x if picture is None else describe(picture, grid, x)
         if old is not None:
-            plan = self._reweighed(x, old, features)
+            plan = self._reweighed(old, features)
         else:
             # Tokens are mostly noise, whose variance is equal in all windows. Predictions and references hold no noise.
             even = picture is None and step.selection != LASTING
@@ -198,38 +198,35 @@ class RunState:
             if recent is not None:
                 priority.scatter_(1, recent, RECENT)
         even = even or not config.uses_prediction
-        windows, budget = self._laid_out(features, grid, step, even)
-        choice = self._choose(x, features, windows, budget, even)
+        layout = self._laid_out(features, grid, step, even)
+        choice = self._choose(x, features, layout, even)
         self.stats.kernels.add(choice.message)
         if (kernels := choice.kernels) is not None:
-            parts = kernels.select_weigh(features, windows, budget, config.sharpness, priority)
-            return MergePlan(windows, budget, *parts, kernels)
-        tokens = windows.split(features)
-        slots = select(in_parts(cosine_similarity, tokens), windows, budget, priority)
-        return weigh(tokens, slots, windows, budget, config.sharpness, x.dtype)
+            return MergePlan(*layout, *kernels.weigh(features, None, *layout, config.sharpness, priority), kernels)
+        tokens = layout[0].split(features)
+        slots = select(in_parts(cosine_similarity, tokens), *layout, priority)
+        return weigh(tokens, slots, *layout, config.sharpness, x.dtype)
 
-    def _choose(self, x: Tensor, features: Tensor, windows: Windows, budget: Budget, even: bool) -> Choice:
+    def _reweighed(self, plan: MergePlan, features: Tensor) -> MergePlan:
+        slots, layout, sharpness = plan.dest_slots, (plan.windows, plan.budget), self.config.sharpness
+        if plan.kernels is None:
+            return weigh(plan.windows.split(features), slots, *layout, sharpness, features.dtype)
+        return MergePlan(*layout, *plan.kernels.weigh(features, slots, *layout, sharpness), plan.kernels)
+
+    def _choose(self, x: Tensor, features: Tensor, layout: Layout, even: bool) -> Choice:
         """Return the kernels that compute a plan. In the first step, also compile and try the kernels of later
         steps."""
-        config, dispatch = self.config, self.dispatch
+        config, dispatch, grid = self.config, self.dispatch, layout[0].grid
         weighs = config.weight_interval % config.selection_interval != 0
-        choice = dispatch.choose(x, windows, budget, features, weighs, self.kv_cache)
-        key = (windows.grid, even, x.shape[2], features.shape[2], x.dtype, x.device)
+        choice = dispatch.choose(x, features, layout, weighs, self.kv_cache)
+        key = (grid, even, x.shape[2], features.shape[2], x.dtype, x.device)
         if choice.kernels is not None and dispatch.given is None and key not in self._tried:
             self._tried.add(key)
             for kind in self.schedule.kinds:
-                layout = self._laid_out(features, windows.grid, kind, even)
-                dispatch.choose(x, *layout, features, weighs, self.kv_cache)
+                dispatch.choose(x, features, self._laid_out(features, grid, kind, even), weighs, self.kv_cache)
         return choice
 
-    def _reweighed(self, x: Tensor, plan: MergePlan, features: Tensor) -> MergePlan:
-        sharpness, kernels, windows, budget = self.config.sharpness, plan.kernels, plan.windows, plan.budget
-        if kernels is not None:
-            M, back = kernels.weigh(features, plan.dest_slots, windows, budget, sharpness)
-            return replace(plan, merge_weights=M, unmerge_weights=back)
-        return weigh(windows.split(features), plan.dest_slots, windows, budget, sharpness, x.dtype)
-
-    def _laid_out(self, features: Tensor, grid: Grid, step: StepPlan, even: bool) -> tuple[Windows, Budget]:
+    def _laid_out(self, features: Tensor, grid: Grid, step: StepPlan, even: bool) -> Layout:
         windows, budget = self._layout(grid, step, features.device)
         if even:
             return windows, budget
@@ -239,7 +236,7 @@ class RunState:
         """Return whether merged steps can propagate by the change of the latent; reference images never change."""
         return self.kv_cache and step.selection != LASTING
 
-    def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> tuple[Windows, Budget]:
+    def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> Layout:
         config = self.config
         # Every second selection uses windows that are shifted by half a window; the paper does not shift them.
         shifted = config.granularity is not Granularity.MODULE and step.selection % 2 == 1

@@ -130,6 +130,9 @@ class Budget(WithTensors):
         return Budget(counts, compact, expand, valid)
 
 
+Layout = tuple[Windows, Budget]
+
+
 def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
     """Return x, (B, N, ...), at (n,) or (B, n) indices; x itself without an index."""
     if index is None:

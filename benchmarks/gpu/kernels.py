@@ -162,10 +162,10 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
         budget = adaptive.allocate(budget, adaptive.spread(windows.split(x), windows), windows)
 
     with mock.patch.object(torch, "empty", _poisoned):
-        plans = [kernels.select_weigh(x, windows, budget, micro.SCALE) for _ in range(3)]
-        alone = None if case.adaptive else kernels.select_weigh(x[:1], windows, budget, micro.SCALE)
+        plans = [kernels.weigh(x, None, windows, budget, micro.SCALE) for _ in range(3)]
+        alone = None if case.adaptive else kernels.weigh(x[:1], None, windows, budget, micro.SCALE)
         dest_slots, M, back = plans[0]
-        given = kernels.weigh(x, dest_slots, windows, budget, micro.SCALE)
+        given = kernels.weigh(x, dest_slots, windows, budget, micro.SCALE)[1:]
         out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))
         # Run each kernel twice: first by Triton's own launch, then by the launch that the pack has prepared.
         merged, spread, restored = (
@@ -173,7 +173,7 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
             for call in (
                 lambda: kernels.merge(x, M, windows, budget),
                 lambda: kernels.unmerge(out, back, windows, budget),
-                lambda: kernels.unmerge_residual(out, reduced, x, back, windows, budget),
+                lambda: kernels.unmerge(out, back, windows, budget, reduced, x),
             )
         )
         packed = kernels.quantize(x)
@@ -245,9 +245,9 @@ def large(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
     windows, budget = case.layout(device)
     x = case.noise(windows.tokens, device)
     out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))
-    _, M, back = kernels.select_weigh(x[:1], windows, budget, micro.SCALE)
+    _, M, back = kernels.weigh(x[:1], None, windows, budget, micro.SCALE)
     merged = kernels.merge(x, M, windows, budget)
-    restored = kernels.unmerge_residual(out, reduced, x, back, windows, budget)
+    restored = kernels.unmerge(out, back, windows, budget, reduced, x)
     K, rows = budget.counts[-1], windows.counts[-1]
     first, source = budget.total - K, windows.source[-1][:rows]
     mine = M[0, -1, :K, :rows].double()

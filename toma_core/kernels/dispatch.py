@@ -16,7 +16,7 @@ from ..latent_regression import Rotation, regress
 from ..merge import MergePlan, merge, unmerge_residual
 from ..quant4 import Int4Tensor, group_of, quantize
 from ..reasons import Message, MessageId
-from ..windows import Budget, Windows
+from ..windows import Layout
 from .layout import variant
 
 if TYPE_CHECKING:
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CAPABILITY = (8, 0)  # lowest compute capability that Triton supports
-_FEATURES, _PAIRS = (
-    33,
-    64,
-)  # sizes in the trial: the features of a 4-channel latent, and the rotated channel pairs of a head in most models
+_FEATURES = 33  # features in the trial: those of a 4-channel latent
+_PAIRS = 64  # rotated channel pairs of a head in the trial, as in most models
 
 
 class NoTriton(MessageId):
@@ -72,22 +70,14 @@ class Dispatch:
     _choices: dict[Hashable, Choice] = field(default_factory=dict)
 
     def choose(
-        self,
-        x: Tensor,
-        windows: Windows,
-        budget: Budget,
-        features: Tensor | None = None,
-        weighs: bool = False,
-        propagates: bool = False,
+        self, x: Tensor, features: Tensor, layout: Layout, weighs: bool = False, propagates: bool = False
     ) -> Choice:
-        """Return the choice for tokens x, (B, N, C). features: (B, N, C'), by which destinations are selected; x if
-        None. weighs: whether the run computes weights for given destinations. propagates: whether it propagates
-        caches."""
-        features = (x if features is None else features).detach()
-        kinds = (variant(t.shape[2], windows, budget) for t in (x, features))
+        """Return the choice for tokens x, (B, N, C). features: (B, N, C'), by which destinations are selected. weighs:
+        whether the run computes weights for given destinations. propagates: whether it propagates caches."""
+        x, features = x.detach(), features.detach()
+        kinds = (variant(t.shape[2], *layout) for t in (x, features))
         key = (x.device, x.dtype, weighs, propagates, *kinds)
-        correct = partial(_merges, x.detach(), features, windows, budget, weighs, propagates)
-        return self._choice(key, x, windows.slots, correct)
+        return self._choice(key, x, layout[0].slots, partial(_merges, x, features, layout, weighs, propagates))
 
     def quantize(self, x: Tensor) -> Int4Tensor | Tensor:
         """Quantise (B, N, C) to four bits per element, see `quant4.quantize`."""
@@ -155,23 +145,18 @@ def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernel
 
 
 def _merges(
-    x: Tensor,
-    features: Tensor,
-    windows: Windows,
-    budget: Budget,
-    weighs: bool,
-    propagates: bool,
-    kernels: TritonKernels,
+    x: Tensor, features: Tensor, layout: Layout, weighs: bool, propagates: bool, kernels: TritonKernels
 ) -> bool:
     """Return whether every kernel that the run will need gives PyTorch's results."""
+    windows, budget = layout
     used = x.new_ones(len(windows.counts), budget.slots, dtype=torch.bool) if budget.valid is None else budget.valid
     priority = torch.ones(features.shape[:2], device=x.device) if propagates else None
-    plan = MergePlan(windows, budget, *kernels.select_weigh(features, windows, budget, 1.0, priority))
+    plan = MergePlan(*layout, *kernels.weigh(features, None, *layout, 1.0, priority))
     weights = [plan.merge_weights]
     if weighs:
         # Use the first slots of each window as given destinations.
         slots = (torch.arange(budget.slots, device=x.device) * used).expand(len(x), -1, -1)
-        weights.append(kernels.weigh(features, slots, windows, budget, 1.0)[0])
+        weights.append(kernels.weigh(features, slots, *layout, 1.0)[1])
     fast = replace(plan, kernels=kernels)
     theirs = merge(x, plan)
     pairs = [(M.sum(-1), used.to(x.dtype).expand_as(plan.dest_slots)) for M in weights]

@@ -261,14 +261,14 @@ def test_the_stand_in_for_kernels_has_their_shapes() -> None:
     kernels = pack_module("toma_core.kernels.triton").TritonKernels(), cost.Fused(counter)
 
     def results(by: Any) -> list[torch.Tensor]:
-        picks, M, back = by.select_weigh(x, windows, budget, 30.0)
+        picks, M, back = by.weigh(x, None, windows, budget, 30.0)
         y = by.merge(x, M, windows, budget)
         return [
             *(picks, M, back, *by.weigh(x, real, windows, budget, 30.0)),
-            *(y, by.unmerge(y, back, windows, budget), by.unmerge_residual(y, y, x, back, windows, budget)),
+            *(y, by.unmerge(y, back, windows, budget), by.unmerge(y, back, windows, budget, y, x)),
         ]
 
-    real = kernels[0].select_weigh(x, windows, budget, 30.0)[0]
+    real = kernels[0].weigh(x, None, windows, budget, 30.0)[0]
     for a, b in zip(*map(results, kernels), strict=True):
         assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
     assert counter.cost.launches == 5

@@ -125,8 +125,8 @@ def weigh(
     """Return slots of destinations (B, W, K) int64, merge weights (B, W, K, S) and unmerge weights (B, W, S, K) in x's
     dtype, as `selection.select` and `merge.weigh` do.
 
-    x: (B, N, C) fp16, bf16 or fp32, any strides. dest_slots: contiguous, ascending and distinct in each window; None to
-    select them. priority: (B, N) fp32, contiguous, see `selection.select`.
+    x: (B, N, C) fp16, bf16 or fp32, any strides. dest_slots: ascending and distinct in each window; None to select
+    them. priority: (B, N) fp32, contiguous, see `selection.select`.
     """
     batch, count, slots, select = len(x), len(windows.counts), windows.slots, dest_slots is None
     if slots > MAX_SLOTS:
@@ -134,6 +134,7 @@ def weigh(
     require(x, windows.tokens)
     if dest_slots is None:
         dest_slots = torch.empty(batch, count, budget.slots, device=x.device, dtype=torch.int64)
+    dest_slots = dest_slots.contiguous()
     if dest_slots.shape[:2] != (batch, count):
         raise ValueError(f"dest_slots of {tuple(dest_slots.shape)} do not fit {batch} images of {count} windows")
     K = dest_slots.shape[2]

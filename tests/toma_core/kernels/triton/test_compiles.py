@@ -103,7 +103,7 @@ with offline.stubbed():
         kernels = TritonKernels()
         found.append([
             narrow(product._merge_kernel, lambda: kernels.merge(x, M, windows, budget)),
-            narrow(product._unmerge_kernel, lambda: kernels.unmerge_residual(y, y, x, back, windows, budget)),
+            narrow(product._unmerge_kernel, lambda: kernels.unmerge(y, back, windows, budget, y, x)),
         ])
 print(json.dumps(found))
 """

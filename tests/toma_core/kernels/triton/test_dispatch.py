@@ -58,6 +58,10 @@ def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(asked) == 1
 
 
+def chosen(x: torch.Tensor, case: Case = CASE, propagates: bool = False) -> Choice:
+    return Dispatch().choose(x, x, case.layout(), propagates=propagates)
+
+
 def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a fake tensor of tokens on a GPU, which need not exist."""
     with FakeTensorMode():
@@ -65,18 +69,17 @@ def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Dispatch().choose(on_a_gpu(torch.float64), *CASE.layout()).reason == NoTriton.DTYPE(dtype="float64")
+    assert chosen(on_a_gpu(torch.float64)).reason == NoTriton.DTYPE(dtype="float64")
     if DEVICE == "cpu":
-        assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.FAILED(error="TRITON_INTERPRET=1")
+        assert chosen(on_a_gpu()).reason == NoTriton.FAILED(error="TRITON_INTERPRET=1")
         triton = importlib.import_module("toma_core.kernels.triton")
         monkeypatch.setattr(triton, "INTERPRETED", False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert Dispatch().choose(on_a_gpu(), *CASE.layout()).reason == NoTriton.OLD_GPU(least="8.0")
+        assert chosen(on_a_gpu()).reason == NoTriton.OLD_GPU(least="8.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        layout = Case(17, 17, 17, 0.5, 8).layout()
-        assert Dispatch().choose(on_a_gpu(), *layout).reason == NoTriton.LARGE_WINDOWS(tokens=289, most=128)
+        assert chosen(on_a_gpu(), Case(17, 17, 17, 0.5, 8)).reason == NoTriton.LARGE_WINDOWS(tokens=289, most=128)
     monkeypatch.setitem(sys.modules, "toma_core.kernels.triton", None)
-    reason = Dispatch().choose(on_a_gpu(), *CASE.layout()).reason
+    reason = chosen(on_a_gpu()).reason
     assert str(reason).startswith("triton_failed: error=ModuleNotFoundError")
 
 
@@ -150,7 +153,7 @@ class TestFirstUse:
     ) -> None:
         """A second run in the same process tries no kernel again. One log line announces the trials."""
         made = []
-        for name in ("select_weigh", "weigh", "merge", "unmerge_residual"):
+        for name in ("merge", "unmerge"):
             method = getattr(type(kernels), name)
             monkeypatch.setattr(
                 type(kernels), name, lambda *a, name=name, method=method: made.append(name) or method(*a)
@@ -166,8 +169,8 @@ class TestFirstUse:
                 made.clear()
                 with caplog.at_level(logging.INFO):
                     plan_for(x, (8, 8), "a", Evaluation(run, decide(run, Facts(sigma))))
-                tried.append(sorted({"merge", "unmerge_residual"} & set(made)))
-            assert tried == [["merge", "unmerge_residual"] if turn == 0 else [], *[[]] * 7]
+                tried.append(sorted(set(made)))
+            assert tried == [["merge", "unmerge"] if turn == 0 else [], *[[]] * 7]
             assert run.stats.kernels == {KernelName.KERNEL(name="triton")}
         assert len(toma_core.kernels.dispatch._trials) == 2
         said = [record.getMessage() for record in caplog.records if "making its GPU kernels" in record.getMessage()]
@@ -181,17 +184,19 @@ class TestFirstUse:
     def test_propagation_is_tried_where_there_is_a_kv_cache(
         self, case: Case, wrong: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        made, propagate = [], type(kernels).propagate
+        made, unmerge = [], type(kernels).unmerge
 
         def propagated(self: Any, *args: Any) -> torch.Tensor:
-            made.append(args[4] is not None)
-            return (1.1 if wrong else 1) * propagate(self, *args)
+            if len(args) < 9:
+                return unmerge(self, *args)
+            made.append(args[8] is not None)
+            return (1.1 if wrong else 1) * unmerge(self, *args)
 
-        monkeypatch.setattr(type(kernels), "propagate", propagated)
+        monkeypatch.setattr(type(kernels), "unmerge", propagated)
         for _ in range(2):
-            assert (Dispatch().choose(case.tokens(), *case.layout(), propagates=True).kernels is None) == wrong
+            assert (chosen(case.tokens(), case, propagates=True).kernels is None) == wrong
         assert made == ([False, True, True] if case.channels % 2 == 0 else [False, False])
-        assert Dispatch().choose(case.tokens(), *case.layout()).kernels is not None
+        assert chosen(case.tokens(), case).kernels is not None
 
 
 def test_a_run_on_kernels_equals_one_without(kernels: Any) -> None:

@@ -98,7 +98,7 @@ def test_restore(case: Case, kernels: Any) -> None:
     plan, x = random_plan(case), case.tokens()
     out, reduced = normal(case, plan.num_destinations, 1), normal(case, plan.num_destinations, 2)
     copies = [t.clone() for t in (out, reduced, x)]
-    actual = kernels.unmerge_residual(out, reduced, x, plan.unmerge_weights, plan.windows, plan.budget)
+    actual = kernels.unmerge(out, plan.unmerge_weights, plan.windows, plan.budget, reduced, x)
     check(actual, x.float() + unmerge(out.float() - reduced.float(), in_dtype(plan, FULL)), case.dtype, 4)
     assert all(torch.equal(a, b) for a, b in zip((out, reduced, x), copies, strict=True)), "inputs are left alone"
 
@@ -107,9 +107,7 @@ def test_restore(case: Case, kernels: Any) -> None:
 def test_a_block_that_adds_nothing_changes_nothing(case: Case, kernels: Any) -> None:
     plan, x = random_plan(case), case.tokens()
     reduced = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
-    assert torch.equal(
-        kernels.unmerge_residual(reduced, reduced, x, plan.unmerge_weights, plan.windows, plan.budget), x
-    )
+    assert torch.equal(kernels.unmerge(reduced, plan.unmerge_weights, plan.windows, plan.budget, reduced, x), x)
 
 
 @each(Case(5, 7, 4, 0.5, 40, HALF, batch=2))
@@ -118,11 +116,11 @@ def test_any_strides(case: Case, kernels: Any) -> None:
     layout = plan.windows, plan.budget
     out, reduced = normal(case, plan.num_destinations, 1), normal(case, plan.num_destinations, 2)
     merged = kernels.merge(x, plan.merge_weights, *layout)
-    restored = kernels.unmerge_residual(out, reduced, x, plan.unmerge_weights, *layout)
+    restored = kernels.unmerge(out, plan.unmerge_weights, *layout, reduced, x)
     for view in views(x):
         assert torch.equal(kernels.merge(view, plan.merge_weights, *layout), merged)
     for parts in zip(*map(views, (out, reduced, x)), strict=True):
-        assert torch.equal(kernels.unmerge_residual(*parts, plan.unmerge_weights, *layout), restored)
+        assert torch.equal(kernels.unmerge(parts[0], plan.unmerge_weights, *layout, *parts[1:]), restored)
 
 
 @each(Case(5, 7, 4, 0.5, 40, FULL), Case(13, 19, 8, 0.5, 40, FULL, adaptive=True))
@@ -148,8 +146,8 @@ def test_refused(case: Case, kernels: Any) -> None:
         kernels.merge(x, plan.unmerge_weights.transpose(2, 3), plan.windows, plan.budget)
     M, back = (plan.merge_weights, plan.windows, plan.budget), (plan.unmerge_weights, plan.windows, plan.budget)
     for refused in (
-        lambda: kernels.unmerge_residual(out, out[:, 1:], x, *back),
-        lambda: kernels.unmerge_residual(out, out, x[:, 1:], *back),
+        lambda: kernels.unmerge(out, *back, out[:, 1:], x),
+        lambda: kernels.unmerge(out, *back, out, x[:, 1:]),
         lambda: kernels.merge(x[:, 1:], *M),
         lambda: kernels.unmerge(out[:, 1:], *back),
     ):
@@ -196,7 +194,7 @@ def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
         merged = kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
         check(merged, merge(x, plan), FULL)
         check(
-            kernels.unmerge_residual(2 * merged, merged, x, plan.unmerge_weights, plan.windows, plan.budget),
+            kernels.unmerge(2 * merged, plan.unmerge_weights, plan.windows, plan.budget, merged, x),
             x + unmerge(merged, plan),
             FULL,
             4,

@@ -180,11 +180,14 @@ def test_refused(case: Case, kernels: Any) -> None:
     with pytest.raises(ValueError, match="expected tokens"):
         kernels.change(fresh, cached[:2], plan.destinations, None)
     answer = torch.bmm(regression.fit, fresh)
-    rest = plan.unmerge_weights, plan.windows, plan.budget
+
+    def refused(change: Tensor, cached: Tensor, answer: Tensor, spread: Tensor) -> None:
+        kernels.unmerge(change, plan.unmerge_weights, plan.windows, plan.budget, None, cached, spread, answer, None)
+
     for parts in ((fresh[:, 1:], cached, answer), (fresh, cached[:, 1:], answer), (fresh, cached, answer[:, 1:])):
         with pytest.raises(ValueError, match="expected tokens"):
-            kernels.propagate(*parts, regression.spread, None, *rest)
+            refused(*parts, regression.spread)
     with pytest.raises(ValueError, match="not contiguous"):
-        kernels.propagate(fresh, cached, answer.mT.contiguous().mT, regression.spread, None, *rest)
+        refused(fresh, cached, answer.mT.contiguous().mT, regression.spread)
     with pytest.raises(ValueError, match="does not fit a batch"):
-        kernels.propagate(fresh, cached, answer, regression.spread[:2], None, *rest)
+        refused(fresh, cached, answer, regression.spread[:2])
