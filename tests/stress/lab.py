@@ -10,30 +10,35 @@ from collections import Counter
 from pathlib import Path
 
 import comfy.model_management
+import folder_paths
 import torch
-from server import PromptServer
 
 PACK = "ComfyUI-ToMA"
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind ComfyUI's own folders
 from testbed import models  # noqa: E402
 
-# The armed fault, and the number of attention calls until it occurs. For the fault "slow", `calls` is milliseconds per
-# call.
+# The armed fault, and the number of attention calls until it occurs.
 armed = {"fault": "none", "calls": 0}
 
 
 def attention(func, *args, **kwargs):
     """Attend as `func` does, unless the armed fault occurs."""
-    if armed["fault"] == "slow":
-        time.sleep(armed["calls"] / 1000)
-        return func(*args, **kwargs)
     armed["calls"] -= 1
-    if armed["calls"] == 0 and armed["fault"] == "error":
-        raise RuntimeError("another pack's patch failed")
-    if armed["calls"] == 0 and armed["fault"] == "out of memory":
-        raise comfy.model_management.OOM_EXCEPTION("CUDA out of memory, as a test has it")
+    if armed["calls"] == 0:
+        occur(armed["fault"])
     return func(*args, **kwargs)
+
+
+def occur(fault):
+    """Raise an error. The fault "hold" waits for an interrupt, or for the file `go` in ComfyUI's input folder."""
+    if fault == "error":
+        raise RuntimeError("another pack's patch failed")
+    if fault == "out of memory":
+        raise comfy.model_management.OOM_EXCEPTION("CUDA out of memory, as a test has it")
+    while fault == "hold" and not (Path(folder_paths.get_input_directory()) / "go").exists():
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        time.sleep(0.02)
 
 
 def objects_of_the_pack():
@@ -58,15 +63,6 @@ def tensor_bytes():
     return sum(storages.values())
 
 
-def routes():
-    """Return method, path and handler's file of every HTTP route."""
-    found = []
-    for route in PromptServer.instance.app.router.routes():
-        code = getattr(route.handler, "__code__", None)
-        found.append([route.method, route.resource.canonical, code.co_filename if code else ""])
-    return found
-
-
 class LabCensus:
     """Counts live objects between prompts. nonce: a new number prevents ComfyUI from using a cached count."""
 
@@ -74,18 +70,13 @@ class LabCensus:
 
     @classmethod
     def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
-        return {"required": {"nonce": ("INT", {"default": 0}), "with_routes": ("BOOLEAN", {"default": False})}}
+        return {"required": {"nonce": ("INT", {"default": 0})}}
 
-    def count(self, nonce, with_routes):
+    def count(self, nonce):
         gc.collect()
         if sys.platform == "linux":  # return memory that the allocator holds but does not use
             ctypes.CDLL(None).malloc_trim(0)
-        counted = {
-            "objects": objects_of_the_pack(),
-            "tensor_bytes": tensor_bytes(),
-            "tensors": tensors(),
-            "routes": routes() if with_routes else [],
-        }
+        counted = {"objects": objects_of_the_pack(), "tensor_bytes": tensor_bytes(), "tensors": tensors()}
         return {"ui": {"text": [json.dumps(counted)]}}
 
 
@@ -116,7 +107,7 @@ class LabLatent:
     @classmethod
     def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
         sizes = {name: ("INT", {"default": 0}) for name in ("channels", "side", "calls")}
-        return {"required": {**sizes, "fault": (["none", "error", "out of memory", "slow"],)}}
+        return {"required": {**sizes, "fault": (["none", "error", "out of memory", "hold"],)}}
 
     @classmethod
     def IS_CHANGED(cls, **_):  # noqa: N802 - ComfyUI's name

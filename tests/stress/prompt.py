@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from scripts.comfy_pack import pack_module, use_comfyui
 from testbed import models
 
 SIDE = 24
@@ -41,21 +42,25 @@ def digest(latent: torch.Tensor) -> str:
     return hashlib.sha256(latent.float().contiguous().numpy().tobytes()).hexdigest()
 
 
+def patched(model: Any, case: str, **settings: Any) -> Any:
+    """Apply ToMA with the settings of a case and with more `settings`."""
+    chosen = CASES[case]
+    if chosen is None:
+        return model
+    config = pack_module("toma_core.config").ToMAConfig(**{**chosen, **settings})
+    return pack_module("nodes.adapters.patch_model").apply_toma(model, config)
+
+
 def main() -> None:
-    from scripts.comfy_pack import pack_module, use_comfyui
     from testbed.stand_ins import use_newer_models
 
     use_comfyui()
     use_newer_models()
     torch.set_num_threads(1)
-    attach, config = pack_module("nodes.adapters.patch_model").apply_toma, pack_module("toma_core.config").ToMAConfig
     found = {}
     for kind in sys.argv[1:]:
         model = getattr(models, kind)()
-        each = {
-            name: model if settings is None else attach(model, config(**settings)) for name, settings in CASES.items()
-        }
-        found[kind] = {name: digest(sample(patched)) for name, patched in each.items()}
+        found[kind] = {case: digest(sample(patched(model, case))) for case in CASES}
     print(json.dumps(found))
 
 

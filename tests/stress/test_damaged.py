@@ -1,4 +1,4 @@
-"""A damaged file gives an error that names the file, or it can still be used. The server neither hangs nor ends.
+"""A damaged file of the demo gives an error that names the file, or it can still be used.
 
 TOMA_FUZZ sets the number of files, see conftest.py. `make fuzz` sets a higher number than other commands.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ import pytest
 
 from demo import checker
 from demo import nodes as demo_nodes
-from demo.showcase_graphs import DIT, WEIGHTS_FOLDER, sampling_graph
-from scripts.comfy_server import ComfyServer
+from demo.showcase_graphs import WEIGHTS_FOLDER
 
 CASES = int(os.environ["TOMA_FUZZ"])
 
@@ -37,22 +35,6 @@ def damaged(data: bytes, seed: int) -> tuple[str, bytes]:
     return way, bytes(changed)
 
 
-def test_damaged_checkpoint_is_refused_in_words_or_runs(steady: ComfyServer, outcome: Any) -> None:
-    intact = (steady.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").read_bytes()
-    seen = set()
-    for seed in range(max(7, CASES // 40)):
-        way, data = damaged(intact, seed)
-        path = steady.base / "models" / "diffusion_models" / f"damaged{seed}.safetensors"
-        path.write_bytes(data)
-        graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_step_interval=0, similarity_from="tokens")
-        graph["loader"]["inputs"]["unet_name"] = path.name
-        how = outcome(steady, graph)
-        path.unlink()
-        seen.add(how)
-        assert how in ("success", "error in UNETLoader"), (way, how)
-    assert "error in UNETLoader" in seen
-
-
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "checker.safetensors": checker.load_checker,
     "deep.safetensors": lambda path: demo_nodes.ToMADemoUNet.execute("trained", 0),
@@ -70,7 +52,6 @@ def test_damaged_demo_weights_are_named(name: str, tmp_path: Path, monkeypatch: 
     for seed in range(max(14, CASES // 10)):
         way, data = damaged(intact, seed)
         path.write_bytes(data)
-        begin = time.monotonic()
         try:
             LOADERS[name](path)
         except ValueError as error:
@@ -80,5 +61,4 @@ def test_damaged_demo_weights_are_named(name: str, tmp_path: Path, monkeypatch: 
             assert "again" in message, way
         else:
             assert way in ("numbers", "anywhere", "header"), way
-        assert time.monotonic() - begin < 60
     assert refused >= 4

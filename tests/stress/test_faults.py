@@ -13,6 +13,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from scripts.comfy_pack import pack_module
 from testbed import models
+from tests.nodes.conftest import hooked
 from tests.stress.prompt import STEPS
 
 pytestmark = pytest.mark.usefixtures("families_made")
@@ -93,16 +94,16 @@ def test_fault_inside_a_merged_block(rig: Any, trap: Trap, stage: str, error: ty
     within = trap.calls * (STEPS - 1) // STEPS if case == "detail" else trap.calls
     rig.check_clean()
     before = rig.tensors()
-    hooked: list[str] = []
+    hooks: list[str] = []
 
     def go() -> None:
-        hooked.extend(rig.hooks_left(rig.model))
+        hooks.extend(hooked(rig.model))
         fail(error)
 
     trap.arm(STAGES[stage](within), go)
     with pytest.raises(error):
         rig.sampled(patched)
-    assert hooked, "the fault was to be inside a merged block"
+    assert hooks, "the fault was to be inside a merged block"
     rig.check_clean()
     # There may be fewer tensors than before, because the report of an aborted run has no maps.
     assert rig.tensors() <= before

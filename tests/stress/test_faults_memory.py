@@ -17,10 +17,9 @@ pytestmark = pytest.mark.usefixtures("families_made")
 
 
 BOTH = ("unet", "flux")
-both = pytest.mark.parametrize("kind", BOTH)
 
 
-@both
+@pytest.mark.parametrize("kind", BOTH)
 def test_attention_that_recovers_from_no_memory_inside_a_merged_block(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,19 +106,3 @@ def test_weights_that_do_not_fit(rig: Any, monkeypatch: pytest.MonkeyPatch, shar
     assert any(getattr(module, "comfy_cast_weights", False) for module in model.model.diffusion_model.modules())
     mm.unload_all_models()
     rig.check_clean()
-
-
-@both
-def test_dynamic_patcher_on_a_cpu_is_the_plain_one(rig: Any) -> None:
-    """Without CUDA, ComfyUI's dynamic patcher reports that dynamic VRAM is off."""
-    patcher = pytest.importorskip("comfy.model_patcher")
-    if not hasattr(patcher, "ModelPatcherDynamic"):
-        pytest.skip("this ComfyUI has no dynamic VRAM")
-    dynamic = patcher.ModelPatcherDynamic(rig.model.model, rig.model.load_device, rig.model.offload_device)
-    if dynamic.is_dynamic():
-        pytest.skip("dynamic VRAM is on: the other tests run on it")
-    assert rig.sampled(rig.patched(model=dynamic)) == rig.fresh["stack"]
-    rig.check_clean()
-    # Unload the model. Otherwise ComfyUI would treat the model as leaked when this patcher is deleted, and collect
-    # garbage before every later run.
-    mm.unload_all_models()

@@ -6,7 +6,6 @@ There are 300 cases by default, and 10,000 in `make fuzz`. TOMA_FUZZ sets the nu
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 from dataclasses import fields
@@ -23,13 +22,12 @@ from hypothesis import strategies as st
 from demo.showcase_graphs import DIT, LATENT, PICTURE, sampling_graph
 from scripts.comfy_pack import pack_module
 from scripts.comfy_server import ComfyServer
-from scripts.comfyui import ROOT
 from testbed import models
+from tests.stress.served import OURS, outcome, saved_latent
 
 report_text = pack_module("nodes.adapters.report_text")
 
 CASES = int(os.environ["TOMA_FUZZ"])
-OURS = sorted(json.loads((ROOT / "tests" / "nodes" / "schema.json").read_text()))
 core, config = pack_module("toma_core"), pack_module("toma_core.config")
 
 
@@ -65,7 +63,7 @@ def mostly(name: str, *usual: Any) -> st.SearchStrategy[Any]:
 
 # All families except UNets and Flux. UNets get as many cases as all families of this list together, and so does Flux.
 OTHERS = sorted(set(models.TRANSFORMERS) - {"flux"})
-NAMES = [item.name for item in fields(config.ToMAConfig)]
+TYPES = {item.name: type(config.setting_spec(item.name).default) for item in fields(config.ToMAConfig)}
 MERGING = {
     "ratio": mostly("ratio", 0.25, 0.5, 0.75),
     "min_tokens": mostly("min_tokens", 4, 4, 16),
@@ -75,7 +73,7 @@ MERGING = {
     "end_percent": mostly("end_percent", 1.0),
     "full_step_interval": mostly("full_step_interval", 0, 0, 0, 2, 3),
 }
-SETTINGS = st.fixed_dictionaries(MERGING, optional={name: values_of(name) for name in NAMES if name not in MERGING})
+SETTINGS = st.fixed_dictionaries(MERGING, optional={name: values_of(name) for name in TYPES if name not in MERGING})
 
 
 @st.composite
@@ -193,9 +191,7 @@ def assert_readable(message: str) -> None:
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=30))
 ANYTHING = st.one_of(
     PLAIN,
-    st.sampled_from(
-        ["", "0.5", "nan", "../../etc/passwd", "<script>", "%s%n", "x" * 100_000, "\0", "\u202e", "é" * 500]
-    ),
+    st.sampled_from(["", "0.5", "nan", "../../etc/passwd", "<script>", "%s%n", "x" * 100_000, "\0", "\u202e"]),
     st.lists(st.integers(), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
     st.binary(max_size=5),
@@ -204,26 +200,17 @@ ANYTHING = st.one_of(
 
 
 @cases(2.0)
-@given(name=st.sampled_from(NAMES), value=ANYTHING)
+@given(name=st.sampled_from([*TYPES, "preset"]), value=ANYTHING)
 def test_any_value_is_taken_or_refused_in_words(name: str, value: Any) -> None:
     try:
-        taken = config.ToMAConfig(**{name: value})
+        taken = core.UserSettings(value) if name == "preset" else config.ToMAConfig(**{name: value})
     except config.ConfigError as error:
         message = str(error)
         assert_readable(message)
-        assert report_text.label(name) in message
+        assert name == "preset" or report_text.label(name) in message
     else:
         # Accepted values are converted to the setting's type.
-        assert type(getattr(taken, name)) is type(config.setting_spec(name).default)
-
-
-@given(preset=st.one_of(st.text(max_size=30), st.none(), st.integers(), st.sampled_from(["x" * 100_000, [], {}])))
-def test_any_preset_is_taken_or_refused_in_words(preset: Any) -> None:
-    if isinstance(preset, str) and preset in core.PRESETS:
-        return
-    with pytest.raises(config.ConfigError) as refused:
-        core.UserSettings(preset)
-    assert_readable(str(refused.value))
+        assert value in core.PRESETS if name == "preset" else type(getattr(taken, name)) is TYPES[name]
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -237,13 +224,9 @@ JSON = st.one_of(PLAIN, *map(st.sampled_from, (TEXTS, LINKS, ODD)))
 def complete_graph(seed: int) -> dict[str, Any]:
     graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_step_interval=0, similarity_from="tokens")
     graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "quality"}}
-    graph["benchmark"] = {
-        "class_type": "ToMABenchmark",
-        "inputs": {
-            **{"model": ["simple", 0], "positive": ["scene", 0], "latent": ["empty", 0], "ratio": 0.5},
-            **{"preset": "paper", "sweep": False, "steps": 2, "runs": 2},
-        },
-    }
+    inputs = {"model": ["simple", 0], "positive": ["scene", 0], "latent": ["empty", 0], "ratio": 0.5}
+    inputs |= {"preset": "paper", "sweep": False, "steps": 2, "runs": 2}
+    graph["benchmark"] = {"class_type": "ToMABenchmark", "inputs": inputs}
     return graph
 
 
@@ -284,14 +267,14 @@ def broken_graphs(draw: st.DrawFn) -> Any:
 
 @cases(0.1)
 @given(graph=broken_graphs())
-def test_any_prompt_is_run_or_refused_in_words(steady: ComfyServer, outcome: Any, graph: Any) -> None:
+def test_any_prompt_is_run_or_refused_in_words(steady: ComfyServer, graph: Any) -> None:
     event(outcome(steady, graph))
 
 
 HOSTILE = ("../../../etc/passwd\0", "<img src=x onerror=alert(1)>", "'; drop table models; --", "{{7*7}} %s%n \ud800")
 
 
-def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: Any) -> None:
+def test_hostile_text_in_every_input_is_refused(steady: ComfyServer) -> None:
     for index, (name, key) in enumerate(PLACES):
         graph = complete_graph(index)
         # Delete nodes that do not depend on the invalid node. ComfyUI would still run them, which takes time.
@@ -307,7 +290,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer, outcome: An
         assert how in ("refused", f"error in {graph[name]['class_type']}") or harmless, (name, key, how)
 
 
-def test_unknown_option_changes_nothing(steady: ComfyServer, saved_latent: Any) -> None:
+def test_unknown_option_changes_nothing(steady: ComfyServer) -> None:
     """A graph that a later version has saved may have options that this version lacks."""
     graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_step_interval=0, similarity_from="tokens")
     expected = saved_latent(steady, steady.run(graph))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scripts.comfy_pack import pack_module
 from testbed import models
+from tests.stress.test_numerics import DtypesUsed
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
@@ -112,16 +113,16 @@ def test_dtypes_cost_a_merged_run_no_more_than_an_unmerged_one(
     ("kind", "stored"), [(kind, "fp16") for kind in WITH_HALF] + [(kind, "fp8 in fp16") for kind in BOTH]
 )
 def test_no_bf16_on_the_path_of_an_fp16_model(
-    kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any, dtypes_used: Any
+    kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any
 ) -> None:
     """ToMA must add no operations in fp64. The model itself may have some."""
     model = model_in(kind, stored)
     noise = noise_of(model)
-    with dtypes_used() as plain:
+    with DtypesUsed() as plain:
         sampled(model, noise, steps=1)
     for settings in ("stack", "module"):
         patched = attach(model, **SETTINGS[settings])
-        with dtypes_used() as merged:
+        with DtypesUsed() as merged:
             sampled(patched, noise, steps=1)
         assert stats_of(patched).merged_blocks
         assert BRAIN not in merged.found

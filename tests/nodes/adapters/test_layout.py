@@ -88,24 +88,6 @@ def test_the_image_lies_where_flux_says(
     assert lengths == {(kind, n) for kind in ("double", "single") for n in (IMAGE, IMAGE // 2)}
 
 
-@loop("granularity", GRANULARITIES)
-def test_double_blocks_too_if_another_node_passes_it(attach: Any, granularity: str) -> None:
-    """ComfyUI passes no `img_slice` to double blocks, but another node may."""
-    model, given = models.flux(), [TEXT, TEXT + IMAGE]
-    foreign, calls = listening(model)
-
-    def say(_: Any, args: Any, kwargs: Any) -> None:
-        kwargs["transformer_options"]["img_slice"] = given
-
-    for block in model.model.diffusion_model.double_blocks:
-        block.register_forward_pre_hook(say, with_kwargs=True)
-    models.sample(attach(foreign, granularity=granularity), SIDE, SIDE, steps=1)
-    doubles = [call for call in calls if call.options["block_type"] == "double"]
-    assert {call.length for call in doubles} == {TEXT + IMAGE // 2}
-    assert all(call.options["img_slice"] == [TEXT, call.length] for call in doubles)
-    assert given == [TEXT, TEXT + IMAGE]
-
-
 @every_kind
 @loop("granularity", GRANULARITIES)
 def test_attention_patches_receive_all_tokens_and_their_layout(
@@ -129,15 +111,18 @@ def test_attention_patches_receive_all_tokens_and_their_layout(
 
 
 @loop("kind", ["unet", "flux"])
-def test_the_callers_options_stay_as_they_are(attach: Any, kind: str) -> None:
-    """Attention gets the layout of merged tokens, but the options that the caller passed are unchanged."""
-    model = getattr(models, kind)()
+@loop("granularity", GRANULARITIES)
+def test_the_callers_options_stay_as_they_are(attach: Any, kind: str, granularity: str) -> None:
+    """Attention gets the layout of merged tokens, but the options that the caller passed are unchanged. ComfyUI passes
+    no `img_slice` to double blocks, but another node may."""
+    model, place = getattr(models, kind)(), [TEXT, TEXT + IMAGE]
     foreign, calls = listening(model)
     foreign.model_options["transformer_options"]["mine"] = {"nested": [1]}
     before: dict[str, Any] = {}
-    differing: set[str] = set()
+    differing, lengths = set[str](), set[int]()
 
     def enters(_: Any, args: Any, kwargs: Any) -> None:
+        kwargs["transformer_options"].update({"img_slice": place} if kind == "flux" else {})
         calls.clear()
         before.clear()
         before.update(kwargs["transformer_options"])
@@ -148,11 +133,15 @@ def test_the_callers_options_stay_as_they_are(attach: Any, kind: str) -> None:
         for call in calls:
             assert call.options.keys() == before.keys()
             differing.update(name for name, value in before.items() if call.options[name] is not value)
+            assert kind == "unet" or call.options["img_slice"] == [TEXT, call.length]
+            lengths.add(call.length)
 
     names = ("BasicTransformerBlock", "DoubleStreamBlock", "SingleStreamBlock")
     for block in [m for m in model.model.diffusion_model.modules() if type(m).__name__ in names]:
         block.register_forward_pre_hook(enters, with_kwargs=True)
         block.register_forward_hook(leaves, with_kwargs=True)
-    models.sample(attach(foreign), SIDE, SIDE, steps=2)
+    models.sample(attach(foreign, granularity=granularity), SIDE, SIDE, steps=2)
     assert "mine" in before
     assert differing == {"activations_shape" if kind == "unet" else "img_slice"}
+    assert place == [TEXT, TEXT + IMAGE]
+    assert kind == "unet" or lengths == {TEXT + IMAGE // 2}

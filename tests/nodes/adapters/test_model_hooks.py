@@ -56,10 +56,3 @@ def test_hooks_go_after_an_error(error: type[BaseException], while_chosen: bool)
         raise error
     assert "forward" not in vars(module)
     assert hook.released == 1
-
-
-def test_hooks_never_show_in_a_state_dict(unet: Any) -> None:
-    network = unet.model.diffusion_model
-    names = set(network.state_dict())
-    with hooks.installed([(network.input_blocks[4][1].transformer_blocks[0].ff, Doubling())]):
-        assert set(network.state_dict()) == names

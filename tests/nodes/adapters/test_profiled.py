@@ -21,7 +21,12 @@ SIDE, STEPS = 24, 6
 CACHED = {"selection_interval": 3, "weight_interval": 3, "full_step_interval": 3}
 
 
-every_kind = loop("kind", ["unet", "flux", "qwen"])
+every_kind = loop("kind", ["unet", "flux", "qwen_image", "wan"])
+
+
+@pytest.fixture
+def model(kind: str, model_of: Any) -> Any:
+    return model_of(kind)
 
 
 def names(model: Any) -> list[str]:
@@ -33,7 +38,9 @@ def profiled(model: Any, *ratio_schedule: tuple[float, dict[str, float]], **sett
 
 
 def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
-    return models.sample(model, SIDE, SIDE, steps=steps)
+    """Sample a picture, or three frames of a video."""
+    frames = 3 if "wan" in type(model.model.diffusion_model).__module__ else 1
+    return models.sample(model, SIDE, SIDE, steps=steps, frames=frames)
 
 
 @every_kind
@@ -119,29 +126,13 @@ def test_fingerprints(unet: Any, flux: Any) -> None:
     assert identity.fingerprint(made[0]) == ours
 
 
-@loop("settings", [{}, CACHED])
-def test_videos(model_of: Any, stats_of: Any, settings: dict[str, Any]) -> None:
-    wan = model_of("wan")
-
-    def video(model: Any) -> torch.Tensor:
-        return models.sample(model, SIDE, SIDE, frames=3, steps=4)
-
-    plain = run.apply_toma(wan, ToMAConfig(min_tokens=4, ratio=0.4, **settings))
-    assert torch.equal(video(profiled(wan, (0.0, dict.fromkeys(names(wan), 0.4)), **settings)), video(plain))
-    alone = profiled(wan, (0.0, {names(wan)[1]: 0.75}), **settings)
-    video(alone)
-    assert stats_of(alone).merged_blocks == {names(wan)[1]}
-    assert set(stats_of(alone).grids.values()) == {3 * (SIDE // 2) ** 2 // 4}
-
-
 @loop("kind", models.KINDS)
-def test_every_family_lists_its_blocks(kind: str, model_of: Any, stats_of: Any) -> None:
-    model = model_of(kind)
+def test_every_family_lists_its_blocks(model: Any, stats_of: Any) -> None:
     patched = run.apply_toma(model, ToMAConfig(min_tokens=4))
     models.sample(patched, SIDE, SIDE, steps=1)
-    facts = identity.blocks_of(model, torch.empty(1, 1, SIDE, SIDE, device="meta"))
-    assert {fact.name for fact in facts} == stats_of(patched).merged_blocks
+    stats, facts = stats_of(patched), identity.blocks_of(model, torch.empty(1, 1, SIDE, SIDE, device="meta"))
+    assert {fact.name for fact in facts} == stats.merged_blocks
     assert len({fact.name for fact in facts}) == len(facts)
-    assert {fact.tokens for fact in facts} == {height * width for height, width in stats_of(patched).grids}
-    places = {fact.name: 0.25 + 0.25 * (n % 2) for n, fact in enumerate(facts)}
-    models.sample(profiled(model, (0.0, places)), SIDE, SIDE, steps=1)
+    assert {fact.tokens for fact in facts} == {height * width for height, width in stats.grids}
+    ratios = {fact.name: 0.25 + 0.25 * (n % 2) for n, fact in enumerate(facts)}
+    models.sample(profiled(model, (0.0, ratios)), SIDE, SIDE, steps=1)

@@ -11,6 +11,7 @@ import importlib
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import comfy.model_management as management
 import comfy.sample
@@ -29,8 +30,6 @@ from tests.nodes.adapters.test_evaluations import Trained
 report_text = pack_module("nodes.adapters.report_text")
 
 STEPS, HEIGHT, WIDTH = 6, 18, 26
-REPORTS: dict[str, Callable[[Lab], None]] = {}
-THOROUGH: list[Callable[[Lab], None]] = []
 
 
 class Lab:
@@ -56,9 +55,11 @@ class Lab:
         assert torch.equal(out, self.drawn(balanced(models.flux()), **options))
         return out
 
-    def same_again(self) -> None:
-        """Check that the merged model's latent is bit-identical to its first latent."""
-        assert torch.equal(self.drawn(), self.first)
+
+Tried = Callable[[Lab], None]
+# By report: how it is reproduced. Reports in THOROUGH are tried by thorough/test_others.py.
+REPORTS: dict[str, Tried] = {}
+THOROUGH: list[Tried] = []
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +67,8 @@ def lab(pack: Any, stats_of: Any) -> Lab:
     return Lab(stats_of)
 
 
-def report(*sources: str, quick: bool = True) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]]:
-    def added(tried: Callable[[Lab], None]) -> Callable[[Lab], None]:
+def report(*sources: str, quick: bool = True) -> Callable[[Tried], Tried]:
+    def added(tried: Tried) -> Tried:
         REPORTS.update(dict.fromkeys(sources, tried))
         if not quick:
             THOROUGH.append(tried)
@@ -79,31 +80,23 @@ def report(*sources: str, quick: bool = True) -> Callable[[Callable[[Lab], None]
 @report("welltop-cn/ComfyUI-TeaCache#7")
 def another_resolution_afterwards(lab: Lab) -> None:
     lab.as_fresh(height=30, width=20)
-    lab.same_again()
 
 
 @report("welltop-cn/ComfyUI-TeaCache#17", "chengzeyi/Comfy-WaveSpeed#14", quick=False)
 def a_second_sampler_on_the_enlarged_latent(lab: Lab) -> None:
     large = torch.nn.functional.interpolate(lab.first, scale_factor=2)
     lab.as_fresh(height=2 * HEIGHT, width=2 * WIDTH, latent=large, steps=4, denoise=0.5, seed=9)
-    lab.same_again()
 
 
 @report("welltop-cn/ComfyUI-TeaCache#15")
 def a_detailer_with_fewer_steps(lab: Lab) -> None:
     lab.as_fresh(height=13, width=11, steps=4, noise_mask=torch.ones(1, 1, 13, 11).tril())
-    lab.same_again()
 
 
-@report("welltop-cn/ComfyUI-TeaCache#8")
-def a_strength_of_zero_is_off(lab: Lab) -> None:
-    assert torch.equal(lab.drawn(balanced(lab.merged, ratio=0.0)), lab.plain)
-    lab.same_again()
-
-
-@report("Comfy-Org/ComfyUI#8888")
-def a_node_that_was_taken_out(lab: Lab) -> None:
-    assert torch.equal(lab.drawn(lab.model), lab.plain)
+@report("welltop-cn/ComfyUI-TeaCache#8", "Comfy-Org/ComfyUI#8888")
+def a_node_with_ratio_zero_or_taken_out(lab: Lab) -> None:
+    for model in (lab.model, balanced(lab.merged, ratio=0.0)):
+        assert torch.equal(lab.drawn(model), lab.plain)
 
 
 @report("nunchux-ai/nunchaku#597", "chengzeyi/Comfy-WaveSpeed#57", quick=False)
@@ -128,30 +121,14 @@ def a_batch_of_three(lab: Lab) -> None:
 def prompts_of_other_lengths(lab: Lab) -> None:
     for tokens in (13, 5):
         lab.as_fresh(positive=models.conditioning(lab.model, tokens, seed=3))
-    lab.same_again()
 
 
-@report("nunchux-ai/ComfyUI-nunchaku#690", "lldacing/ComfyUI_Patches_ll#7")
-def an_interrupted_run(lab: Lab) -> None:
-    def stop(step: int, *_: Any) -> None:
-        if step == 2:
-            management.interrupt_current_processing(True)
-
-    with pytest.raises(management.InterruptProcessingException):
-        lab.drawn(callback=stop)
-    management.interrupt_current_processing(False)
-    lab.same_again()
-
-
-@report("kijai/ComfyUI-KJNodes#344")
-def an_error_inside_a_step(lab: Lab) -> None:
-    def fail(step: int, *_: Any) -> None:
-        if step == 3:
-            raise ValueError("of another node")
-
-    with pytest.raises(ValueError, match="of another node"):
-        lab.drawn(callback=fail)
-    lab.same_again()
+@report("nunchux-ai/ComfyUI-nunchaku#690", "lldacing/ComfyUI_Patches_ll#7", "kijai/ComfyUI-KJNodes#344")
+def an_interrupt_or_an_error_inside_a_step(lab: Lab) -> None:
+    for error in (management.InterruptProcessingException, ValueError):
+        with pytest.raises(error):
+            lab.drawn(callback=Mock(side_effect=[None, None, error]))
+        assert torch.equal(lab.drawn(), lab.first)
 
 
 @report("Comfy-Org/ComfyUI#10344", "Acly/krita-ai-diffusion#2093")
@@ -164,39 +141,32 @@ def another_number_of_conditions_in_the_middle(lab: Lab) -> None:
     assert lab.as_fresh(batch=2, positive=positive).isfinite().all()
     stats = lab.stats_of(lab.merged)
     assert 0 < stats.merged_evaluations < stats.evaluations
-    lab.same_again()
 
 
 @report("dbolya/tomesd#25")
 def global_random_numbers(lab: Lab) -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(4)
     for options in ({}, {"sampler": "euler_ancestral"}):
-        torch.manual_seed(3)
-        lab.drawn(lab.model, **options)
-        plain = torch.get_rng_state()
-        torch.manual_seed(3)
-        lab.drawn(**options)
-        assert torch.equal(torch.get_rng_state(), plain)
-    torch.manual_seed(3)
-    assert torch.equal(torch.rand(4), expected)
+        states = []
+        for model in (lab.model, lab.merged):
+            torch.manual_seed(3)
+            lab.drawn(model, **options)
+            states.append(torch.get_rng_state())
+        assert torch.equal(*states)
 
 
 @report("ussoewwin/ComfyUI-QwenImageLoraLoader#17", "welltop-cn/ComfyUI-TeaCache#24")
 def a_lora_put_on_and_taken_off(lab: Lab) -> None:
-    def with_lora(model: Any) -> Any:
-        key = next(name for name, w in model.model.state_dict().items() if "single_blocks.1" in name and w.ndim == 2)
-        shape = model.model.state_dict()[key].shape
-        weights = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-        changed = model.clone()
-        changed.add_patches({key: ("diff", (weights,))}, 0.1)
-        return changed
-
+    weights = lab.model.model.state_dict()
+    key = next(name for name, w in weights.items() if "single_blocks.1" in name and w.ndim == 2)
+    patches = {key: ("diff", (torch.randn(weights[key].shape, generator=torch.Generator().manual_seed(4)),))}
     for _ in range(2):
-        changed = lab.drawn(with_lora(lab.merged))
-        assert torch.equal(changed, lab.drawn(with_lora(balanced(models.flux()))))
-        assert not torch.equal(changed, lab.first)
-        lab.same_again()
+        outs = []
+        for model in (lab.merged.clone(), balanced(models.flux())):
+            model.add_patches(patches, 0.1)
+            outs.append(lab.drawn(model))
+        assert torch.equal(*outs)
+        assert not torch.equal(outs[0], lab.first)
+        assert torch.equal(lab.drawn(), lab.first)
 
 
 @report("shiimizu/ComfyUI-TiledDiffusion#67")
@@ -226,7 +196,6 @@ def step_caches_of_comfyui(lab: Lab) -> None:
         cached = [node.execute(model=m, **options).result[0] for m in (lab.merged, balanced(models.flux()))]
         outs = [lab.drawn(model, steps=10) for model in cached]
         assert torch.equal(*outs)
-        lab.same_again()
 
 
 @report("welltop-cn/ComfyUI-TeaCache#182")
@@ -279,7 +248,6 @@ def a_batch_that_another_node_splits(lab: Lab) -> None:
     outs = [lab.drawn(model, batch=2) for model in split]
     torch.testing.assert_close(*outs)
     assert "changed the number of images" in report_text.summary(lab.stats_of(split[0]))
-    lab.same_again()
 
 
 @report("chengzeyi/Comfy-WaveSpeed#15")
@@ -329,8 +297,10 @@ def context_windows(lab: Lab) -> None:
 
 
 @loop("tried", [tried for tried in dict.fromkeys(REPORTS.values()) if tried not in THOROUGH])
-def test_report(lab: Lab, tried: Callable[[Lab], None]) -> None:
+def test_report(lab: Lab, tried: Tried) -> None:
+    """Check also that the merged model's next latent is bit-identical to its first latent."""
     tried(lab)
+    assert torch.equal(lab.drawn(), lab.first)
 
 
 def test_the_page_has_each() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,18 +16,24 @@ Line, Reason = report_text.Line, pack_module("toma_core.reasons").Reason
 RunStats = pack_module("toma_core.stats").RunStats
 
 
+def stats_of(ratios: Sequence[float], merged: dict[str, Sequence[int]]) -> Any:
+    """Return stats of a run. ratios: of each step. merged: the steps in which a block was merged."""
+    stats = RunStats(total_steps=len(ratios))
+    for step, ratio in enumerate(ratios):
+        stats.count_evaluation(step, ratio)
+    for block, steps in merged.items():
+        for step in steps:
+            stats.merged(block, step)
+    return stats
+
+
 def stats_of_a_run() -> Any:
     """Return stats of six steps, four of them merged. One block is never merged, and one is merged in some steps."""
-    stats = RunStats(total_steps=6)
-    for step, ratio in enumerate((0.0, 0.5, 0.5, 0.0, 0.25, 0.25)):
-        stats.count_evaluation(step, ratio)
+    stats = stats_of((0.0, 0.5, 0.5, 0.0, 0.25, 0.25), dict.fromkeys(("input.10", "input.2"), (1, 2, 4, 5)))
     stats.count_evaluation(1, 0.5)
     stats.count_plan((32, 32), 512, selected=True)
     stats.count_plan((64, 64), 2048, selected=True)
     stats.count_plan((64, 64), 2048, selected=False)
-    for block in ("input.10", "input.2"):
-        for step in (1, 2, 4, 5):
-            stats.merged(block, step)
     stats.not_merged("middle.0", Reason.SKIP_FIRST_BLOCKS(count=1))
     stats.not_merged("input.2", Reason.ATTENTION_PATCH(), "attn2")
     return stats
@@ -66,46 +73,28 @@ def test_several_lines_for_a_reader_and_one_line_for_the_log() -> None:
     assert ids[:4] == ["sentence", "", "where", "indented"]
 
 
-@loop(("ratio", "words"), [(0.25, "25 %"), (1 / 3, "33 %"), (0.95, "95 %")])
-def test_the_headline_names_the_shares(ratio: float, words: str) -> None:
-    stats = RunStats(total_steps=2)
-    for step in range(2):
-        stats.count_evaluation(step, ratio)
-        stats.merged("input.1", step)
-    assert str(report_text.headline(stats)) == f"On: {words} of the tokens merged, 1 of 1 blocks, 2 of 2 steps"
-
-
 def test_the_headline_counts_blocks_alone() -> None:
     """The headline counts neither calls of the model nor reference images as blocks."""
-    stats = RunStats(total_steps=1)
-    stats.count_evaluation(0, 0.5)
-    for n in range(7):
-        stats.merged(f"double {n}", 0)
+    stats = stats_of([1 / 3], {f"double {n}": [0] for n in range(7)})
     stats.call_not_merged(Reason.OUT_OF_MEMORY())
     stats.not_merged(None, Reason.TOO_FEW_TOKENS(least=9), "reference 2")
     stats.not_merged("double 3", Reason.ATTENTION_PATCH(), "attention")
-    assert str(report_text.headline(stats)) == "On: 50 % of the tokens merged, 7 of 7 blocks, 1 of 1 steps"
-    assert Line.UNMERGED_CALLS(reason=Reason.OUT_OF_MEMORY()) in report_text.details(stats)
-    assert Line.UNMERGED(reason=Reason.TOO_FEW_TOKENS(least=9), blocks="reference 2") in report_text.details(stats)
-    assert Line.UNMERGED(reason=Reason.ATTENTION_PATCH(), blocks="double 3 attention") in report_text.details(stats)
+    assert str(report_text.headline(stats)) == "On: 33 % of the tokens merged, 7 of 7 blocks, 1 of 1 steps"
+    lines = report_text.details(stats)
+    assert Line.UNMERGED_CALLS(reason=Reason.OUT_OF_MEMORY()) in lines
+    assert Line.UNMERGED(reason=Reason.TOO_FEW_TOKENS(least=9), blocks="reference 2") in lines
+    assert Line.UNMERGED(reason=Reason.ATTENTION_PATCH(), blocks="double 3 attention") in lines
 
 
 def test_a_block_counts_for_the_steps_in_which_it_was_merged() -> None:
     """A step counts as merged if at least one block was merged in it."""
-    stats = RunStats(total_steps=6)
-    for step in range(6):
-        stats.count_evaluation(step, 0.5 if step else 0.0)
-    for step in (1, 3, 4):
-        stats.merged("double.0", step)
+    stats = stats_of((0.0, *[0.5] * 5), {"double.0": (1, 3, 4), "double.1": [3], "double.2": [3]})
     for block in ("double.1", "double.2"):
-        stats.merged(block, 3)
         stats.not_merged(block, Reason.ATTENTION_PATCH())
     # Step 3 merged three blocks, and steps 1 and 4 merged one block each: 5 / 3 blocks per step, rounded.
     assert str(report_text.headline(stats)) == "On: 50 % of the tokens merged, 2 of 3 blocks, 3 of 6 steps"
-    lines = list(map(str, report_text.details(stats)))
-    assert "merged steps: 2, 4-5, at ratio 0.5" in lines
-    assert "full steps: 1" in lines
-    assert "model evaluations: 6, merged: 3" in lines
+    lines = set(map(str, report_text.details(stats)))
+    assert {"merged steps: 2, 4-5, at ratio 0.5", "full steps: 1", "model evaluations: 6, merged: 3"} <= lines
     stats.discard_evaluations(3, 1, 1)
     assert stats.merged_blocks == {"double.0"}
     assert str(report_text.headline(stats)).startswith("On: 50 % of the tokens merged, 1 of 3 blocks, 2 of 6 steps.")
@@ -121,9 +110,7 @@ def test_the_reason_that_concerns_most_comes_first() -> None:
 
 
 def test_other_blocks_are_in_the_headline_unless_the_user_chose_so() -> None:
-    stats = RunStats(total_steps=1)
-    stats.count_evaluation(0, 0.5)
-    stats.merged("input.0", 0)
+    stats = stats_of([0.5], {"input.0": [0]})
     for n in range(1, 5):
         stats.not_merged(f"input.{n}", Reason.SKIP_FIRST_BLOCKS(count=4))
     assert report_text.headline(stats).id is Line.ON
@@ -132,16 +119,16 @@ def test_other_blocks_are_in_the_headline_unless_the_user_chose_so() -> None:
 
 
 def test_a_run_that_merged_nothing_says_why() -> None:
-    stats = RunStats()
+    stats, interval = RunStats(), (Reason.SETTING(setting="full_step_interval", value=2),)
     assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=Reason.EVERY_STEP_FULL())
-    stats.full_by = (Reason.SETTING(setting="full_step_interval", value=2),)
-    assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=Reason.EVERY_STEP_FULL_BY(by=stats.full_by))
-    stats.full_by = (Reason.TOO_FEW_STEPS(),)
-    assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=Reason.TOO_FEW_STEPS())
-    unknown = Reason.UNKNOWN_MODEL(model="X")
-    stats.call_not_merged(unknown)
-    assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=unknown)
-    assert str(Line.UNMERGED_CALLS(reason=unknown)) in report_text.summary(stats)
+    few = Reason.TOO_FEW_STEPS()
+    for full_by, reason in ((interval, Reason.EVERY_STEP_FULL_BY(by=interval)), ((few,), few)):
+        stats.full_by = full_by
+        assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=reason)
+    unknown_model = Reason.UNKNOWN_MODEL(model="X")
+    stats.call_not_merged(unknown_model)
+    assert report_text.headline(stats) == Line.NOTHING_MERGED(reason=unknown_model)
+    assert str(Line.UNMERGED_CALLS(reason=unknown_model)) in report_text.summary(stats)
     assert Line.WHERE() not in report_text.report(stats)
 
 
@@ -155,14 +142,8 @@ def test_memory_is_reported() -> None:
 
 
 def test_text_comes_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {
-        "labels": {"ratio": "share"},
-        "messages": {
-            "kv_too_large": "{needed:.1f} of {limit}",
-            "setting": "{setting}: {value} {label.ratio}",
-        },
-    }
-    monkeypatch.setattr(report_text, "ENGLISH", table)
+    messages = {"kv_too_large": "{needed:.1f} of {limit}", "setting": "{setting}: {value} {label.ratio}"}
+    monkeypatch.setattr(report_text, "ENGLISH", {"labels": {"ratio": "share"}, "messages": messages})
     assert str(Reason.KV_TOO_LARGE(needed=7.26, limit=2.0)) == "7.3 of 2"
     assert str(Reason.SETTING(setting="ratio", value=0.5)) == "share: 0.5 share"
     inner = Reason.KV_TOO_LARGE(needed=1, limit=2)

@@ -137,62 +137,43 @@ def test_blocks_that_another_node_patches_are_full_at_full_steps(unet: Any, atta
     assert models.sample(attach(watched, **REUSE), SIDE, SIDE, steps=3).isfinite().all()
 
 
-def sampling_of() -> Any:
-    config = pack_module("toma_core.config").ToMAConfig()
-    return pack_module("nodes.adapters.patch_model").SamplingRun.start(config, None, [2.0, 1.0, 0.0])
-
-
-def test_similar_calls_have_separate_caches() -> None:
-    """At one sigma, a condition's second call (for another tile or a perturbed model) has its own cache."""
-    sampling, options = sampling_of(), {"uuids": ["cond", "uncond"]}
-    seen = []
-    for sigma in (2.0, 2.0, 1.0):
-        sampling.observe(torch.tensor([sigma]))
-        seen.append(sampling.cond_keys(2, options))
-    assert len(set(seen[0] + seen[1])) == 4
-    assert seen[2] == seen[0]
-    assert sampling.cond_keys(2, {"uuids": ["uncond"]}) == seen[1][1:]
-
-
 def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
     """If two guidances perturb the model and the first guidance ends, the second guidance still finds its cache."""
-    sampling, options = sampling_of(), {"uuids": ["cond"]}
+    config = pack_module("toma_core.config").ToMAConfig()
+    sampling = pack_module("nodes.adapters.patch_model").SamplingRun.start(config, None, [2.0, 1.0, 0.0])
 
-    def call(layer: int | None) -> Any:
+    def call(sigma: float, layer: int | None = None) -> Any:
         replaced = {} if layer is None else {"dit": {("single_block", layer): lambda args, extra: args}}
         given = {"transformer_options": {"patches_replace": replaced, "patches": {"attn1_patch": [print]}}}
         sampling.observe(torch.tensor([sigma]), model_options=given)
-        return sampling.cond_keys(1, options)
+        return sampling.cond_keys(1, {"uuids": ["cond"]})
 
-    sigma = 2.0
-    plain, first, second = map(call, (None, 1, 2))
-    sigma = 1.0
-    assert [call(None), call(2)] == [plain, second]
+    plain, first, second = call(2.0), call(2.0, 1), call(2.0, 2)
+    assert [call(1.0), call(1.0, 2)] == [plain, second]
     assert len({plain, first, second}) == 3
 
 
 def test_a_patched_block_in_the_middle_of_a_stack_splits_its_residual(attach: Any, monkeypatch: Any) -> None:
     """Merged steps run certain chains of blocks. Full steps cache the residuals of exactly these chains."""
     cache = pack_module("toma_core.cache").Cache
-    kept, asked = set(), []
-    keep, get = cache.put, cache.read
+    kept, found, put, read = set[str](), set[str](), cache.put, cache.read
 
-    def keeping(self: Any, keys: Any, *rest: Any) -> Any:
+    def putting(self: Any, keys: Any, *rest: Any) -> Any:
         kept.update(key[0] for key in keys)
-        return keep(self, keys, *rest)
+        return put(self, keys, *rest)
 
-    def asking(self: Any, keys: Any, *rest: Any) -> Any:
-        asked.append((keys[0][0], get(self, keys, *rest) is not None))
-        return get(self, keys, *rest)
+    def reading(self: Any, keys: Any, *rest: Any) -> Any:
+        cached = read(self, keys, *rest)
+        found.update([] if cached is None else [keys[0][0]])
+        return cached
 
-    monkeypatch.setattr(cache, "put", keeping)
-    monkeypatch.setattr(cache, "read", asking)
+    monkeypatch.setattr(cache, "put", putting)
+    monkeypatch.setattr(cache, "read", reading)
     patched = models.unet(middle=4).clone()
     patched.set_model_attn1_replace(lambda q, k, v, options: q, "middle", 0, 1)
     models.sample(attach(patched, full_step_interval=3), 32, 32, steps=4)
-    middle = {name for name in kept if name.startswith("middle")}
-    assert middle == {"middle.0.0", "middle.0.2-middle.0.3"}
-    assert {name for name, found in asked if name.startswith("middle") and found} == middle
+    for names in (kept, found):
+        assert {name for name in names if name.startswith("middle")} == {"middle.0.0", "middle.0.2-middle.0.3"}
 
 
 def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach: Any, stats_of: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from inspect import signature
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 from tests.nodes.adapters.helpers import balanced, custom_sampled, every_kind
 
 levels = pack_module("nodes.adapters.sigmas")
@@ -131,7 +133,7 @@ def test_samplers_that_draw_noise_wait_for_the_device_themselves(unet: Any, samp
     assert reads_inside(unet, sampler=sampler) >= 3
 
 
-def test_samplers_that_enlarge_errors_are_known_inside_of_others(pack: Any) -> None:
+def test_samplers_that_enlarge_errors_are_known_inside_of_others() -> None:
     assert levels.enlarges(ksampler("lms"))
     assert levels.enlarges(KSAMPLER(print, {"inner": ksampler("dpmpp_2m_cfg_pp")}))
     assert levels.enlarges(ksampler("gradient_estimation", {"cfg_pp": True}))
@@ -161,8 +163,9 @@ def trusted(sampler: Any, guided: Any = None) -> bool:
     return bool(run.of(received).sigma == 2.0)
 
 
-def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any, monkeypatch: Any) -> None:
-    original = sampling.sample_euler
+def test_only_known_samplers_with_known_options_and_guiders_are_trusted(pack: Any, monkeypatch: Any) -> None:
+    original, plain, wrapped = sampling.sample_euler, guider(), guider()
+    wrapped.model_options = {"transformer_options": {"wrappers": {WrappersMP.SAMPLER_SAMPLE: {"test": [None]}}}}
 
     @functools.wraps(original)
     def twice(*args: Any, **kwargs: Any) -> Any:
@@ -174,26 +177,25 @@ def test_a_sampler_of_another_pack_by_a_known_name_is_read(pack: Any, monkeypatc
     class Other(KSAMPLER):
         """Another sampler class around ComfyUI's function."""
 
-    assert trusted(ksampler("euler"))
-    assert not trusted(KSAMPLER(sample_euler))
-    assert not trusted(Other(ksampler("euler").sampler_function))
-    assert not trusted(None)
+    class Skips(CFGGuider):
+        def outer_predict_noise(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    class Mixes(CFGGuider):
+        def predict_noise(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    euler = ksampler("euler")
+    for sampler in (euler, ksampler("euler", {"s_churn": 0.0, "s_noise": 1.01}), ksampler("dpmpp_2m")):
+        assert trusted(sampler)
+    for options in ({"s_churn": 1.0}, {"invented": False}, {"s_tmin": torch.zeros(2)}):
+        assert not trusted(ksampler("euler", options)), options
+    for unknown in (KSAMPLER(sample_euler), Other(original), None):
+        assert not trusted(unknown)
+    assert trusted(euler, Mixes(plain.model_patcher))
+    for other in (Skips(plain.model_patcher), object(), wrapped):
+        assert not trusted(euler, other)
     monkeypatch.setattr(sampling, "sample_euler", twice)
     assert not trusted(ksampler("euler"))
     assert trusted(ksampler("dpmpp_2m"))
-
-
-@loop(
-    ("options", "expected"),
-    [
-        ({"s_churn": 0.0, "s_noise": 1.01}, True),
-        ({"s_churn": 1.0}, False),
-        ({"invented": False}, False),
-        ({"s_tmin": torch.zeros(2)}, False),
-    ],
-)
-def test_options_that_are_not_known_are_read(pack: Any, options: dict[str, Any], expected: bool) -> None:
-    assert trusted(ksampler("euler", options)) is expected
 
 
 def flipped(name: str) -> list[str]:
@@ -220,21 +222,6 @@ def test_evaluations_past_the_schedule_and_at_other_sigmas_are_read(pack: Any) -
     for _ in range(2):
         run.next(received)
     assert run.of(received)[:2] == (pytest.approx(1.7), None)
-
-
-def test_a_guider_or_wrapper_that_may_go_another_way_is_read(pack: Any) -> None:
-    class Skips(CFGGuider):
-        def outer_predict_noise(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    class Mixes(CFGGuider):
-        def predict_noise(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    euler, plain = ksampler("euler"), guider()
-    assert not trusted(euler, Skips(plain.model_patcher))
-    assert trusted(euler, Mixes(plain.model_patcher))
-    assert not trusted(euler, object())
-    plain.model_options = {"transformer_options": {"wrappers": {WrappersMP.SAMPLER_SAMPLE: {"test": [None]}}}}
-    assert not trusted(euler, plain)
 
 
 @every_kind
@@ -305,25 +292,45 @@ def test_steps_come_from_what_the_sampler_reports(pack: Any) -> None:
     assert reporting(4.0, 3.0, 2.0, 1.0) == [0, 1, 2, 3], "nothing is reported"
     assert reporting(4.0, 2.0, 3.5, 1.0) == [0, 2, 2, 3], "nothing is reported, and levels go back"
     assert reporting(4.0, 0, 3.0, 1, 4.0, 0, 2.0, 1, 1.0) == [0, 1, 2, 2, 3], "repeated reports are ignored"
-
-
-def test_a_sampler_that_reports_more_steps_than_its_schedule_stays_in_the_last(pack: Any) -> None:
-    """All evaluations have the same sigma, so the step cannot be found by the sigma."""
-    evaluations = [each for step in range(7) for each in (2.0, step)]
-    assert reporting(*evaluations, schedule=(3.0, 2.0, 0.0))[-4:] == [1, 1, 1, 1]
-
-
-def test_a_wrapped_sampler_that_is_known_makes_one_evaluation_a_step(pack: Any) -> None:
+    falling = [14.6 * 0.75**step for step in range(5)]
+    lowered = [0.9 * sigma for sigma in falling for _ in range(2)]
+    assert reporting(*lowered, schedule=(*falling, 0.0)) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4], (
+        "lowered, and each level twice"
+    )
+    # All evaluations have the same sigma, so the step cannot be found by the sigma.
+    too_many = [each for step in range(7) for each in (2.0, step)]
+    assert reporting(*too_many, schedule=(3.0, 2.0, 0.0))[-4:] == [1, 1, 1, 1], "more steps than in the schedule"
     wrapping = KSAMPLER(print, {"inner": ksampler("euler")})
-    assert reporting(4.0, 0, 3.8, 1, 2.9, 2, 1.9, 3, sampler=wrapping) == [0, 1, 2, 3]
+    assert reporting(4.0, 0, 3.8, 1, 2.9, 2, 1.9, 3, sampler=wrapping) == [0, 1, 2, 3], "a known sampler inside"
 
 
-def test_a_level_that_is_evaluated_twice_is_one_step_where_another_node_lowers_levels() -> None:
-    schedule = [14.6 * 0.75**step for step in range(5)]
-    tracker, steps = levels.SigmaTracker([*schedule, 0.0], KSAMPLER(lambda *args, **kwargs: None)), []
-    for sigma in schedule:
-        for _ in range(2):
-            lowered = torch.tensor([0.9 * sigma])
-            tracker.next(lowered)
-            steps.append(tracker.of(lowered).step)
-    assert steps == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+STEPS = 20
+
+
+@loop(("change", "evaluations"), [("0.9", 1), ("0.9", 2), ("0.6", 1), ("wave", 1), ("wave", 2)])
+def test_as_many_steps_are_merged_as_where_they_are_reported(
+    change: str, evaluations: int, flux: Any, stats_of: Any
+) -> None:
+    """A sampler that reports no steps, and a node that changes the noise levels that the model gets."""
+    merged = balanced(flux)
+
+    def run(reports: bool) -> Any:
+        def function(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:
+            for step in range(STEPS):
+                wave = 1 - 0.1 * math.sin(math.pi * step / STEPS)
+                factor = wave if change == "wave" else float(change) if 0 < step < STEPS - 1 else 1.0
+                for n in range(evaluations):
+                    sigma = sigmas[step + n] if step + n < STEPS else sigmas[step]
+                    denoised = model(x, (factor * sigma).expand(len(x)), **extra_args)
+                if reports:
+                    callback({"i": step, "x": x, "denoised": denoised})
+                x = denoised + (x - denoised) * sigmas[step + 1] / sigmas[step]
+            return x
+
+        custom_sampled(merged, KSAMPLER(function), torch.linspace(1, 0, STEPS + 1), HEIGHT, WIDTH)
+        return stats_of(merged)
+
+    told, untold = run(True), run(False)
+    assert len(told.merged_steps) >= 12
+    assert len(untold.merged_steps) >= len(told.merged_steps) - 1
+    assert untold.merged_evaluations >= 0.75 * told.merged_evaluations
