@@ -17,6 +17,8 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from testbed import models
 from testbed.selectors import selected_by
+from tests.nodes.adapters.families.layouts import errors
+from tests.nodes.adapters.helpers import balanced
 
 # Settings that merge every grid, because the grids of small models are small.
 EVERYTHING = {"min_tokens": 4}
@@ -292,3 +294,26 @@ def stranger(pack: ModuleType) -> Any:
     model_config = comfy.supported_models.AuraFlow(config)
     model_config.latent_format = comfy.latent_formats.SD3()
     return models.patcher(comfy.model_base.AuraFlow(model_config, device=torch.device("cpu")), seed=0)
+
+
+@pytest.fixture
+def run_preset(stats_of: Callable[[Any], Any]) -> Callable[..., tuple[list[Tensor], list[Tensor]]]:
+    """run_preset(model, most, **options of sampling): sample eight steps without and with the preset `balanced`. Check
+    that merging changes the video by less than `most`, relative to its norm, and its sound less than the video, that
+    nothing is left out, and that both runs can be repeated. Return the streams of the runs."""
+
+    def checked(model: Any, most: float = 0.05, **asked: Any) -> tuple[list[Tensor], list[Tensor]]:
+        merged = balanced(model)
+        own, found, again, after = (
+            models.sample_streams(each, steps=8, **asked) for each in (model, merged, merged, model)
+        )
+        video, *audio = errors(found, own)
+        assert 0 < video < most
+        assert all(error < video for error in audio)
+        assert len(stats_of(merged).merged_steps) == 5
+        assert (stats_of(merged).unmerged, stats_of(merged).without_kv_cache) == ({}, None)
+        assert all(map(torch.equal, again, found))
+        assert all(map(torch.equal, after, own))
+        return own, found
+
+    return checked

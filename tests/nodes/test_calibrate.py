@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,30 +23,23 @@ Node = calibrate.ToMACalibrate
 STEPS = 4
 
 
-def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Tensor, Any]:
-    given = {
-        "latent": {"samples": torch.zeros(1, 4, side, side)},
-        "target": "balanced", "steps": STEPS, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple",
-        "negative": models.conditioning(model, seed=2), "positive": models.conditioning(model, seed=1), **inputs,
-    }  # fmt: skip
-    answer = Node.execute(model, **given)
-    return (*answer.args, answer)
-
-
 @pytest.fixture
 def calibrated(previews: None) -> Any:
-    """calibrated(model, **inputs): return the node's outputs (model, profile, picture) and its complete result."""
+    """calibrated(model, **inputs): return the node's outputs (model, profile, picture) and the text that it shows."""
+
+    def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Tensor, str]:
+        given = {
+            "latent": {"samples": torch.zeros(1, 4, side, side)},
+            "target": "balanced", "steps": STEPS, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple",
+            "negative": models.conditioning(model, seed=2), "positive": models.conditioning(model, seed=1), **inputs,
+        }  # fmt: skip
+        answer = Node.execute(model, **given)
+        assert len(answer.ui["images"]) == 1
+        _, _, picture = answer.args
+        assert 0 <= picture.min() <= picture.max() <= 1
+        return (*answer.args, answer.ui["toma"][0]["text"])
+
     return call
-
-
-@pytest.fixture(scope="module")
-def plain_profile(unet: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the small UNet's profile for the default inputs of `call`."""
-    import folder_paths
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_paths, "temp_directory", str(tmp_path_factory.mktemp("previews")))
-        return call(unet)[1]
 
 
 def sampled(model: Any, side: int = 40) -> torch.Tensor:
@@ -55,11 +48,7 @@ def sampled(model: Any, side: int = 40) -> torch.Tensor:
 
 @pytest.mark.compat
 def test_gives_out_what_it_found(unet: Any, calibrated: Any, no_state_left: None) -> None:
-    model, text, picture, answer = calibrated(unet)
-    assert picture.shape[0] == 1
-    assert 0 <= picture.min() <= picture.max() <= 1
-    assert len(answer.ui["images"]) == 1
-    said = answer.ui["toma"][0]["text"]
+    model, text, _, said = calibrated(unet)
     assert said.startswith(("Less error for the same work: 0.", "The preset 'balanced' is kept: "))
     assert "The preset 'balanced' at ratio 0.5: error 0." in said
     assert any(any(ratios) for ratios in profiles.parsed(text).ratios.values())
@@ -67,13 +56,14 @@ def test_gives_out_what_it_found(unet: Any, calibrated: Any, no_state_left: None
     # A ToMA node that receives the profile gives the same latents as the calibration node's model.
     again = patch.ToMA.execute(unet, 0.5, "quality", text).args[0]
     assert run.attachment_of(again).ratio_schedule
-    assert torch.equal(sampled(again), sampled(patch.ToMAAdvanced.execute(unet, **advanced(profile=text)).args[0]))
+    assert torch.equal(sampled(again), sampled(advanced(unet, profile=text)))
     assert torch.equal(sampled(again), sampled(model))
 
 
-def advanced(**values: Any) -> dict[str, Any]:
+def advanced(model: Any, **values: Any) -> Any:
+    """Return the model merged by ToMA Advanced."""
     usual = {i.id: i.default for i in patch.ToMAAdvanced.define_schema().inputs if i.id != "model"}
-    return {**usual, **values}
+    return patch.ToMAAdvanced.execute(model, **{**usual, **values}).args[0]
 
 
 def found_profile(model: Any) -> str:
@@ -83,17 +73,26 @@ def found_profile(model: Any) -> str:
     return profiles.Profile(registry.fingerprint(model), config, (2.0, 0.0), {first.name: (0.75, 0.5)}).text()
 
 
-def test_small_grids_have_nothing_to_merge(unet: Any, calibrated: Any) -> None:
-    model, text, _, answer = calibrated(unet, side=16)
+@loop("unknown", [False, True])
+def test_nothing_can_be_merged(unknown: bool, unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latent's grids are too small, or this version does not know ComfyUI's call."""
+    if unknown:
+        monkeypatch.setattr(pack_module("nodes.adapters.streams"), "shapes_of", lambda conds: conds.renamed)
+    side = 40 if unknown else 16
+    model, text, _, said = calibrated(unet, side)
     assert text == ""
-    assert answer.ui["toma"][0]["text"].startswith("Nothing can be merged here")
-    assert torch.equal(sampled(model, 16), sampled(unet, 16))
+    assert said.startswith("Nothing can be merged here")
+    assert torch.equal(sampled(model, side), sampled(unet, side))
 
 
-def test_a_prompt_that_begins_later(unet: Any, calibrated: Any) -> None:
-    late = models.conditioning(unet, seed=1, start_percent=0.3, end_percent=1.0)
-    _, text, _, _ = calibrated(unet, steps=8, positive=late)
-    assert profiles.parsed(text).ratios
+@loop(("skips", "start"), [(False, 0.3), (True, 0.0), (True, 0.5)])
+def test_a_prompt_that_begins_later(skips: bool, start: float, unet: Any, calibrated: Any) -> None:
+    """Skip layer guidance evaluates the negative prompt without the positive prompt."""
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiTSimple
+
+    model = SkipLayerGuidanceDiTSimple.execute(unet, 0.0, 1.0, "1", "1").args[0] if skips else unet
+    late = models.conditioning(unet, seed=1, start_percent=start, end_percent=1.0)
+    assert profiles.parsed(calibrated(model, steps=8, positive=late)[1]).ratios
 
 
 def test_a_word_that_is_none_is_refused(unet: Any, calibrated: Any) -> None:
@@ -110,17 +109,24 @@ def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -
     odd.model_options["sampler_calc_cond_batch_function"] = lambda given: comfy.samplers._calc_cond_batch(
         given["model"], given["conds"], given["input"], given["sigma"], given["model_options"]
     )
-    _, text, _, answer = calibrated(odd)
-    assert "another node answers for the model" in answer.ui["toma"][0]["text"]
+    _, text, _, said = calibrated(odd)
+    assert "another node answers for the model" in said
     assert text == ""
 
 
-def test_a_step_cache_is_left_out_of_measuring_only(unet: Any, calibrated: Any, plain_profile: str) -> None:
+def test_the_same_again(unet: Any, calibrated: Any) -> None:
+    """Earlier runs and the step cache of another node do not affect the profile. Calibration does not change the global
+    random generator."""
     from comfy_extras.nodes_easycache import EasyCacheNode
 
-    cached = EasyCacheNode.execute(unet, 3.0, 0.0, 1.0, False).args[0]
-    model, text, _, _ = calibrated(cached)
-    assert text == plain_profile
+    _, text, _, _ = calibrated(unet)
+    sampled(unet, 24)
+    torch.manual_seed(3)
+    drawn = torch.randn(2)
+    torch.manual_seed(3)
+    model, again, _, _ = calibrated(EasyCacheNode.execute(unet, 3.0, 0.0, 1.0, False).args[0])
+    assert torch.equal(torch.randn(2), drawn)
+    assert again == text
     assert model.get_wrappers("diffusion_model", "easycache")
 
 
@@ -138,8 +144,7 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
             held[:] = [executor(x, *args, **kwargs)]
         return held[0][: len(x)].clone()
 
-    _, text, _, answer = calibrated(wrapped(unet, cached))
-    said = answer.ui["toma"][0]["text"]
+    _, text, _, said = calibrated(wrapped(unet, cached))
     assert not text or "is kept" in said
 
 
@@ -152,12 +157,10 @@ def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool
         merges = any("forward" in vars(m) for m in unet.model.diffusion_model.modules())
         return out * float("nan") if merged_too or merges else out
 
-    model, text, picture, answer = calibrated(wrapped(unet, broken))
-    said = answer.ui["toma"][0]["text"]
+    model, text, _, said = calibrated(wrapped(unet, broken))
     assert said.startswith("Nothing was measured" if merged_too else "Nothing is merged")
     assert "NaN" in said
     assert text == ""
-    assert picture.isfinite().all()
     assert run.attachment_of(model) is None
 
 
@@ -178,24 +181,12 @@ def test_cancelled_without_a_trace(
     assert not comfy.model_management.processing_interrupted()
 
 
-def test_the_same_again(unet: Any, calibrated: Any, plain_profile: str) -> None:
-    """Earlier runs do not affect the profile. Calibration does not change the global random generator."""
-    sampled(unet, 24)
-    torch.manual_seed(3)
-    drawn = torch.randn(2)
-    torch.manual_seed(3)
-    _, text, _, _ = calibrated(unet)
-    assert torch.equal(torch.randn(2), drawn)
-    assert text == plain_profile
-
-
 def test_the_preset_as_a_profile(unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the calibrated ratios have a larger error than the preset, the node keeps the preset. The node's model and its
     profile then give the preset's latent bit for bit."""
     errors = iter((0.1, 9.0))
     monkeypatch.setattr(calibrate, "error", lambda *_: next(errors))
-    made, text, _, answer = calibrated(unet, target="fast")
-    said = answer.ui["toma"][0]["text"]
+    made, text, _, said = calibrated(unet, target="fast")
     assert "The preset 'balanced' is kept: the choice was no better, with error 9.000." in said
     assert "The preset 'balanced' at ratio 0.6: error 0.100 at " in said
     preset = sampled(patch.ToMA.execute(unet, 0.6, "balanced").args[0])
@@ -208,15 +199,14 @@ def test_the_preset_as_a_profile(unet: Any, calibrated: Any, monkeypatch: pytest
 def test_a_preset_with_full_steps_is_kept_without_measuring(kind: str, model_of: Any, calibrated: Any) -> None:
     model = model_of(kind)
     latent = {"samples": models.empty(model, 12, 16)}
-    made, text, picture, answer = calibrated(model, target="fast", latent=latent)
-    assert answer.ui["toma"][0]["text"] == str(calibrate.Found.FULL_STEPS(preset="balanced"))
+    made, text, _, said = calibrated(model, target="fast", latent=latent)
+    assert said == str(calibrate.Found.FULL_STEPS(preset="balanced"))
     assert text == "", "with an empty profile a ToMA node runs its preset"
     by_hand = patch.ToMA.execute(model, 0.6, "balanced").args[0]
     assert run.attachment_of(made).settings == run.attachment_of(by_hand).settings
-    assert picture.isfinite().all()
 
 
-def test_one_picture_that_turned_out_otherwise_decides_nothing(pack: ModuleType) -> None:
+def test_one_picture_that_turned_out_otherwise_decides_nothing() -> None:
     unmerged = torch.ones(3, 4, 2, 2)
     preset, choice = unmerged + 0.1, unmerged + 0.2
     preset[0] = -1.0
@@ -270,12 +260,10 @@ def test_what_is_no_profile_is_said_and_the_preset_runs(unet: Any, flux: Any) ->
 
 def test_what_is_set_by_hand_is_above_the_profile(unet: Any) -> None:
     text = found_profile(unet)
-    node = patch.ToMAAdvanced
-    by_hand = node.execute(unet, **advanced(profile=text, preset="quality", window_size=4)).args[0]
-    config = run.attachment_of(by_hand).settings.resolved()
-    plain = run.attachment_of(node.execute(unet, **advanced(profile=text)).args[0]).settings.resolved()
+    made = advanced(unet, profile=text), advanced(unet, profile=text, preset="quality", window_size=4)
+    plain, by_hand = (run.attachment_of(each).settings.resolved() for each in made)
     assert plain == profiles.parsed(text).config
-    assert config == dataclasses.replace(plain, window_size=4)
+    assert by_hand == dataclasses.replace(plain, window_size=4)
 
 
 @pytest.mark.compat
@@ -299,23 +287,3 @@ def test_off_is_off_and_no_profile_is_none(unet: Any) -> None:
         attachment = run.attachment_of(patch.ToMA.execute(unet, 0.5, "balanced", empty).args[0])
         assert attachment.ratio_schedule == ()
         assert attachment.settings.preset == "balanced"
-
-
-@loop("later", [False, True])
-def test_other_nodes_evaluate_the_negative_prompt_alone(unet: Any, calibrated: Any, later: bool) -> None:
-    """Skip layer guidance evaluates it without the positive prompt, which may take part in a part of the run only."""
-    import node_helpers
-    from comfy_extras.nodes_slg import SkipLayerGuidanceDiTSimple
-
-    model = SkipLayerGuidanceDiTSimple.execute(unet, 0.0, 1.0, "1", "1").args[0]
-    positive = models.conditioning(unet, seed=1)
-    if later:
-        positive = node_helpers.conditioning_set_values(positive, {"start_percent": 0.5, "end_percent": 1.0})
-    assert json.loads(calibrated(model, positive=positive)[1])
-
-
-def test_a_call_that_is_unknown_to_this_version_is_not_measured(unet: Any, calibrated: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pack_module("nodes.adapters.streams"), "shapes_of", lambda conds: conds.renamed)
-    _, text, _, answer = calibrated(unet)
-    assert not text
-    assert answer.ui["toma"][0]["text"].startswith("Nothing can be merged here")

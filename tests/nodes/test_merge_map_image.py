@@ -46,27 +46,18 @@ def tokens(merged: Any) -> Iterator[tuple[int, int, int]]:
         yield token, *divmod(token, merged.width)
 
 
+@pytest.mark.compat
 def test_one_panel_per_grid_the_finest_first(maps: Any) -> None:
-    assert set(maps) == {(12, 16), (6, 8)}
+    """Dots are at the destinations and nowhere else."""
     both, *alone = (drawing.draw(m) for m in (maps, *({grid: maps[grid]} for grid in maps)))
     assert {image.shape[2] for image in alone} == {both.shape[2]}, "as wide as one alone: letters stay as large"
     side = (drawing.WIDTH - MARGIN) // 2
-    for left, merged in ((MARGIN, maps[12, 16]), (2 * MARGIN + side, maps[6, 8])):
+    for left, merged, number in ((MARGIN, maps[12, 16], 96), (2 * MARGIN + side, maps[6, 8], 24)):
         cell, places = side_of(merged, side), set(merged.destinations.tolist())
+        assert len(places) == number
         for token, row, column in tokens(merged):
-            if token in places:
-                y, x = MARGIN + CAPTION + (row + 0.5) * cell, left + (column + 0.5) * cell
-                assert pixel(both, y, x) == (255, 255, 255)
-
-
-@pytest.mark.compat
-@loop("grid", [(12, 16), (6, 8)])
-def test_dots_are_at_the_destinations_and_nowhere_else(maps: Any, grid: tuple[int, int]) -> None:
-    merged = maps[grid]
-    colour, places = drawn(merged), set(merged.destinations.tolist())
-    assert len(places) == grid[0] * grid[1] // 2
-    for token, row, column in tokens(merged):
-        assert (colour(row + 0.5, column + 0.5) == (255, 255, 255)) is (token in places)
+            y, x = MARGIN + CAPTION + (row + 0.5) * cell, left + (column + 0.5) * cell
+            assert (pixel(both, y, x) == (255, 255, 255)) is (token in places)
 
 
 def test_a_region_has_its_destinations_colour(maps: Any) -> None:
@@ -91,13 +82,14 @@ def test_a_picture_shows_through_and_everything_else_stays_on_it(maps: Any) -> N
         assert over(*here) == pytest.approx(mixed, abs=2)
         if token in merged.destinations.tolist():
             assert over(row + 0.5, column + 0.5) == (255, 255, 255)
-    rows, columns = merged.cuts
-    assert over(rows[1], 4.25) == over(2.25, columns[1]) == drawing.BLACK
 
 
-def test_touching_tokens_with_different_destinations_are_parted_by_a_line(maps: Any) -> None:
+def test_lines_are_at_the_windows_and_between_tokens_with_different_destinations(maps: Any) -> None:
     merged = maps[12, 16]
     colour, owner = drawn(merged, torch.zeros(1, 8, 8, 3)), merged.owner.view(12, 16)
+    assert merged.cuts == ((0, 6, 12), (0, 8, 16))
+    assert [row for row in range(1, 12) if colour(row, 4.25) == drawing.BLACK] == [6]
+    assert [column for column in range(1, 16) if colour(2.25, column) == drawing.BLACK] == [8]
     for _, row, column in tokens(merged):
         if column in (1, 2, 3, 5, 6, 7, 9):  # not column 8, at which windows meet
             line = colour(row + 0.2, column) == drawing._EDGE
@@ -112,14 +104,6 @@ def test_charts_stand_below_the_panels(maps: Any) -> None:
     assert more.shape[1] == plain.shape[1] + 50
     assert pixel(more, plain.shape[1] - MARGIN + 5, 40) == (1, 2, 3)
     assert pixel(more, plain.shape[1] - MARGIN + 35, 40) == (4, 5, 6)
-
-
-def test_lines_are_at_the_windows(maps: Any) -> None:
-    merged = maps[12, 16]
-    assert merged.cuts == ((0, 6, 12), (0, 8, 16))
-    colour = drawn(merged)
-    assert [row for row in range(1, 12) if colour(row, 4.25) == drawing.BLACK] == [6]
-    assert [column for column in range(1, 16) if colour(2.25, column) == drawing.BLACK] == [8]
 
 
 @loop("size", [(1, 1), (1, 64), (64, 1), (3, 40)])

@@ -11,18 +11,24 @@ from tests.loop import loop
 
 live = pack_module("nodes.node_status")
 nodes = pack_module("nodes.toma")
+Report = pack_module("nodes.report").ToMAReport
 
 WORKFLOW = "0b5d6ba8-0000-4000-8000-000000000001"
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str]]:
-    """Record the messages to a stand-in for ComfyUI's server while a prompt of the client `page` runs."""
-    messages: list[tuple[str, dict[str, Any], str]] = []
+def server(send: Any) -> Any:
+    """Return a stand-in for ComfyUI's module `server`, in which a prompt of the client `page` runs."""
     extra = {"client_id": "page", "extra_pnginfo": {"workflow": {"id": WORKFLOW}}}
     queue = SimpleNamespace(get_current_queue_volatile=lambda: ([(0, "prompt", {}, extra, [], {})], []))
-    instance = SimpleNamespace(prompt_queue=queue, send_sync=lambda *message: messages.append(message), extra=extra)
-    monkeypatch.setitem(live.sys.modules, "server", SimpleNamespace(PromptServer=SimpleNamespace(instance=instance)))
+    instance = SimpleNamespace(prompt_queue=queue, send_sync=send, extra=extra)
+    return SimpleNamespace(PromptServer=SimpleNamespace(instance=instance))
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], str]]:
+    """Record the messages to a stand-in for ComfyUI's server."""
+    messages: list[tuple[str, dict[str, Any], str]] = []
+    monkeypatch.setitem(live.sys.modules, "server", server(lambda *message: messages.append(message)))
     return messages
 
 
@@ -62,13 +68,18 @@ def test_a_run_says_whether_its_first_step_was_full(unet: Any, sent: list[Any]) 
         assert sent[-1][1]["first_full"] is full
 
 
-def test_a_failed_run_is_sent_too(unet: Any, sent: list[Any]) -> None:
+@pytest.mark.usefixtures("previews")
+def test_a_failed_run_is_sent_and_reported_too(unet: Any, sent: list[Any]) -> None:
     def stop(step: int, *_: Any) -> None:
         raise RuntimeError("enough")
 
+    model = patched(unet).args[0]
     with pytest.raises(RuntimeError, match="enough"):
-        models.sample(patched(unet).args[0], 24, 24, steps=4, callback=stop)
+        models.sample(model, 24, 24, steps=4, callback=stop)
     assert sent[-1][1]["text"].endswith("1 of 4 steps"), "work is counted of runs that end"
+    text, sheet, _ = Report.execute(model, {}).args
+    assert "1 of 4 steps" in text.splitlines()[0]
+    assert sheet.isfinite().all()
 
 
 def test_two_nodes_are_distinguished(unet: Any, sent: list[Any]) -> None:
@@ -116,20 +127,20 @@ def test_without_a_page_nothing_is_sent(unet: Any, sent: list[Any]) -> None:
     assert sent == []
 
 
+def closed(*_: Any) -> None:
+    raise RuntimeError("Event loop is closed")
+
+
 @loop(
-    "server",
-    [None, SimpleNamespace(), SimpleNamespace(PromptServer=SimpleNamespace(instance=SimpleNamespace(prompt_queue=1)))],
-    ids=["not imported", "not started", "unknown"],
+    ("module", "graph"),
+    [
+        (None, None),
+        (SimpleNamespace(), None),  # not started
+        (SimpleNamespace(PromptServer=SimpleNamespace(instance=SimpleNamespace(prompt_queue=1))), None),
+        (server(closed), WORKFLOW),
+    ],
 )
-def test_without_a_server_everything_works(unet: Any, monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
-    monkeypatch.setitem(live.sys.modules, "server", server)
+def test_without_a_server_everything_works(module: Any, graph: Any, unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(live.sys.modules, "server", module)
     models.sample(patched(unet).args[0], 24, 24, steps=1)
-    assert patched(unet, ratio=0.0).ui["toma"][0]["graph"] is None
-
-
-def test_a_server_that_shuts_down_does_not_end_a_run(unet: Any, sent: list[Any]) -> None:
-    def closed(*_: Any) -> None:
-        raise RuntimeError("Event loop is closed")
-
-    live.sys.modules["server"].PromptServer.instance.send_sync = closed
-    models.sample(patched(unet).args[0], 24, 24, steps=1)
+    assert patched(unet, ratio=0.0).ui["toma"][0]["graph"] == graph

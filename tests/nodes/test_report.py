@@ -53,16 +53,6 @@ def test_report_shows_what_was_merged_where_and_when(unet: Any, attach: Any, sho
     assert small.endswith("input.7.0-1, input.8.0-1, middle.0.0-1, output.0.0-1, output.1.0-1, output.2.0-1")
 
 
-def test_report_does_not_claim_a_merge_that_never_was(unet: Any, attach: Any, shown: Any) -> None:
-    model = attach(unet, min_tokens=1000)
-    models.sample(model, 24, 24, steps=2)
-    text, _, _ = shown(model)
-    assert text.splitlines()[0] == f"Nothing was merged: {Reason.TOO_FEW_TOKENS(least=1000)}."
-    assert "merged steps" not in text
-    assert "full steps: 1-2" in text
-    assert "model evaluations: 2, merged: 0" in text
-
-
 def test_report_follows_clones_and_the_last_run(unet: Any, attach: Any, shown: Any) -> None:
     model = attach(unet)
     later = model.clone()
@@ -73,51 +63,48 @@ def test_report_follows_clones_and_the_last_run(unet: Any, attach: Any, shown: A
 
 
 @pytest.mark.compat
-def test_report_without_a_run_says_what_to_connect(unet: Any, attach: Any, shown: Any) -> None:
-    text, image, _ = shown(attach(unet))
-    assert text.startswith("This model has not been sampled yet. Connect the sampler's latent")
+@loop(
+    ("ratios", "said"),
+    [
+        ([0.5], "This model has not been sampled yet. Connect the sampler's latent"),
+        ([0.5, 0.0], "This model has no ToMA node before it, or one that is bypassed or whose ratio"),
+        ([], "This model has no ToMA node before it, or one that is bypassed or whose ratio"),
+    ],
+)
+def test_report_without_a_run(ratios: list[float], said: str, unet: Any, attach: Any, shown: Any) -> None:
+    model = unet
+    for ratio in ratios:
+        model = attach(model, ratio=ratio)
+    text, image, _ = shown(model)
+    assert text.startswith(said)
     assert image.shape[2] > 700, "an output all the same"
 
 
-@loop("removed", [False, True])
-def test_report_of_a_model_without_toma(unet: Any, attach: Any, shown: Any, removed: bool) -> None:
-    model = attach(attach(unet), ratio=0.0) if removed else unet
-    assert shown(model)[0].startswith("This model has no ToMA node before it, or one that is bypassed or whose ratio")
-
-
-def test_report_after_an_error_has_the_steps_until_then(unet: Any, attach: Any, shown: Any) -> None:
-    def stop(step: int, *_: Any) -> None:
-        if step == 1:
-            raise RuntimeError("enough")
-
-    model = attach(unet)
-    with pytest.raises(RuntimeError, match="enough"):
-        models.sample(model, 24, 24, steps=4, callback=stop)
-    text, image, _ = shown(model)
-    assert "2 of 4 steps" in text.splitlines()[0]
-    assert image.isfinite().all()
-
-
 def test_report_with_a_picture_draws_over_it(unet: Any, attach: Any, shown: Any) -> None:
-    model = attach(unet, end_percent=0.5)
-    models.sample(model, 24, 24, steps=4, scheduler="normal")
-    _, plain, _ = shown(model)
-    picture = torch.zeros(1, 48, 48, 3)
-    over = Report.execute(model, LATENT, picture).args[1]
-    assert over.shape == plain.shape
-    assert over.mean() < plain.mean()
-    without_a_run = attach(unet)
-    assert Report.execute(without_a_run, LATENT, picture).args[1].shape == shown(without_a_run)[1].shape
+    picture, darker = torch.zeros(1, 48, 48, 3), list[bool]()
+    model = attach(unet)
+    for steps in (0, 1):
+        if steps:
+            models.sample(model, 24, 24, steps=steps)
+        plain, over = shown(model)[1], Report.execute(model, LATENT, picture).args[1]
+        assert over.shape == plain.shape
+        darker.append(bool(over.mean() < plain.mean()))
+    assert darker == [False, True]
 
 
 def test_what_the_picture_shows_stands_on_the_node(unet: Any, attach: Any, shown: Any) -> None:
     """Charts are shown even if nothing was merged. Then there is no map."""
-    for least, maps in ((4, ["caption_map"]), (1000, [])):
+    for least, maps, first, steps in (
+        (4, ["caption_map"], "On: ", "merged steps: 1"),
+        (1000, [], f"Nothing was merged: {Reason.TOO_FEW_TOKENS(least=1000)}.", "full steps: 1"),
+    ):
         model = attach(unet, min_tokens=least)
         _, empty, answer = shown(model)
         assert "caption" not in str(answer.ui["toma"])
         models.sample(model, 24, 24, steps=1)
-        _, image, answer = shown(model)
+        text, image, answer = shown(model)
+        assert text.startswith(first)
+        assert re.findall(r"\w+ steps: 1|evaluations: .*", text) == [steps, f"evaluations: 1, merged: {len(maps)}"]
         (message,) = answer.ui["toma"]
         assert re.findall(r"caption_\w+", str(message["lines"])) == [*maps, "caption_steps", "caption_blocks"]
         assert image.shape[1] > empty.shape[1] + 100

@@ -31,10 +31,6 @@ def stats() -> Any:
     return made
 
 
-def count(image: Any, colour: tuple[int, int, int]) -> int:
-    return int((np.asarray(image) == colour).all(-1).sum())
-
-
 def runs(column: np.ndarray, colour: tuple[int, int, int]) -> int:
     return int((column == colour).all(-1).sum())
 
@@ -42,20 +38,17 @@ def runs(column: np.ndarray, colour: tuple[int, int, int]) -> int:
 def test_a_steps_bar_is_as_high_as_its_share_of_tokens(stats: Any) -> None:
     pixels = np.asarray(charts.steps_chart(stats, 800))
     each = (800 - charts._AXIS - charts._PAD) / 10
-    heights = []
-    for step in range(10):
+    for step, share in enumerate([1, 1, 0.75, 0.5, 0.5, 0.5, 0.5, 0.25, 1, 1]):
         column = pixels[:, int(charts._AXIS + (step + 0.5) * each)]
-        heights.append(runs(column, charts.MERGED) + runs(column, charts.FULL))
-    full = charts._STRIP
-    for height, share in zip(heights, [1, 1, 0.75, 0.5, 0.5, 0.5, 0.5, 0.25, 1, 1], strict=True):
-        assert abs(height - share * full) <= 3
+        height = runs(column, charts.MERGED) + runs(column, charts.FULL)
+        assert abs(height - share * charts._STRIP) <= 3
 
 
 def test_a_run_that_merged_nothing_shows_full_steps_only() -> None:
     made = Stats(total_steps=2)
     made.count_evaluation(0, 0.5)
     made.not_merged("double.0", Reason.TOO_FEW_TOKENS(least=9))
-    assert count(charts.steps_chart(made, 400), charts.MERGED) == 0
+    assert not (np.asarray(charts.steps_chart(made, 400)) == charts.MERGED).all(-1).any()
 
 
 @loop(("width", "steps"), [(330, 1), (330, 1000), (800, 0)])
@@ -68,15 +61,14 @@ def test_any_number_of_steps_fits(width: int, steps: int) -> None:
 
 def test_blocks_have_a_row_for_each_stack_in_natural_order(stats: Any) -> None:
     image = charts.blocks_chart(stats, 800)
-    square, left = charts._PITCH, 2 * charts._PAD + round(charts.font(charts.SMALL).getlength("middle"))
-
-    def colour(row: int, column: int) -> tuple[int, ...]:
-        corner = left + column * square + 3, row * square + 3
-        return image.getpixel(corner)  # type: ignore[return-value]
-
-    assert [colour(0, 0), colour(0, 1), colour(0, 2)] == [charts.MERGED, charts.PARTLY, charts.PAPER]
-    assert [colour(1, 0), colour(1, 1)] == [charts.FULL, charts.PAPER]
-    assert [colour(2, 0), colour(2, 1), colour(2, 2)] == [charts.MERGED] * 3
+    left = 2 * charts._PAD + round(charts.font(charts.SMALL).getlength("middle"))
+    rows = [
+        [image.getpixel((left + column * charts._PITCH + 3, row * charts._PITCH + 3)) for column in range(3)]
+        for row in range(3)
+    ]
+    assert rows[0] == [charts.MERGED, charts.PARTLY, charts.PAPER]
+    assert rows[1] == [charts.FULL, charts.PAPER, charts.PAPER]
+    assert rows[2] == [charts.MERGED] * 3
 
 
 def test_many_blocks_break_into_lines(stats: Any) -> None:
@@ -124,5 +116,4 @@ def test_bars_are_as_long_as_their_values_and_errors() -> None:
 @loop("error", [float("nan"), float("inf")])
 def test_an_error_that_is_no_number_is_the_longest(error: float) -> None:
     bars = [charts.Bar("preset", 0.7, "", error=0.5), charts.Bar("calibrated", 0.7, "", error=error)]
-    pixels = np.asarray(charts.bar_chart(bars))
-    assert max(runs(row, charts.ERROR) for row in pixels) > 680
+    assert max(runs(row, charts.ERROR) for row in np.asarray(charts.bar_chart(bars))) > 680

@@ -3,7 +3,6 @@ drawn."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ import torch
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.kv_helpers import preset
+from tests.nodes.adapters.families.layouts import errors, noise
+from tests.nodes.adapters.helpers import balanced
 
 streams = pack_module("nodes.adapters.streams")
 run, kv_memory = pack_module("nodes.adapters.patch_model"), pack_module("nodes.adapters.kv_memory")
@@ -33,27 +33,14 @@ def test_the_first_of_a_pack_is_a_view() -> None:
 
 
 @BOTH
-def test_plans_are_made_from_the_predicted_video(kind: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """All blocks and both conditions share one plan in each merged step."""
-    model = model_of(kind)
-    settings = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1, "kv_cache": True}
-    merged = attach(model, full_step_interval=4, **settings)
-    found = models.sample_streams(merged, HEIGHT, WIDTH, frames=FRAMES, steps=4, cfg=3.0)
-    assert all(each.isfinite().all() for each in found)
-    assert (sorted(stats_of(merged).merged_steps), stats_of(merged).selections) == ([1, 2], 2)
-
-
-@BOTH
 def test_the_cache_is_reckoned_by_the_video_beside_all_streams(
     kind: str, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ComfyUI estimates memory by the shape of the packed streams. ToMA estimates its cache by the shape of the
     video."""
     model, seen, asked = model_of(kind), [], list[int]()
-    merged, left, reserved = run.apply_toma(model, preset("balanced")), kv_memory.memory_left, run.reserved
-    monkeypatch.setattr(
-        kv_memory, "memory_left", lambda guider, shape: seen.append(tuple(shape)) or left(guider, shape)
-    )
+    merged, left, reserved = balanced(model), kv_memory.memory_left, run.reserved
+    monkeypatch.setattr(kv_memory, "memory_left", lambda own, shape: seen.append(tuple(shape)) or left(own, shape))
     monkeypatch.setattr(run, "reserved", lambda m, n: asked.append(n) or reserved(m, n))
     models.sample_streams(merged, HEIGHT, WIDTH, frames=FRAMES, steps=4, cfg=3.0)
     numbers = sum(each.numel() for each in models.empty(model, HEIGHT, WIDTH, 1, FRAMES).unbind())
@@ -77,15 +64,28 @@ def test_the_map_shows_a_frame(kind: str, model_of: Any, attach: Any, stats_of: 
     assert passed is latent
 
 
-@pytest.mark.usefixtures("previews")
 @BOTH
-def test_benchmark_of_a_video_with_sound(kind: str, model_of: Any) -> None:
+@loop("frames", [1, 5])
+def test_errors_grow_with_the_ratio(kind: str, frames: int, model_of: Any, stats_of: Any) -> None:
+    model, asked = model_of(kind), {"frames": frames, "cfg": 1.0, "steps": 8}
+    own, before = models.sample_streams(model, HEIGHT, WIDTH, **asked), 0.0
+    for ratio in (0.25, 0.5, 0.75):
+        merged = balanced(model, ratio=ratio)
+        video, audio = errors(models.sample_streams(merged, HEIGHT, WIDTH, **asked), own)
+        assert before < video < 0.1, (ratio, before, video)
+        assert 0 < audio < video, (ratio, audio, video)
+        assert stats_of(merged).unmerged == {}
+        before = video
+
+
+@BOTH
+def test_given_audio_stays_as_it_was_to_the_bit(kind: str, model_of: Any, run_preset: Any) -> None:
+    from comfy.nested_tensor import NestedTensor
+
     model = model_of(kind)
-    frames = 9 if kind == "h3" else FRAMES  # nodes only merge grids of 256 tokens or more, and a frame of H3 has 48
-    latent = {"samples": models.empty(model, HEIGHT, WIDTH, 1, frames)}
-    positive = models.conditioning(model)
-    node = pack_module("nodes.benchmark").ToMABenchmark
-    answer = node.execute(model, 0.5, "balanced", sweep=False, steps=4, runs=2, positive=positive, latent=latent)
-    assert f"latent {WIDTH} x {HEIGHT}, batch 1" in answer.args[1]
-    error = float(re.findall(r"ratio 0.5 .*\| (\S+) +\|", answer.args[1])[0])
-    assert 0 < error < 0.2
+    video, sound = map(torch.zeros_like, models.empty(model, HEIGHT, WIDTH, 1, FRAMES).unbind())
+    latent = NestedTensor([video, sound + noise(*sound.shape)])
+    mask = NestedTensor([torch.ones_like(video[:, :1]), torch.zeros_like(sound)])
+    size = {"height": HEIGHT, "width": WIDTH, "frames": FRAMES}
+    own, found = run_preset(model, **size, cfg=1.0, latent=latent, noise_mask=mask)
+    assert torch.equal(found[1], own[1])

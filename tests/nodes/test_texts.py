@@ -1,25 +1,14 @@
 from __future__ import annotations
 
-import json
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from scripts.comfy_pack import pack_module
-from scripts.comfyui import ROOT
 from testbed import models
 from tests.loop import loop
 
 report_text = pack_module("nodes.adapters.report_text")
-
-ENGLISH = json.loads((ROOT / "web" / "i18n" / "en.json").read_text(encoding="utf-8"))["messages"]
-
-
-@pytest.fixture
-def nameless(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = {name: f"<{name}>" for name in ENGLISH}
-    monkeypatch.setattr(report_text, "ENGLISH", {"labels": {}, "messages": messages})
 
 
 def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str, Any]:
@@ -38,18 +27,13 @@ def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str
 
 
 @loop(
-    "settings",
-    [
-        {"skip_last_blocks": 2, "min_tokens": 40},
-        {"min_tokens": 1000},
-        {"full_step_interval": 2, "min_tokens": 4},
-    ],
-    ids=["part", "nothing", "full steps"],
+    "settings", [{"skip_last_blocks": 2, "min_tokens": 40}, {"min_tokens": 1000}, {"full_step_interval": 2}], ids=repr
 )
 def test_texts_decide_nothing(
-    settings: dict[str, Any], unet: Any, attach: Any, stats_of: Any, request: pytest.FixtureRequest
+    settings: dict[str, Any], unet: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = outcome(unet, attach, stats_of, **settings)
-    request.getfixturevalue("nameless")
+    messages = {name: f"<{name}>" for name in report_text.ENGLISH["messages"]}
+    monkeypatch.setattr(report_text, "ENGLISH", {"labels": {}, "messages": messages})
     assert outcome(unet, attach, stats_of, **settings) == before
     assert str(before["headline"]) == f"<{before['headline'].id.value}>"

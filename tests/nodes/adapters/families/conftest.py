@@ -91,16 +91,17 @@ def merged_block(attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of
 
 @pytest.fixture
 def run_merged(attach: Any, stats_of: Any) -> Callable[..., Any]:
-    """run_merged(model, settings, **options of sampling): check that a run is merged in all blocks, is finite, and can
-    be repeated with the same result. Return its report."""
+    """run_merged(model, settings, **options of sampling): check that a run is merged in all blocks, is finite, can be
+    repeated with the same result, and leaves the model as it was. Return its report."""
 
     def checked(model: Any, settings: Any, height: int = HEIGHT, width: int = WIDTH, **asked: Any) -> Any:
         merged = attach(model, **settings)
-        out, again, plain = (models.sample(each, height, width, **asked) for each in (merged, merged, model))
+        plain, out, again, after = (models.sample(m, height, width, **asked) for m in (model, merged, merged, model))
         assert out.isfinite().all()
         assert out.shape == plain.shape
         assert not torch.equal(out, plain)
         assert torch.equal(out, again)
+        assert torch.equal(after, plain)
         assert stats_of(merged).unmerged == {}
         return stats_of(merged)
 
@@ -113,7 +114,8 @@ def run_unmerged(attach: Any, stats_of: Any) -> Callable[..., Any]:
 
     def checked(model: Any, **asked: Any) -> Any:
         merged = attach(model)
-        out, plain = (models.sample(each, HEIGHT, WIDTH, cfg=1.0, steps=1, **asked) for each in (merged, model))
+        asked = {"height": HEIGHT, "width": WIDTH, "cfg": 1.0, "steps": 1, **asked}
+        out, plain = (models.sample(each, **asked) for each in (merged, model))
         assert torch.equal(out, plain)
         return stats_of(merged)
 

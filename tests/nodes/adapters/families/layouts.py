@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from scripts import comfyui
-from testbed import models
 
 HEIGHT, WIDTH, TEXT = 20, 28, 7
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}  # values reach 30, so an fp32 sum in another order differs by 1e-5
@@ -124,8 +123,9 @@ def current() -> bool:
     return bool(importlib.import_module("comfyui_version").__version__ == comfyui.DEFAULT_RELEASE)
 
 
-def grid_of(layout: Layout) -> tuple[int, int]:
-    return HEIGHT // layout.patch, WIDTH // layout.patch
+def grid_of(layout: Layout, height: int = HEIGHT, width: int = WIDTH, frames: int = 1) -> tuple[int, ...]:
+    sides = -(-height // layout.patch), -(-width // layout.patch)
+    return sides if frames == 1 else (frames, *sides)
 
 
 def arguments(block: nn.Module, layout: Layout, call: Any) -> dict[str, Any]:
@@ -185,13 +185,12 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def of_references(model: Any, layout: Layout, method: str | None) -> dict[str, Any]:
+def of_references(model: Any, method: str | None = None) -> dict[str, Any]:
     """Return conditioning options for two references of different sizes."""
-    channels, generator = model.model.latent_format.latent_channels, torch.Generator().manual_seed(9)
-    five = model.model.latent_format.latent_dimensions == 3
-    sizes = [(1, channels, *((1,) if five else ()), side, 12) for side in (8, 6)]
-    options: dict[str, Any] = {"reference_latents": [torch.randn(size, generator=generator) for size in sizes]}
-    return options if method is None else {**options, "reference_latents_method": method}
+    latent = model.model.latent_format
+    frames = (1,) if latent.latent_dimensions == 3 else ()
+    references = [noise(1, latent.latent_channels, *frames, side, 12) for side in (8, 6)]
+    return {"reference_latents": references, **({"reference_latents_method": method} if method else {})}
 
 
 def noise(*shape: int) -> Tensor:
@@ -203,11 +202,6 @@ def first_fixed(frames: int, height: int = HEIGHT, width: int = WIDTH) -> Tensor
     mask = torch.ones(1, 1, frames, height, width)
     mask[:, :, 0] = 0
     return mask
-
-
-def prompts(model: Any, **options: Any) -> dict[str, Any]:
-    names = {"positive": 1, "negative": 2}
-    return {name: models.conditioning(model, seed=seed, **options) for name, seed in names.items()}
 
 
 def errors(streams: list[Tensor], others: list[Tensor]) -> list[float]:

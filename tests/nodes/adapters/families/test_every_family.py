@@ -37,41 +37,31 @@ report_text = pack_module("nodes.adapters.report_text")
 BLOCKS = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
 block_kinds = loop(("family", "layout"), BLOCKS, ids=[f"{f}-{la.blocks}" for f, la in BLOCKS])
 every_family = loop("family", LAYOUTS)
+# By family: number of frames, and height and width of a frame in latent pixels.
+VIDEOS = {"wan": (5, 20, 28), "cosmos": (5, 20, 28), "hunyuan": (5, 10, 14), "ltx": (5, 6, 8), "ltx_av": (5, 6, 8)}
+SIZES = [*((f, la, (1, HEIGHT, WIDTH)) for f, la in BLOCKS), *((f, la, VIDEOS[f]) for f, la in BLOCKS if f in VIDEOS)]
 
 
 @pytest.mark.compat
-@block_kinds
+@loop(("family", "layout", "size"), SIZES)
 @loop("batch", [1, 2])
 def test_block_is_computed_on_merged_tokens(
-    family: str, layout: Layout, batch: int, model_of: Any, merged_block: Any
+    family: str, layout: Layout, size: tuple[int, int, int], batch: int, model_of: Any, merged_block: Any
 ) -> None:
-    asked: dict[str, Any] = {"batch": 1 if family in ALONE else batch, "steps": 1, "cfg": 1.0}
-    block = merged_block(model_of(family), layout, lambda m: models.sample(m, HEIGHT, WIDTH, **asked))
-    assert block.planned[0].grid == grid_of(layout)
+    """A destination represents only tokens of its own frame, and all frames have the same number of destinations."""
+    (frames, height, width), batch = size, 1 if family in ALONE else batch
+    asked = {"frames": frames, "batch": batch, "steps": 1, "cfg": 1.0}
+    block = merged_block(model_of(family), layout, lambda m: models.sample_streams(m, height, width, **asked))
+    grid = grid_of(layout, height, width, frames)
+    assert block.planned[0].grid == grid
+    assert block.stats.grids == {grid: math.prod(grid) // 2}
     block.agrees()
     if layout.rope_arg:
         kept = layout.above + block.tokens.shape[1] - block.plan.tokens + block.plan.num_destinations + layout.below
         rows = block.given[layout.rope_arg]
         first = layout.taken(rows).narrow(layout.rope_token_dim, 0, kept)
         block.needs(**{layout.rope_arg: layout.given(rows, first)})
-
-
-# By family: number of frames, and height and width of a frame in latent pixels.
-VIDEOS = {"wan": (5, 20, 28), "cosmos": (5, 20, 28), "hunyuan": (5, 10, 14), "ltx": (5, 6, 8), "ltx_av": (5, 6, 8)}
-
-
-@pytest.mark.compat
-@loop(("family", "layout", "batch"), [(f, la, batch) for f in VIDEOS for la in LAYOUTS[f] for batch in (1, 2)])
-def test_block_of_a_video(family: str, layout: Layout, batch: int, model_of: Any, merged_block: Any) -> None:
-    """A destination represents only tokens of its own frame, and all frames have the same number of destinations."""
-    frames, height, width = VIDEOS[family]
-    asked = {"frames": frames, "batch": batch, "steps": 1, "cfg": 1.0}
-    block = merged_block(model_of(family), layout, lambda m: models.sample_streams(m, height, width, **asked))
-    grid = (frames, height // layout.patch, width // layout.patch)
-    assert block.planned[0].grid == grid
-    assert block.stats.grids == {grid: math.prod(grid) // 2}
-    block.agrees()
-    for name in layout.rows:
+    for name in layout.rows if frames > 1 else ():
         block.needs(**{name: layout.given(block.given[name], layout.taken(block.seen[name]).flip(1))})
     for matrix in (block.M, block.U):
         by_frame = matrix.view(batch, frames, -1, frames, matrix.shape[2] // frames)
@@ -84,7 +74,7 @@ def test_consecutive_blocks_stay_merged(
     family: str, layout: Layout, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
 ) -> None:
     model = model_of(family)
-    references = of_references(model, layout, None) if family == "flux" else {}
+    references = of_references(model) if family == "flux" else {}
     conds = {"positive": models.conditioning(model, seed=1, **references)}
     blocks = getattr(model.model.diffusion_model, layout.blocks)
     starts, ends = record(blocks[0]), record(blocks[-1])
@@ -107,38 +97,44 @@ def test_consecutive_blocks_stay_merged(
     assert found.shape == layout.taken(given[layout.tokens]).shape
 
 
+# Settings, number of frames, height, width, batch size and guidance of runs.
+PICTURES: list[tuple[Any, ...]] = [
+    ({"granularity": "module"}, 1, HEIGHT, WIDTH, 1, 3.0),
+    ({"granularity": "block"}, 1, HEIGHT, WIDTH, 1, 3.0),
+    ({}, 1, 19, 15, 1, 1.0),
+    ({}, 1, 33, 8, 3, 4.0),
+    (PREDICTED, 1, 19, 15, 1, 4.0),
+    (PREDICTED, 1, HEIGHT, WIDTH, 2, 4.0),
+]
+MOVING = [({}, 5, 19, 15, 1, 1.0), (PREDICTED, 5, 9, 8, 2, 4.0), ({"full_step_interval": 2}, 21, 8, 11, 1, 4.0)]
+RUNS = [*((family, *run) for family in LAYOUTS for run in PICTURES), *((f, *run) for f in VIDEOS for run in MOVING)]
+
+
 @pytest.mark.compat
-@every_family
-@loop("granularity", ["module", "block", "stack"])
+@loop(("family", "settings", "frames", "height", "width", "batch", "cfg"), RUNS)
 def test_merged_runs_are_finite_and_repeat(
-    family: str, granularity: str, model_of: Any, attach: Any, stats_of: Any
-) -> None:
-    model = model_of(family)
-    plain = models.sample(model, HEIGHT, WIDTH, steps=2)
-    merged = attach(model, granularity=granularity)
-    out = models.sample(merged, HEIGHT, WIDTH, steps=2)
-    assert out.isfinite().all()
-    assert not torch.equal(out, plain)
+    family: str, settings: Any, frames: int, height: int, width: int, batch: int, cfg: float, model_of: Any,
+    run_merged: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # Accept noisy predictions, because a large shift leaves much noise in each of the three steps.
+    monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
+    model, batch = model_of(family), 1 if family in ALONE else batch
+    stats = run_merged(model, settings, height, width, frames=frames, batch=batch, cfg=cfg)
     blocks = sum(len(getattr(model.model.diffusion_model, layout.blocks)) for layout in LAYOUTS[family])
-    assert len(stats_of(merged).merged_blocks) == blocks
-    assert stats_of(merged).unmerged == {}
-    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=2), out)
-    assert torch.equal(models.sample(model, HEIGHT, WIDTH, steps=2), plain)
+    assert len(stats.merged_blocks) == blocks
+    ((grid, destinations),) = stats.grids.items()
+    assert grid == grid_of(LAYOUTS[family][0], height, width, frames)
+    assert destinations % frames == 0
+    if settings is PREDICTED:
+        assert (sorted(stats.merged_steps), stats.selections) == ([1, 2], 2)
 
 
 @every_family
-@loop(("height", "width", "batch", "cfg"), [(19, 15, 1, 1.0), (33, 8, 3, 4.0), (2, 2, 1, 4.0)])
-def test_odd_sizes_batches_and_guidance(
-    family: str, height: int, width: int, batch: int, cfg: float, model_of: Any, attach: Any, stats_of: Any
-) -> None:
-    model, batch = model_of(family), 1 if family in ALONE else batch
-    merged = attach(model)
-    out = models.sample(merged, height, width, batch=batch, steps=2, cfg=cfg)
-    assert out.isfinite().all()
-    assert out.shape == models.sample(model, height, width, batch=batch, steps=1, cfg=cfg).shape
-    layout, small = LAYOUTS[family][0], height * width == 4
-    grid = (-(-height // layout.patch), -(-width // layout.patch))
-    assert set(stats_of(merged).grids) == (set() if small and layout.patch == 2 else {grid})
+def test_a_picture_of_few_tokens(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
+    """A picture of 2 x 2 latent pixels has one token or four tokens. Only four are merged."""
+    merged, (layout, *_) = attach(model_of(family)), LAYOUTS[family]
+    assert models.sample(merged, 2, 2, steps=2, cfg=4.0).isfinite().all()
+    assert set(stats_of(merged).grids) == (set() if layout.patch == 2 else {(2, 2)})
 
 
 @every_family
@@ -153,29 +149,6 @@ def test_residuals_are_cached_and_reused(family: str, model_of: Any, attach: Any
     first = attach(model, ratio=0.5, full_step_interval=9)
     full = models.sample(first, HEIGHT, WIDTH, steps=1, cfg=1.0)
     assert torch.equal(full, models.sample(model, HEIGHT, WIDTH, steps=1, cfg=1.0))
-
-
-@every_family
-@loop(("height", "width", "batch"), [(19, 15, 1), (HEIGHT, WIDTH, 2)])
-def test_plans_from_the_predicted_picture(
-    family: str,
-    height: int,
-    width: int,
-    batch: int,
-    model_of: Any,
-    attach: Any,
-    stats_of: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Accept noisy predictions, because a large shift leaves much noise in each of the three steps.
-    monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
-    model, batch = model_of(family), 1 if family in ALONE else batch
-    merged = attach(model, **PREDICTED)
-    out = models.sample(merged, height, width, batch=batch, steps=3, cfg=4.0)
-    assert out.isfinite().all()
-    stats = stats_of(merged)
-    assert (sorted(stats.merged_steps), stats.selections) == ([1, 2], 2)
-    assert torch.equal(models.sample(merged, height, width, batch=batch, steps=3, cfg=4.0), out)
 
 
 @every_family
@@ -197,37 +170,29 @@ def test_conditions_in_calls_of_their_own(
 
 @block_kinds
 def test_block_with_a_renamed_argument_is_not_merged(
-    family: str,
-    layout: Layout,
-    attach: Any,
-    stats_of: Any,
-    warnings: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, layout: Layout, attach: Any, stats_of: Any, warnings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if layout.names:
         pytest.skip("its blocks take whatever they are given")
-    model = models.TRANSFORMERS[family]()
+    model, new = models.TRANSFORMERS[family](), f"new_{layout.tokens}"
     cls = type(getattr(model.model.diffusion_model, layout.blocks)[0])
     original = cls.forward
-    names = list(inspect.signature(original).parameters)
-    parameters = [
-        p.replace(name=f"new_{p.name}") if p.name == layout.tokens else p
-        for p in inspect.signature(original).parameters.values()
-    ]
+    signature = inspect.signature(original)
+    assert layout.tokens in signature.parameters
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if f"new_{layout.tokens}" in kwargs:
-            kwargs[layout.tokens] = kwargs.pop(f"new_{layout.tokens}")
+        if new in kwargs:
+            kwargs[layout.tokens] = kwargs.pop(new)
         return original(self, *args, **kwargs)
 
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    assert layout.tokens in names
+    parameters = [p.replace(name=new) if p.name == layout.tokens else p for p in signature.parameters.values()]
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     plain = models.sample(model, HEIGHT, WIDTH, steps=1)
     monkeypatch.setattr(cls, "forward", forward)
     merged = attach(model)
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=1), plain)
     (warning,) = warnings()
-    assert f"new_{layout.tokens}" in warning
+    assert new in warning
     assert "Nothing was merged" in report_text.summary(stats_of(merged))
 
 
@@ -249,12 +214,11 @@ def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any,
         patched.set_model_patch_replace(replacement, "dit", "double_block", 1)
         return patched
 
-    height, width = grid_of(LAYOUTS[family][0])
     for merged in (replaced(attach(model)), attach(replaced(model))):
         seen.clear()
         out = models.sample(merged, HEIGHT, WIDTH, steps=1, cfg=1.0)
         assert out.isfinite().all()
-        assert seen == [height * width + layout.before * layout.flat]
+        assert seen == [math.prod(grid_of(layout)) + layout.before * layout.flat]
         assert stats_of(merged).unmerged == {}
         assert not torch.equal(out, models.sample(attach(model), HEIGHT, WIDTH, steps=1, cfg=1.0))
 
@@ -281,6 +245,20 @@ def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of:
     assert not torch.equal(out, models.sample(attach(model), HEIGHT, WIDTH, steps=1, cfg=1.0))
 
 
+@loop(("family", "place"), [("cosmos", "mlp_patch"), ("wan", "attn1_patch"), ("wan", "attn2_patch")])
+def test_patch_inside_a_block_sees_all_tokens(family: str, place: str, model_of: Any, run_unmerged: Any) -> None:
+    model, seen = model_of(family).clone(), []
+
+    def patch(args: dict[str, Any]) -> Any:
+        seen.append((args["x"].shape, args["transformer_options"].get("grid_sizes")))
+        changed = args["x"] * 1.01
+        return {**args, "x": changed} if place == "mlp_patch" else changed
+
+    model.set_model_patch(patch, place)
+    assert list(run_unmerged(model, frames=3).unmerged) == [Reason.ATTENTION_PATCH()]
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :] != []
+
+
 def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
     """A chain of merged blocks must not begin or end at a block that the model never calls."""
     model = models.chroma(double=4, single=3)
@@ -302,13 +280,13 @@ def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: An
     network.forward = lambda *args, **kwargs: own(*args, **kwargs)
     models.sample(attach(model), HEIGHT, WIDTH, steps=1, cfg=1.0)
     seen = layout.taken(arguments(getattr(network, layout.blocks)[1], layout, second[0])[layout.tokens]).shape[1]
-    assert seen >= grid_of(layout)[0] * grid_of(layout)[1]
+    assert seen >= math.prod(grid_of(layout))
 
 
 def test_more_positional_arguments_than_known(attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = models.flux()
-    cls, given = type(model.model.diffusion_model.double_blocks[0]), []
-    original = cls.forward
+    model, names, given = models.flux(), ("img", "txt", "vec", "pe", "attn_mask"), []
+    blocks = model.model.diffusion_model.double_blocks
+    original = type(blocks[0]).forward
 
     def forward(
         self: Any, img: Any, txt: Any, vec: Any, pe: Any, attn_mask: Any = None, extra: Any = None,
@@ -317,15 +295,10 @@ def test_more_positional_arguments_than_known(attach: Any, stats_of: Any, monkey
         given.append(extra)
         return original(self, img, txt, vec, pe, attn_mask, transformer_options=transformer_options, **kwargs)
 
-    monkeypatch.setattr(cls, "forward", forward)
-    for block in model.model.diffusion_model.double_blocks:
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs: (
-                (*[kwargs.pop(name) for name in ("img", "txt", "vec", "pe", "attn_mask")], "more"),
-                kwargs,
-            ),
-            with_kwargs=True,
-        )
+    monkeypatch.setattr(type(blocks[0]), "forward", forward)
+    by_position = lambda _, args, kwargs: ((*map(kwargs.pop, names), "more"), kwargs)  # noqa: E731
+    for block in blocks:
+        block.register_forward_pre_hook(by_position, with_kwargs=True)
     merged = attach(model)
     assert models.sample(merged, HEIGHT, WIDTH, steps=1).isfinite().all()
     assert set(given) == {"more"}

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import LAYOUTS, TEXT, errors, noise, prompts
-from tests.nodes.adapters.helpers import balanced
+from tests.nodes.adapters.families.layouts import LAYOUTS, TEXT, errors, noise
+from tests.nodes.adapters.helpers import prompts_of
 
 HEIGHT, WIDTH, FRAMES = 12, 16, 5
 FRAME = HEIGHT // 2 * (WIDTH // 2)
 AUDIO = 2 * models.AUDIO["MiniMaxH3"](FRAMES)[-1]
 (LAYOUT,) = LAYOUTS["h3"]
+RUN: dict[str, Any] = {"height": HEIGHT, "width": WIDTH, "frames": FRAMES, "cfg": 1.0}
 
 
 def sampled(model: Any, **options: Any) -> list[Tensor]:
-    return models.sample_streams(model, HEIGHT, WIDTH, **{"frames": FRAMES, "steps": 2, "cfg": 1.0, **options})
+    return models.sample_streams(model, **{**RUN, "steps": 2, **options})
 
 
 def first_frame() -> dict[str, Any]:
@@ -67,27 +68,11 @@ def test_a_block(what: str, model_of: Any, merged_block: Any) -> None:
     assert all(each.bincount().tolist() == [FRAME // 2] * FRAMES for each in block.plan.destinations // FRAME)
 
 
-def check_preset(model: Any, stats_of: Any, most: float = 0.05, **asked: Any) -> list[Tensor]:
-    """Sample without and with the preset in eight steps. Compare the streams of both runs, and return the unmerged
-    run's."""
-    asked, merged = {"steps": 8, **asked}, balanced(model)
-    own, found = sampled(model, **asked), sampled(merged, **asked)
-    video, audio = errors(found, own)
-    assert 0 < video < most
-    assert audio < video
-    assert len(stats_of(merged).merged_steps) == 5
-    assert stats_of(merged).unmerged == {}
-    assert stats_of(merged).without_kv_cache is None
-    assert all(map(torch.equal, sampled(merged, **asked), found))
-    assert all(map(torch.equal, sampled(model, **asked), own))
-    return own
-
-
 @loop("what", BEFORE)
 @loop(("sampler", "cfg"), [("euler", 1.0), ("res_multistep", 1.0), ("res_multistep", 3.0)])
-def test_runs_of_the_preset(what: str, sampler: str, cfg: float, model_of: Any, stats_of: Any) -> None:
+def test_runs_of_the_preset(what: str, sampler: str, cfg: float, model_of: Any, run_preset: Any) -> None:
     model, (options, _) = model_of("h3"), BEFORE[what]
-    check_preset(model, stats_of, sampler=sampler, cfg=cfg, **prompts(model, **options))
+    run_preset(model, **{**RUN, "cfg": cfg}, sampler=sampler, **prompts_of(model, **options))
 
 
 def in_int8(model: Any) -> Any:
@@ -110,7 +95,7 @@ def in_int8(model: Any) -> Any:
     return loaded
 
 
-def test_int8_weights_and_a_lora(stats_of: Any) -> None:
+def test_int8_weights_and_a_lora(run_preset: Any) -> None:
     import comfy.sd
 
     plain = models.h3()
@@ -124,5 +109,5 @@ def test_int8_weights_and_a_lora(stats_of: Any) -> None:
             lora[f"{stem}.lora_up.weight"] = 0.3 * noise(weight.shape[0], 2)
             lora[f"{stem}.lora_down.weight"] = noise(2, weight.shape[1]) / weight.shape[1] ** 0.5
     fast, _ = comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0.0)
-    own = check_preset(fast, stats_of, 0.1, sampler="res_multistep")
+    own, _ = run_preset(fast, 0.1, **RUN, sampler="res_multistep")
     assert not torch.equal(own[0], sampled(model, steps=8, sampler="res_multistep")[0])

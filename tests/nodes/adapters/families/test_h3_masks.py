@@ -21,11 +21,10 @@ from tests.nodes.adapters.families.test_h3 import (
     FRAMES,
     HEIGHT,
     LAYOUT,
+    RUN,
     WIDTH,
-    check_preset,
     sampled,
 )
-from tests.nodes.adapters.helpers import balanced
 
 Reason = pack_module("toma_core.reasons").Reason
 START, TOKENS = TEXT + AUDIO, FRAMES * FRAME
@@ -62,22 +61,22 @@ def levels(segments: list[Any]) -> Tensor:
 
 
 def by_token(segments: list[Any]) -> list[Any]:
-    (*others, (start, stop, _)) = segments
+    *others, (start, stop, _) = segments
     return [*others, (start, stop, levels(segments))]
 
 
 def by_token_of_both(segments: list[Any]) -> list[Any]:
     """Give each audio token and each video token its own row of modulation."""
-    *others, (a, b, row), (start, stop, _) = segments
-    return [*others, (a, b, torch.full((b - a,), row)), (start, stop, levels(segments))]
+    *others, (a, b, row), video = by_token(segments)
+    return [*others, (a, b, torch.full((b - a,), row)), video]
 
 
 def by_frame(segments: list[Any]) -> list[Any]:
     """Cut the video into two segments. The first has one row of modulation for all of its tokens, the second a row for
     each token."""
     *others, (start, stop, row) = segments
-    middle, rows = start + 2 * FRAME, levels(segments)[: stop - start - 2 * FRAME]
-    return [*others, (start, middle, row), (middle, stop, rows)]
+    middle = start + 2 * FRAME
+    return [*others, (start, middle, row), (middle, stop, levels(segments)[: stop - middle])]
 
 
 @loop("change", [by_token, by_token_of_both, by_frame])
@@ -93,21 +92,10 @@ def test_a_block_modulates_each_destination_by_its_own_row(
     block.agrees()
 
 
-def split(segments: list[Any]) -> list[Any]:
-    *others, (start, stop, row) = segments
-    return [*others, (start, start + FRAME, row), (start + FRAME, stop, row)]
-
-
-def test_segments_that_are_not_known_are_refused_in_words(with_segments: Any, stats_of: Any) -> None:
-    model = with_segments(split)
-    merged = balanced(model)
-    assert all(map(torch.equal, sampled(merged, steps=4), sampled(model, steps=4)))
-    assert set(stats_of(merged).unmerged) == {Reason.ARGUMENT_IN_USE(arguments="modulation by token")}
-
-
 @loop(
     "segments",
     [
+        [(0, START, 1), (START, START + FRAME, 0), (START + FRAME, START + TOKENS, 0)],
         [(0, START, 1), (START, START + TOKENS, torch.zeros(TOKENS))],
         [(0, START, 1), (START, START + TOKENS, torch.zeros(TOKENS - 1, dtype=torch.long))],
         [(0, START, 1), (START, START + TOKENS, torch.zeros(TOKENS, 2, dtype=torch.long))],
@@ -120,7 +108,7 @@ def test_segments_that_are_not_known_are_refused_in_words(with_segments: Any, st
         torch.zeros(2, 3),
     ],
 )
-def test_whatever_segments_are_they_are_no_error(segments: Any, pack: Any) -> None:
+def test_segments_that_are_not_known_are_refused_in_words(segments: Any) -> None:
     h3 = pack_module("nodes.adapters.families.h3")
     call_args = {
         **{"x": torch.zeros(START + TOKENS, 4), "t_emb": None, "mod_segments": segments, "transformer_options": {}},
@@ -135,25 +123,23 @@ def masks(what: str) -> tuple[Tensor, Tensor]:
     video, audio = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH), torch.ones(1, 1, 2, AUDIO // 2)
     if what == "a rectangle":
         video[..., :, :6, :8] = 0
-    elif what == "an extension":
-        video[:, :, :2] = 0
-        audio[..., :3] = 0
     elif what == "a soft edge":
         video[:] = torch.linspace(0, 1, WIDTH)
     elif what == "all alike":
         video[:] = 0.5
+    else:
+        video[:, :, : 0 if what == "audio alone" else 2] = 0
+        audio[..., :3] = 0
     return video, audio
 
 
 @loop("what", ["a rectangle", "an extension", "a soft edge", "all alike", "audio alone"])
 @loop("cfg", [1.0, 3.0])
-def test_a_masked_run(what: str, cfg: float, model_of: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_masked_run(what: str, cfg: float, model_of: Any, run_preset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Since ComfyUI 0.33.0 the model reads masks. Before 0.33.0, ComfyUI only blends latents by the mask."""
     from comfy.nested_tensor import NestedTensor
 
     model, (video, audio) = model_of("h3"), masks(what)
-    if what == "audio alone":
-        audio[..., :3] = 0
     latent = models.empty(model, HEIGHT, WIDTH, 1, FRAMES)
     latent = NestedTensor([noise(*each.shape) for each in latent.unbind()])
     rows, block = list[Any](), type(model.model.diffusion_model.blocks[0])
@@ -161,6 +147,6 @@ def test_a_masked_run(what: str, cfg: float, model_of: Any, stats_of: Any, monke
     monkeypatch.setattr(
         block, "__call__", lambda self, *args, **kw: rows.append(args[2][-1][2]) or call(self, *args, **kw)
     )
-    check_preset(model, stats_of, latent=latent, noise_mask=NestedTensor([video, audio]), cfg=cfg)
+    run_preset(model, **{**RUN, "cfg": cfg}, latent=latent, noise_mask=NestedTensor([video, audio]))
     reads_masks = "denoise_mask" in signature(type(model.model.diffusion_model).forward).parameters
     assert isinstance(rows[0], Tensor) is (reads_masks and what not in ("all alike", "audio alone"))

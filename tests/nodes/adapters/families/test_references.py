@@ -12,15 +12,8 @@ import torch
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import (
-    HEIGHT,
-    LAYOUTS,
-    WIDTH,
-    current,
-    grid_of,
-    of_references,
-    prompts,
-)
+from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH, current, grid_of, noise, of_references
+from tests.nodes.adapters.helpers import prompts_of
 
 report_text = pack_module("nodes.adapters.report_text")
 
@@ -39,13 +32,9 @@ def test_references(family: str, method: str | None, too: bool, model_of: Any, m
     if family == "krea2" and "ref_latents" not in taken:
         pytest.skip("this ComfyUI has no references for Krea 2")
     layout = LAYOUTS[family][0]
-    conds = {"positive": models.conditioning(model, seed=1, **of_references(model, layout, method))}
-    block = merged_block(
-        model,
-        layout,
-        lambda m: models.sample(m, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds),
-        merge_references=too,
-    )
+    conds = {"positive": models.conditioning(model, seed=1, **of_references(model, method))}
+    sample = lambda m: models.sample(m, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)  # noqa: E731
+    block = merged_block(model, layout, sample, merge_references=too)
     assert block.stats.times_less_work is None, "tokens of references are not counted"
     given = block.given
     num_tokens = given["transformer_options"].get("reference_image_num_tokens")
@@ -59,8 +48,7 @@ def test_references(family: str, method: str | None, too: bool, model_of: Any, m
         assert [plan.tokens for plan in plans[1:]] == sizes
 
     def moved(offset: int) -> int:
-        end = layout.before
-        gone = 0
+        end, gone = layout.before, 0
         for plan in plans:
             end += plan.tokens
             gone += plan.tokens - plan.num_destinations if offset >= end else 0
@@ -82,13 +70,13 @@ def test_modulation_is_of_the_tokens_that_a_block_has(
     own, seen = layers.apply_mod, []
 
     def noted(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        dims = args[2] if len(args) > 2 else None
-        seen.extend([] if dims is None else [(dims[0][0], dims[-1][1], x.shape[1])])
+        for dims in filter(None, args[2:3]):
+            seen.append((dims[0][0], dims[-1][1], x.shape[1]))
         return own(x, *args)
 
     monkeypatch.setattr(layers, "apply_mod", noted)
     model = model_of("flux2")
-    references = of_references(model, LAYOUTS["flux2"][0], "index_timestep_zero")
+    references = of_references(model, "index_timestep_zero")
     conds = {"positive": models.conditioning(model, seed=1, **references)}
     models.sample(attach(model, granularity=granularity), HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
     assert seen or not current()
@@ -99,17 +87,18 @@ def test_modulation_is_of_the_tokens_that_a_block_has(
 def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: Any, plan_calls: Any) -> None:
     """Each reference of a condition has one plan, which all calls and blocks of the run use."""
     model = model_of(family)
-    options = of_references(model, LAYOUTS[family][0], "index" if family == "krea2" else None)
-    conds = prompts(model, **options)
+    options = of_references(model, "index" if family == "krea2" else None)
+    conds = prompts_of(model, **options)
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1}
     out = models.sample(attach(model, **settings), HEIGHT, WIDTH, batch=2, steps=3, **conds)
     assert out.isfinite().all()
-    of_references_ = {call.grid for call in plan_calls} - {grid_of(LAYOUTS[family][0])}
-    assert len(of_references_) == 2
-    for grid in of_references_:
-        for scope in {call.scope for call in plan_calls if call.grid == grid}:
-            made = {id(call.plan) for call in plan_calls if call.grid == grid and call.scope == scope}
-            assert len(made) == 1
+    references = {call.grid for call in plan_calls} - {grid_of(LAYOUTS[family][0])}
+    assert len(references) == 2
+    made: dict[Any, set[int]] = {}
+    for call in plan_calls:
+        if call.grid in references:
+            made.setdefault((call.grid, call.scope), set()).add(id(call.plan))
+    assert {len(plans) for plans in made.values()} == {1}
     plain = models.sample(model, HEIGHT, WIDTH, batch=2, steps=3, **conds)
     far = (out - plain).norm()
     settings |= {"full_step_interval": 2}
@@ -123,10 +112,9 @@ def test_reference_as_large_as_the_image(
     """The reference keeps one plan for the run. The image gets a new plan in every step, and both conditions share this
     plan."""
     model = model_of(family)
-    channels, five = model.model.latent_format.latent_channels, family == "qwen_image"
-    size = (1, channels, *((1,) if five else ()), HEIGHT, WIDTH)
-    options = {"reference_latents": [torch.randn(size, generator=torch.Generator().manual_seed(9))]}
-    conds = prompts(model, **options)
+    frames = (1,) if family == "qwen_image" else ()
+    options = {"reference_latents": [noise(1, model.model.latent_format.latent_channels, *frames, HEIGHT, WIDTH)]}
+    conds = prompts_of(model, **options)
     # Destinations are on a fixed grid. If they were selected, rounding in split calls could decide between nearly equal
     # gains.
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1, "selector": "grid"}
@@ -150,7 +138,7 @@ def test_each_reference_is_merged_that_can_be(
     """The references have 24 and 18 tokens, in either order. A reference with fewer than `least` tokens is not merged,
     and the report names it."""
     model = model_of("flux")
-    options = of_references(model, LAYOUTS["flux"][0], None)
+    options = of_references(model)
     settings = {"full_step_interval": 3, "kv_cache": True} if cached else {}
     for order in (1, -1):
         references = options["reference_latents"][::order]
@@ -169,13 +157,9 @@ def test_each_reference_is_merged_that_can_be(
 
 
 @loop("family", ["z_image", "omnigen2"])
-def test_references_before_the_image(family: str, attach: Any, stats_of: Any) -> None:
+@loop("too", [False, True])
+def test_references_before_the_image(family: str, too: bool, run_merged: Any) -> None:
     """In Z-Image Omni and OmniGen2, references come before the image and are never merged."""
     model = models.TRANSFORMERS[family]()
-    options = of_references(model, LAYOUTS[family][0], None)
-    conds = {"positive": models.conditioning(model, seed=1, **options)}
-    for settings in ({}, {"merge_references": True}):
-        merged = attach(model, **settings)
-        assert models.sample(merged, HEIGHT, WIDTH, steps=2, cfg=1.0, **conds).isfinite().all()
-        assert stats_of(merged).unmerged == {}
-        assert set(stats_of(merged).grids) == {(10, 14)}
+    conds = {"positive": models.conditioning(model, seed=1, **of_references(model))}
+    assert set(run_merged(model, {"merge_references": too}, steps=2, cfg=1.0, **conds).grids) == {(10, 14)}

@@ -1,4 +1,4 @@
-"""Test videos: modulation by frame, two models, context windows, regions and patches."""
+"""Test videos of Wan and Cosmos: modulation by frame, two models, context windows and regions."""
 
 from __future__ import annotations
 
@@ -54,21 +54,6 @@ def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(run_merged: A
     assert list(run_unmerged(model, noise_mask=first_fixed(3), **asked).unmerged) == [Reason.OWN_MODULATION()]
     # Without a fixed first frame, all frames have the same sigma, so blocks are merged.
     run_merged(model, {}, steps=1, cfg=1.0, **asked)
-
-
-@pytest.mark.compat
-@loop("frames", [1, 5, 21])
-@loop(("height", "width", "batch", "cfg"), [(20, 28, 1, 1.0), (19, 15, 1, 5.0), (33, 8, 2, 5.0)])
-@loop("family", ["wan", "cosmos"])
-def test_frames_odd_sizes_and_guidance(
-    family: str, frames: int, height: int, width: int, batch: int, cfg: float, model_of: Any, run_merged: Any
-) -> None:
-    asked = {"frames": frames, "batch": batch, "steps": 2, "cfg": cfg}
-    stats, sides = run_merged(model_of(family), {}, height, width, **asked), (-(-height // 2), -(-width // 2))
-    (grid,) = stats.grids
-    assert grid == (sides if frames == 1 else (frames, *sides))
-    assert stats.grids[grid] % frames == 0
-    assert len(stats.merged_blocks) == 4
 
 
 def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
@@ -141,31 +126,10 @@ def test_context_windows_over_frames(settings: Any, wan: Any, run_merged: Any, p
     assert all(len({frames for _, frames in call.copies}) == 1 for call in plan_calls)
 
 
-def test_regions_of_a_video(wan: Any, attach: Any, plan_calls: Any, stats_of: Any) -> None:
+def test_regions_of_a_video(wan: Any, run_merged: Any) -> None:
     """A prompt for an area of the picture applies to this area in every frame."""
     positive = models.conditioning(wan, seed=1) + models.conditioning(wan, seed=3, area=(12, 16, 4, 8))
-    merged = attach(wan)
-    out = models.sample(merged, HEIGHT, WIDTH, frames=3, steps=2, cfg=1.0, positive=positive)
-    assert out.isfinite().all()
-    assert set(stats_of(merged).grids) == {(3, 10, 14), (3, 6, 8)}
-
-
-@loop("place", ["attn1_patch", "attn2_patch"])
-def test_patches_inside_a_block_see_all_tokens(place: str, wan: Any, attach: Any, stats_of: Any) -> None:
-    seen: list[tuple[int, Any]] = []
-
-    def patch(args: dict[str, Any]) -> Tensor:
-        seen.append((args["x"].shape[1], args["transformer_options"].get("grid_sizes")))
-        return args["x"] * 1.01
-
-    patched = wan.clone()
-    patched.set_model_patch(patch, place)
-    plain = models.sample(patched, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0)
-    expected, seen[:] = list(seen), []
-    merged = attach(patched)
-    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, frames=3, steps=1, cfg=1.0), plain)
-    assert seen == expected
-    assert list(stats_of(merged).unmerged) == [Reason.ATTENTION_PATCH()]
+    assert set(run_merged(wan, {}, frames=3, steps=2, cfg=1.0, positive=positive).grids) == {(3, 10, 14), (3, 6, 8)}
 
 
 def test_attention_receives_the_number_of_tokens_per_frame(wan: Any, attach: Any) -> None:
@@ -185,3 +149,19 @@ def test_a_video_that_is_no_video_of_this_model(model_of: Any, run_unmerged: Any
     """Latents of Qwen-Image have an axis of frames. A latent with several frames is not merged."""
     stats = run_unmerged(model_of("qwen_image"), frames=3)
     assert [reason.id.value for reason in stats.unmerged_calls] == ["unknown_latent"]
+
+
+def test_presets_merge_a_video_of_a_picture(model_of: Any, run_preset: Any) -> None:
+    """In image to video of Cosmos, the first frame is fixed and has its own sigma."""
+    run_preset(model_of("cosmos"), 0.5, height=HEIGHT, width=WIDTH, frames=5, cfg=1.0, noise_mask=first_fixed(5))
+
+
+def test_anima_has_the_blocks_of_cosmos(pack: Any) -> None:
+    import comfy.ops
+    from comfy.ldm.anima.model import Anima
+
+    config = models.cosmos().model.model_config.unet_config
+    device = torch.device("meta")  # allocates nothing: the text encoder has a hundred million weights
+    network = Anima(**{**config, "device": device, "operations": comfy.ops.disable_weight_init})
+    found = list(pack_module("nodes.adapters.registry").find(network).hook_pairs())
+    assert [module for module, _ in found] == list(network.blocks)
