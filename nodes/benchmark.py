@@ -1,28 +1,43 @@
-"""ToMA Benchmark: measure speed and error on the user's machine, and recommend ratios."""
+"""ToMA Benchmark: measure speed and error on the user's machine, with and without ToMA in turn, and recommend ratios.
+
+Each run goes through ComfyUI's sampler; its time includes the making of plans, but not the loading of the model. The
+clock waits for the device twice per run, before the first step and after the last, never in between.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 from comfyui_version import __version__ as comfyui
+from torch import Tensor
 
-from ..toma_core import UserSettings
+from ..toma_core import ToMAConfig, UserSettings
 from ..toma_core.config import ConfigError
 from ..toma_core.reasons import Message, MessageId
-from . import timing, widgets
+from . import widgets
+from .adapters.attachment import last_stats
 from .adapters.kv_memory import dtype_of
-from .merge_map_image import as_image
+from .adapters.patch_model import apply_toma
+from .adapters.report_text import headline
 from .node_status import said, status_of
-from .report_charts import FULL, MERGED, RECOMMENDED, Bar, Caption, bar_chart
-from .task import Task
-from .timing import Timing
+from .report_charts import FULL, MERGED, RECOMMENDED, Bar, Caption, as_image, bar_chart
+from .task import OnRun, Task, error, progress
 from .toma import complaint
+
+_WARM_UP_STEPS = 3  # enough for one merged step between the first and the last, which are full
+_WORTH = 1.2  # the lowest speed-up at which merging is worth its error
+TOO_NOISY = 0.15  # if the runs of one ratio differ by more than this share of their median, no ratio is recommended
 
 
 class ToMABenchmark(io.ComfyNode):
@@ -62,20 +77,19 @@ class ToMABenchmark(io.ComfyNode):
                 raise ConfigError(Measured.RATIO_ZERO())
             task = Task.of_inputs(model, **sampled)
             ratios = sorted({round(ratio * part / 3, 2) or ratio for part in ((1, 2, 3) if sweep else (3,))})
-            timings = timing.measure(model, settings, ratios, task, runs, status.measures)
-        noise = timing.noise(timings)
-        noisy = noise > timing.TOO_NOISY
-        fastest, closest = (None, None) if noisy else (timing.worthwhile(timings), timing.closest(timings))
-        verdict = [Measured.TOO_NOISY(percent=100 * noise)] if noisy else _verdict(timings[0], fastest, closest)
+            timings = measure(model, settings, ratios, task, runs, status.measures)
+        spread = noise(timings)
+        noisy = spread > TOO_NOISY
+        best = (None, None) if noisy else (worthwhile(timings), closest(timings))
+        verdict = [Measured.TOO_NOISY(percent=100 * spread)] if noisy else _verdict(timings[0], *best)
         notes = _notes(task, preset, runs, model, timings[-1])
         table = "\n".join(map(str, [*verdict, "", *_table(timings), "", *notes]))
-        image = as_image(bar_chart(_bars(timings, fastest, closest)))
+        image = as_image(bar_chart(_bars(timings, *best)))
         lines = said([*verdict, "", Caption.TIME()], notes)
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **lines}
-        if noisy:  # blockers stop the nodes that are connected to the two ratios
-            return io.NodeOutput(image, table, ExecutionBlocker(None), ExecutionBlocker(None), ui=shown)
-        recommended = (0.0 if timed is None else timed.ratio for timed in (fastest, closest))
-        return io.NodeOutput(image, table, *recommended, ui=shown)
+        ratios = [0.0 if timed is None else timed.ratio for timed in best]
+        # Blockers stop the nodes that are connected to the two ratios.
+        return io.NodeOutput(image, table, *([ExecutionBlocker(None)] * 2 if noisy else ratios), ui=shown)
 
 
 class Measured(MessageId):
@@ -95,23 +109,119 @@ class Measured(MessageId):
     GAIN = "gain"  # name, times, error
 
 
+@dataclass
+class Timing:
+    """The measurements at one ratio."""
+
+    ratio: float  # 0 without ToMA
+    seconds: list[float] = field(default_factory=list)  # per step, one value for each run
+    error: float = 0.0  # relative L2 error of the final latent
+    merged: Message | None = None  # what the first run merged, or why it merged nothing
+
+    @property
+    def median(self) -> float:
+        """Seconds per step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The 20th and the 80th percentile of the seconds per step."""
+        low, _, _, high = statistics.quantiles(self.seconds, n=5, method="inclusive")
+        return low, high
+
+    @property
+    def name(self) -> Message:
+        return Measured.RATIO(ratio=self.ratio) if self.ratio else Measured.WITHOUT_TOMA()
+
+
+def measure(
+    model: ModelPatcher, settings: UserSettings, ratios: Sequence[float], task: Task, runs: int, on_run: OnRun
+) -> list[Timing]:
+    """Return the timing without ToMA, then the timing at each ratio. The model first samples a few steps at each ratio
+    to warm up. Then the ratios are timed in turn, forwards and backwards, so that no ratio gains if the machine slows
+    down. The given model is not changed, and its own ToMA settings are ignored. Raises `UnsupportedModelError`, and
+    ComfyUI's own exception if the user cancels."""
+    base = apply_toma(model, ToMAConfig(ratio=0.0))
+    merged = [apply_toma(base, replace(settings, overrides={**settings.overrides, "ratio": each})) for each in ratios]
+    timings = [Timing(ratio) for ratio in (0.0, *ratios)]
+    pairs = list(zip(timings, [base, *merged], strict=True))
+    warm_up = min(_WARM_UP_STEPS, task.steps)
+    tick = progress(len(pairs) * (warm_up + runs * task.steps))
+    # Round 0 is the warm-up.
+    order = [(n, *pair) for n in range(1 + runs) for pair in (reversed(pairs) if n and n % 2 == 0 else pairs)]
+    unmerged: Tensor | None = None
+    for number, (n, timing, patched) in enumerate(order, 1):
+        on_run(number, len(order))
+        seconds, latent = _sample(patched, task if n else replace(task, steps=warm_up), tick)
+        if n:
+            timing.seconds.append(seconds / task.steps)
+        if n == 1:
+            unmerged = latent if unmerged is None else unmerged  # the first run is without ToMA
+            timing.error = error(latent, unmerged)
+            stats = last_stats(patched)
+            timing.merged = None if stats is None else headline(stats)
+    return timings
+
+
+def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple[float, Tensor]:
+    """Return the seconds from the first step to the end of the last step, and the final latent, fp32 on the CPU."""
+    seconds = 0.0
+
+    def timed(executor: Any, guider: Any, sigmas: Any, extra: Any, callback: Any, noise: Tensor, *rest: Any) -> Any:
+        nonlocal seconds
+        noise.flatten()[:1].cpu()  # waits until the value is computed, on every kind of device
+        begin = time.perf_counter()
+        result = executor(guider, sigmas, extra, callback, noise, *rest)
+        result.flatten()[:1].cpu()
+        seconds = time.perf_counter() - begin
+        return result
+
+    model = model.clone()
+    model.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, "toma_benchmark", timed)
+    latent = task.sample(model, tick)
+    return seconds, latent
+
+
+def noise(timings: Sequence[Timing]) -> float:
+    """Return the largest spread among the runs of one ratio, as a share of their median."""
+    return max((timing.spread[1] - timing.spread[0]) / timing.median for timing in timings)
+
+
+def worthwhile(timings: Sequence[Timing]) -> Timing | None:
+    """Return the timing with the smallest error among those that are about as fast as the fastest: slower by at most a
+    twentieth of the time without ToMA. None if no ratio is reliably faster than the model without ToMA."""
+    faster = _faster(timings)
+    enough = min((timing.median for timing in faster), default=0.0) + timings[0].median / 20
+    return _least_error(timing for timing in faster if timing.median <= enough)
+
+
+def closest(timings: Sequence[Timing]) -> Timing | None:
+    """Return the timing with the smallest error among those `_WORTH` times as fast as without ToMA or faster."""
+    return _least_error(each for each in _faster(timings) if timings[0].median >= _WORTH * each.median)
+
+
+def _faster(timings: Sequence[Timing]) -> list[Timing]:
+    base, *others = timings
+    return [timing for timing in others if timing.spread[1] < base.spread[0]]
+
+
+def _least_error(timings: Iterable[Timing]) -> Timing | None:
+    return min(timings, key=lambda timing: math.inf if math.isnan(timing.error) else timing.error, default=None)
+
+
 def _verdict(base: Timing, fastest: Timing | None, closest: Timing | None) -> list[Message]:
     if fastest is None:
         return [Measured.OFF()]
     lines = [Measured.FASTEST(gain=_gain(base, fastest))]
     if closest is None:
-        lines.append(Measured.NONE(times=timing.WORTH))
+        lines.append(Measured.NONE(times=_WORTH))
     elif closest is not fastest:
-        lines.append(Measured.CLOSEST(times=timing.WORTH, gain=_gain(base, closest)))
+        lines.append(Measured.CLOSEST(times=_WORTH, gain=_gain(base, closest)))
     return lines
 
 
-def _name(timed: Timing) -> Message:
-    return Measured.RATIO(ratio=timed.ratio) if timed.ratio else Measured.WITHOUT_TOMA()
-
-
 def _gain(base: Timing, timed: Timing) -> Message:
-    return Measured.GAIN(name=_name(timed), times=base.median / timed.median, error=timed.error)
+    return Measured.GAIN(name=timed.name, times=base.median / timed.median, error=timed.error)
 
 
 def _notes(task: Task, preset: str, runs: int, model: ModelPatcher, last: Timing) -> list[Message]:
@@ -122,7 +232,7 @@ def _notes(task: Task, preset: str, runs: int, model: ModelPatcher, last: Timing
     dtype = str(dtype_of(model)).removeprefix("torch.")
     versions = {"torch": str(torch.__version__), "comfyui": comfyui}
     notes = [Measured.TASK(preset=preset, **what, **how), Measured.MACHINE(device=device, dtype=dtype, **versions)]
-    return [*notes, Measured.MERGED(name=_name(last), merged=last.merged)] if last.merged else notes
+    return [*notes, Measured.MERGED(name=last.name, merged=last.merged)] if last.merged else notes
 
 
 def _table(timings: Sequence[Timing]) -> list[str]:
@@ -131,8 +241,8 @@ def _table(timings: Sequence[Timing]) -> list[str]:
     for timed in timings:
         median, low, high = (f"{seconds * 1e3:.4g}" for seconds in (timed.median, *timed.spread))
         speed, error = f"{timings[0].median / timed.median:.2f}x", f"{timed.error:.3f}" if timed.ratio else ""
-        rows.append((str(_name(timed)), median, f"{low} to {high}", speed, error))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        rows.append((str(timed.name), median, f"{low} to {high}", speed, error))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 

@@ -11,7 +11,7 @@ A site is a group of blocks with one ratio. There are three sampling runs:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -32,10 +32,9 @@ from .adapters.blocks import BlockFacts
 from .adapters.patch_model import apply_toma
 from .adapters.probe import MAX_BANDS, Probes, sites_of, without_caches
 from .adapters.registry import blocks_of, fingerprint
-from .merge_map_image import as_image
 from .node_status import said, status_of
-from .report_charts import MERGED, RECOMMENDED, Bar, Caption, bar_chart
-from .task import Task, error, progress
+from .report_charts import MERGED, RECOMMENDED, Bar, Caption, as_image, bar_chart
+from .task import OnRun, Task, error, progress
 
 # By target, a preset and a ratio: the chosen ratios save as much work as this preset at this ratio.
 TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
@@ -95,33 +94,22 @@ class Found(MessageId):
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The result of a calibration."""
-
     model: ModelPatcher  # merged by the profile
     profile: Profile | None = None  # the chosen ratios, or the preset's if `keeps_preset`; None with a `problem`
     errors: tuple[float, float] = (0.0, 0.0)  # error of the preset, and of the chosen ratios
     work: tuple[float, float] = (1.0, 1.0)  # share of the blocks' work left by the preset, and by the chosen ratios
-    # Whether the profile has the preset's ratio. The chosen ratios replace it only if they lower the error over all
-    # images together and in most images.
+    # Whether the profile has the preset's ratio: the chosen ratios do not lower the error of all images and of most.
     keeps_preset: bool = False
     problem: Message | None = None  # why nothing was measured or chosen
 
 
 def calibrate(
-    model: ModelPatcher,
-    task: Task,
-    target: str,
-    overrides: Mapping[str, Any] = {},
-    on_run: Callable[[int, int], None] = lambda run, runs: None,
+    model: ModelPatcher, task: Task, target: str, overrides: Mapping[str, Any] = {}, on_run: OnRun = lambda *_: None
 ) -> Calibrated:
-    """Measure a model, and choose ratios that need as much work as the target's preset, see `TARGETS`.
-
-    If the target's preset has full steps, return the model merged by the preset, and measure nothing: no choice of
-    ratios had less error than such a preset (benchmarks/results/fidelity/calibrated.md). The given model is not
-    changed, and its own ToMA settings are ignored. overrides: settings that override the preset's. on_run: called when
-    a run begins, with its number and the count of runs. Raises `UnsupportedModelError`, and ComfyUI's own exception if
-    the user cancels.
-    """
+    """Measure a model, and choose ratios that need as much work as the target's preset, see `TARGETS`. If this preset
+    has full steps, measure nothing and return the model merged by the preset: no choice of ratios had less error
+    (benchmarks/results/fidelity/calibrated.md). The given model is not changed, and its own ToMA settings are ignored.
+    overrides: of the preset. Raises `UnsupportedModelError`, and ComfyUI's own exception if the user cancels."""
     plain, (preset, ratio) = apply_toma(model, ToMAConfig(ratio=0.0)), TARGETS[target]
     settings = UserSettings(preset, {"ratio": ratio, **overrides})
     config = config_for(settings, model)
@@ -172,7 +160,7 @@ def _saving(facts: Sequence[BlockFacts], blocks: Container[str], ratio: float) -
     return saving / max(sum(fact.flops() for fact in facts), 1e-12)
 
 
-def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str]) -> dict[Cell, list[Option]]:
+def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: frozenset[str]) -> dict[Cell, list[Option]]:
     """Return the options of every cell (site and band); `Option.saved` is a share of the blocks' work in a run."""
     # By step, the squared share of a predicted image's error that enters the latent. The growth of errors in later
     # steps is left out, because estimates of the growth did not improve the choices on a trained UNet.
@@ -180,8 +168,7 @@ def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: Container[str
     table: dict[Cell, list[Option]] = {}
     for (site, number, ratio), squared in probes.squared_errors().items():
         steps = probes.bands[number].steps
-        blocks = [block for block in probes.sites[site] if block in mergeable]
-        saving = _saving(facts, blocks, ratio) * len(steps) / len(passed)
+        saving = _saving(facts, mergeable.intersection(probes.sites[site]), ratio) * len(steps) / len(passed)
         if saving > 0:
             option = Option(ratio, squared * sum(passed[step] for step in steps), saving)
             table.setdefault((site, number), []).append(option)

@@ -11,9 +11,8 @@ from ..toma_core.stats import RunStats
 from . import validate_inputs, widgets
 from .adapters.attachment import attachment_of, last_stats
 from .adapters.report_text import Line, report
-from .merge_map_image import draw
 from .node_status import said, status_of
-from .report_charts import Caption, blocks_chart, steps_chart
+from .report_charts import Caption, blocks_chart, draw, steps_chart
 
 
 class ToMAReport(io.ComfyNode):

@@ -1,22 +1,23 @@
-"""Draw charts with PIL: tokens by step and by block, and what Benchmark and Calibrate measured.
-
-A `Caption` on the node explains each picture in the language of the page. The colours of Okabe and Ito can be
-distinguished with every kind of colour vision.
-"""
+"""Draw merge maps, charts of tokens by step and block, and the results of Benchmark and Calibrate. A `Caption` on the
+node explains each picture. The colours of Okabe and Ito can be distinguished with every kind of colour vision."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from PIL import Image, ImageDraw, ImageFont
+import numpy as np
+import torch
+from PIL import Image, ImageColor, ImageDraw, ImageFont, ImageOps
+from torch import Tensor
 
+from ..toma_core.merge import MergeMap
 from ..toma_core.reasons import MessageId
 from ..toma_core.stats import RunStats
+from ..toma_core.windows import Grid
 from .adapters.report_text import natural_order
 
-Colour = tuple[int, int, int]
 # PAPER is as dark as ComfyUI's page; BLACK is for text on colours.
 PAPER, INK, FAINT, BLACK = (34, 34, 36), (230, 230, 230), (84, 84, 88), (16, 16, 16)
 MERGED, PARTLY, FULL = (86, 180, 233), (240, 228, 66), (150, 150, 150)
@@ -27,6 +28,11 @@ _PAD = 8
 _STRIP, _AXIS = 110, 84  # for `steps_chart`: height of the bars, width of the axis labels
 _SQUARE, _PITCH = 32, 35  # for `blocks_chart`: side of a square, distance from square to square
 _ROW, _THICK, _THIN = 84, 28, 10  # for `bar_chart`: height of a row, and of its two bars
+_MARGIN, _CAPTION = 16, 34  # for `draw`: space between panels, height of the line above a merge map
+_HEX = "#e69f00 #56b4e9 #009e73 #f0e442 #0072b2 #d55e00 #cc79a7"  # colours of regions
+_COLOURS = np.array([ImageColor.getrgb(colour) for colour in _HEX.split()], dtype=np.uint8)
+_TINT = 0.25  # opacity of the regions' colours over the picture
+_EDGE = (250, 250, 250)  # colour of the line between tokens of different destinations
 
 
 class Caption(MessageId):
@@ -40,7 +46,6 @@ class Caption(MessageId):
 
 @cache
 def font(size: int = LARGE) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Return Pillow's own font."""
     return ImageFont.load_default(size)
 
 
@@ -68,7 +73,7 @@ def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
     image, pen = canvas(width, _STRIP + 58)
     each, top = (width - _AXIS - _PAD) / max(total, 1), 20
     for percent in (0, 50, 100):
-        y = top + _STRIP - percent / 100 * _STRIP
+        y = top + _STRIP * (1 - percent / 100)
         pen.line([(_AXIS, y), (width - _PAD, y)], fill=FAINT)
         pen.text((_AXIS - 8, y), f"{percent} %", fill=INK, font=font(SMALL), anchor="rm")
     merged = stats.ratios_in_blocks
@@ -120,7 +125,7 @@ class Bar:
     name: str
     value: float  # length of the bar
     label: str  # text above the bar, at the right
-    colour: Colour = MERGED
+    colour: tuple[int, int, int] = MERGED
     spread: tuple[float, float] | None = None  # range of most measurements, drawn as a whisker
     error: float = 0.0  # drawn as a thin bar below, at full length for NaN
 
@@ -140,14 +145,64 @@ def _bar_row(bar: Bar, longest: float, largest: float) -> Image.Image:
     pen.text((right, 0), bar.label, fill=INK, font=font(), anchor="ra")
     pen.rectangle([left, top, left + bar.value * scale, top + _THICK], fill=bar.colour)
     if bar.spread:
-        low, high = (left + end * scale for end in bar.spread)
-        middle = top + _THICK / 2
-        lines = (low, middle, high, middle), *((x, middle - 7, x, middle + 7) for x in (low, high))
+        (low, high), middle = (left + end * scale for end in bar.spread), top + _THICK / 2
         for colour, width in ((BLACK, 6), (INK, 2)):
-            for line in lines:
-                pen.line(line, fill=colour, width=width)
+            pen.line([low, middle, high, middle], fill=colour, width=width)
+            for end in (low, high):
+                pen.line([end, middle - 7, end, middle + 7], fill=colour, width=width)
     if bar.error:
         top += _THICK + 3
         length = min(1.0, bar.error / largest) * (right - left)
         pen.rectangle([left, top, left + length, top + _THIN], fill=ERROR)
     return image
+
+
+def draw(maps: Mapping[Grid, MergeMap], picture: Tensor | None = None, charts: Sequence[Image.Image] = ()) -> Tensor:
+    """Draw one panel per token grid side by side, the finest grid first, with charts below, see `as_image`. picture:
+    (B, H, W, C) fp32 in [0, 1]; its first image is drawn under the regions."""
+    photo = None
+    if picture is not None:
+        pixels = picture[0, ..., :3].detach().float().nan_to_num().clamp(0, 1).mul(255).round().byte()
+        photo = Image.fromarray(pixels.expand(-1, -1, 3).cpu().numpy())
+    side = (WIDTH + _MARGIN) // max(1, len(maps)) - _MARGIN
+    panels = [_panel(maps[grid], photo, side) for grid in sorted(maps, reverse=True)]
+    rows = [joined(panels, across=True, gap=_MARGIN)] if panels else []
+    return as_image(ImageOps.expand(joined([*rows, *charts, canvas(WIDTH, 0 if rows else _MARGIN)[0]]), _MARGIN, PAPER))
+
+
+def as_image(sheet: Image.Image) -> Tensor:
+    """Return (1, H, W, 3) fp32 in [0, 1], as ComfyUI's IMAGE."""
+    return torch.from_numpy(np.asarray(sheet, dtype=np.float32) / 255.0)[None]
+
+
+def _panel(merged: MergeMap, photo: Image.Image | None, side: int) -> Image.Image:
+    height, width = merged.height, merged.width
+    cell = max(2, side // max(height, width))
+    caption, pen = canvas(max(width * cell, side), _CAPTION)
+    frame = f" (1/{merged.frames})" if merged.frames > 1 else ""
+    title = f"{height} x {width}{frame}: {height * width} -> {len(merged.destinations)}"
+    pen.text((0, 4), title, fill=INK, font=font())
+    grid = _regions(merged, photo, cell)
+    pen = ImageDraw.Draw(grid)
+    rows, columns = ([cut * cell for cut in cuts] for cuts in merged.cuts)
+    for line in [(0, y, grid.width, y) for y in rows] + [(x, 0, x, grid.height) for x in columns]:
+        pen.line(line, fill=BLACK, width=max(1, cell // 8))
+    radius = max(1, cell // 5)
+    for index in merged.destinations.tolist():
+        y, x = (index // width + 0.5) * cell, (index % width + 0.5) * cell
+        pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=(255, 255, 255), outline=BLACK)
+    return joined([caption, grid])
+
+
+def _regions(merged: MergeMap, photo: Image.Image | None, cell: int) -> Image.Image:
+    """Draw each token in the colour of its destination, over the photo, with lines between destinations."""
+    owner = merged.owner.view(merged.height, merged.width).numpy().repeat(cell, 0).repeat(cell, 1)
+    places = 3 * (owner // merged.width) + owner % merged.width
+    image = Image.fromarray(_COLOURS[places % len(_COLOURS)])
+    if photo is not None:
+        image = Image.blend(photo.resize(image.size, Image.Resampling.BICUBIC), image, _TINT)
+    pixels = np.array(image)
+    line = max(1, cell // 12)
+    pixels[:, line:][owner[:, line:] != owner[:, :-line]] = _EDGE
+    pixels[line:][owner[line:] != owner[:-line]] = _EDGE
+    return Image.fromarray(pixels)

@@ -15,6 +15,8 @@ from torch import Tensor
 from . import validate_inputs
 from .adapters.streams import first_of_nested
 
+OnRun = Callable[[int, int], None]  # called when a run begins, with its number, from 1, and the count of runs
+
 
 @dataclass(frozen=True)
 class Task:
@@ -31,8 +33,7 @@ class Task:
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, latent: Any, negative: Any = None, **sampler: Any) -> Task:
-        """Return the task of a node's inputs. sampler: the task's remaining fields, by name. Raises `ConfigError` for
-        an input of the wrong kind."""
+        """Return the task of a node's inputs. sampler: the remaining fields. Raises `ConfigError` for a wrong input."""
         validate_inputs.model(model)
         validate_inputs.conditioning("positive", positive)
         if negative is not None:
@@ -51,24 +52,13 @@ class Task:
         return 1 if self.negative is None or self.cfg == 1.0 else 2
 
     def sample(self, model: ModelPatcher, stepped: Callable[..., None]) -> Tensor:
-        """Sample, and return the final latent (the first stream if there are several), fp32 on the CPU. stepped: called
-        by ComfyUI after each step."""
+        """Sample, and return the final latent (the first stream), fp32 on the CPU. stepped: called after each step."""
         with torch.random.fork_rng(devices=()):  # restores the global generator, which ComfyUI seeds here
             noise = comfy.sample.prepare_noise(self.latent, 0) if self.noise is None else self.noise
-        latent = comfy.sample.sample(
-            model,
-            noise,
-            self.steps,
-            1.0 if self.negative is None else self.cfg,
-            self.sampler_name,
-            self.scheduler,
-            self.positive,
-            self.positive if self.negative is None else self.negative,
-            self.latent,
-            callback=stepped,
-            disable_pbar=True,
-            seed=0,
-        )
+        cfg, negative = (1.0, self.positive) if self.negative is None else (self.cfg, self.negative)
+        how = self.steps, cfg, self.sampler_name, self.scheduler
+        inputs = self.positive, negative, self.latent
+        latent = comfy.sample.sample(model, noise, *how, *inputs, callback=stepped, disable_pbar=True, seed=0)
         return first_of_nested(latent).float().cpu()
 
 

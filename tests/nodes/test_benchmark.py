@@ -11,7 +11,7 @@ from tests.loop import loop
 
 benchmark = pack_module("nodes.benchmark")
 Node = benchmark.ToMABenchmark
-Timing = pack_module("nodes.timing").Timing
+Timing = benchmark.Timing
 charts = pack_module("nodes.report_charts")
 EMPTY = {"samples": torch.zeros(1, 4, 32, 32)}
 TIMINGS = [
@@ -79,7 +79,7 @@ def test_sweep_measures_thirds_of_the_ratio(unet: Any, run: Any, monkeypatch: py
         asked.append((ratios, task.steps, task.negative, runs))
         return TIMINGS
 
-    monkeypatch.setattr(benchmark.timing, "measure", measure)
+    monkeypatch.setattr(benchmark, "measure", measure)
     negative = models.conditioning(unet, seed=2)
     run(unet, sweep=True, ratio=0.6, negative=negative, steps=7, runs=4)
     run(unet, sweep=False, ratio=0.6)
@@ -114,7 +114,7 @@ def test_what_to_do_is_said_first(
 ) -> None:
     """seconds: the runs at ratio 0.5. An empty list stands for `TIMINGS`."""
     timed = [Timing(0.5, seconds, 0.1)] if seconds else TIMINGS[1:]
-    monkeypatch.setattr(benchmark.timing, "measure", lambda *_: [TIMINGS[0], *timed])
+    monkeypatch.setattr(benchmark, "measure", lambda *_: [TIMINGS[0], *timed])
     _, table, *recommended, answer = run(unet)
     if outputs is None:
         assert [type(output).__name__ for output in recommended] == ["ExecutionBlocker"] * 2

@@ -10,7 +10,7 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 
-drawing = pack_module("nodes.merge_map_image")
+drawing = pack_module("nodes.report_charts")
 MARGIN, CAPTION = drawing._MARGIN, drawing._CAPTION
 
 

@@ -11,7 +11,7 @@ import torch
 from scripts.comfy_pack import pack_module
 from testbed import models
 
-timing = pack_module("nodes.timing")
+timing = pack_module("nodes.benchmark")
 run = pack_module("nodes.adapters.patch_model")
 SETTINGS = pack_module("toma_core").UserSettings("balanced", {"min_tokens": 16, "skip_last_blocks": 0})
 Timing = timing.Timing
@@ -23,8 +23,8 @@ def task(model: Any, *, steps: int = 3, guided: bool = False, size: int = 24) ->
     return timing.Task(models.conditioning(model), negative, torch.zeros(1, channels, size, size), steps)
 
 
-def measure(model: Any, ratios: Any, *args: Any, **kwargs: Any) -> Any:
-    return timing.measure(model, SETTINGS, ratios, *args, **kwargs)
+def measure(model: Any, ratios: Any, asked: Any, runs: int, on_run: Any = lambda *_: None) -> Any:
+    return timing.measure(model, SETTINGS, ratios, asked, runs, on_run)
 
 
 def timed(ratio: float, *seconds: float) -> Any:
