@@ -111,7 +111,7 @@ def card(gib: int) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in (("get_total_memory", gib << 30), ("pytorch_attention_flash_attention", True)):
             stack.enter_context(mock.patch.object(management, name, lambda *_, answer=value, **__: answer))
-        room = pack_module("nodes.adapters.main_memory").SHARE * (MAIN_GIB[gib] << 30)
+        room = memory.MAIN_SHARE * (MAIN_GIB[gib] << 30)
         stack.enter_context(mock.patch.object(memory, "main_room", lambda: room))
         yield
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import permutations
 from types import CodeType
 from typing import Any
 
@@ -55,8 +56,7 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 
 
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
-    """Return the areas of the entries in a run's caches, at the step when the caches are largest. size: returns the
-    size of an area's entry."""
+    """Return the areas of the entries in a run's caches when these are largest. size: returns that of an entry."""
     held: dict[Hashable, tuple[int, Area]] = {}  # step of the last refresh, and area
     most = [*max(steps, key=lambda parts: sum(map(size, parts.values()))).values()]
     for step, (parts, sigma) in enumerate(zip(steps, schedule.sigmas, strict=False)):
@@ -84,20 +84,18 @@ class _Unloaded:
 
 def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dict[str, list[Any]]:
     """Return copies of all conditions, with areas and noise levels resolved as when sampling begins, if possible."""
-    copies = {name: [dict(cond) for cond in group or ()] for name, group in conds.items()}
-    prepared = {name: list(group) for name, group in copies.items()}
+    prepared = {name: [dict(cond) for cond in group or ()] for name, group in conds.items()}
     try:
         for group in prepared.values():
             samplers.resolve_areas_and_cond_masks_multidim(group, tuple(shape[2:]), torch.device("cpu"))
             samplers.calculate_start_end_timesteps(model, group)
         # If one group has an area, ComfyUI evaluates this area for the other groups too.
-        for group in prepared.values():
+        for group, other in permutations(prepared.values(), 2):
             for cond in group:
-                for other in (each for each in prepared.values() if each is not group):
-                    samplers.create_cond_with_same_area_if_none(other, cond)
+                samplers.create_cond_with_same_area_if_none(other, cond)
     except Exception as error:
         logging.debug("ToMA: areas and noise levels of conditions are unknown before sampling: %r", error)
-        return copies
+        return dict(conds)
     return prepared
 
 
@@ -118,8 +116,8 @@ def _calls(
         yield from _asked(guider, conds, model, shape, sigma, unguided_too) or [(list(conds.values()), ())]
     for name in ("sampler_pre_cfg_function", "sampler_post_cfg_function"):
         for n, function in enumerate(options.get(name) or ()):
-            method: Any = type(function).__call__
-            if _evaluates(getattr(function, "__code__", None) or getattr(method, "__code__", None)):
+            code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+            if _evaluates(code):
                 yield [conds.get("positive")], (name, n)
 
 
@@ -139,11 +137,8 @@ def _asked(
             if type(value) in (dict, list, set):  # copied, because `predict_noise` may write into it
                 setattr(asked, name, copy(value))
         options = {key: value for key, value in guider.model_options.items() if not key.startswith(_FOREIGN)}
-        options["transformer_options"] = {
-            **options["transformer_options"],
-            "wrappers": {WrappersMP.CALC_COND_BATCH: {"toma": [noted]}},
-            "sample_sigmas": torch.tensor([sigma, 0.0]),
-        }
+        own = {"wrappers": {WrappersMP.CALC_COND_BATCH: {"toma": [noted]}}, "sample_sigmas": torch.tensor([sigma, 0.0])}
+        options["transformer_options"] = {**options["transformer_options"], **own}
         options["disable_cfg1_optimization"] = unguided_too
         asked.conds, asked.inner_model, asked.model_options = dict(conds), model, options
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -156,7 +151,6 @@ def _asked(
 
 def _evaluates(code: Any) -> bool:
     """Whether a function evaluates the model, as perturbed guidance does, judged by the names in its code."""
-    if not isinstance(code, CodeType):
-        return False
     names = {"calc_cond_batch", "_calc_cond_batch", "sampling_function"}
-    return not names.isdisjoint(code.co_names) or any(map(_evaluates, code.co_consts))
+    known = isinstance(code, CodeType)
+    return known and (not names.isdisjoint(code.co_names) or any(map(_evaluates, code.co_consts)))

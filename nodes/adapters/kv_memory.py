@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
@@ -22,16 +23,17 @@ from ...toma_core.parked import CudaCopier
 from ...toma_core.quant4 import int4_bytes
 from ...toma_core.reasons import Message, Reason
 from . import registry
-from .compat import UnsupportedApiError, warn
+from .compat import UnsupportedApiError, require_api, warn, warned
 from .compile_ops import compiled
 from .conditions import area_size, crop
-from .evaluated import Area, Parts, evaluated_parts, most_held
-from .family import ModelHooks
-from .main_memory import main_room, may_take
+from .evaluated import Area, evaluated_parts, most_held
 
-# Share of a device's memory that a KV cache in four bits may take if this pack cannot copy from the device to main
-# memory.
-_SHARE = 0.55
+_CARD_SHARE = 0.55  # of a device's memory for a KV cache in four bits, where this pack cannot copy to main memory
+MAIN_SHARE = 0.35  # of main memory for keys and values; ComfyUI needs the remainder for weights and text encoders
+_LAST = 1e9  # bytes of main memory to leave free; ComfyUI itself leaves about 2 GB free when it pins weights
+# Files with the memory limit and the usage of a container on Linux, for versions 2 and 1 of control groups.
+_CGROUPS = Path("/sys/fs/cgroup")
+_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 _FEWER_BLOCKS = (0.15, 0.3, 0.5)  # values of `KVCachePlan.skipped` to try if the cache of all blocks has no room
 _LOADING = 1.1  # ComfyUI frees this many bytes for each byte of weights that it loads, see `load_models_gpu`
 _MOVING = ("looped_uniform", "standard_uniform")  # schedules whose context windows move at each step
@@ -59,15 +61,10 @@ class KVCachePlan:
 def plan_kv_cache(
     config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any, packed: Sequence[int], sigmas: Sequence[float] = ()
 ) -> KVCachePlan:
-    """Plan the KV cache of a run on latents of (B, C, ..., H, W).
-
-    Keys and values have full precision if they fit on the card beside the model's weights, otherwise four bits. Keys
-    and values that do not fit lie in main memory. If main memory is short too, only the keys and values of some blocks
-    are cached, or none.
-
-    packed: the shape of all streams as packed by ComfyUI. sigmas: one per step, then the sigma at the run's end; if
-    empty, every condition is counted.
-    """
+    """Plan the KV cache of a run on latents of (B, C, ..., H, W). Keys and values have full precision if they fit on
+    the card beside the model's weights, otherwise four bits. Those that do not fit lie in main memory. If main memory
+    is short too, only some blocks have keys and values, or none. packed: the shape of all streams as packed by ComfyUI.
+    sigmas: one per step, then the sigma at the run's end; if empty, every condition is counted."""
     model, options = guider.model_patcher, guider.model_options
     hooks = registry.find(model.get_model_object("diffusion_model"))
     if not config.uses_cache:
@@ -78,12 +75,30 @@ def plan_kv_cache(
     if not windows:
         return KVCachePlan(reason=Reason.KV_CONTEXT_WINDOWS())
     steps = evaluated_parts(guider, sampler, packed, sigmas[:-1])
-    needed = partial(_numbers, hooks, guider, latent, steps, sigmas, windows)
+    conds = [cond for group in guider.conds.values() for cond in group or ()]
+    controlled = any(cond.get("control") is not None for cond in conds)
+    references = max((cond.get("reference_latents") or [] for cond in conds), key=len, default=[])
+    patches = options["transformer_options"]
+
+    @cache
+    def per_image(config: ToMAConfig, area: Area) -> tuple[int, int]:
+        if min(area_size(area or None, latent.shape[2:])) <= 0:
+            return 0, 0  # the area lies outside of the latent
+        return hooks.kv_cache_numel(crop(latent, area or None), config, patches, controlled, references)
+
+    def needed(config: ToMAConfig) -> tuple[int, int, int]:
+        """Return elements of updates, elements of keys and values, and cached conditions, when these are the most."""
+        schedule = Schedule(config, tuple(sigmas[:-1]), finishes=bool(sigmas) and sigmas[-1] == 0.0)
+        held = most_held(steps, schedule, lambda area: sum(per_image(config, area))) or [()]
+        numbers = zip(*(per_image(config, area) for area in held), strict=True)
+        updates, keys = (round(sum(each) * len(latent) * windows) for each in numbers)
+        return updates, keys, len(held)
+
     updates, keys, held = needed(config)
     if not keys:
         return KVCachePlan(reason=Reason.KV_MODEL_ATTENTION())
     itemsize, device = dtype_of(model).itemsize, model.load_device
-    own = sum(hooks.model_cache_numel(cond, options["transformer_options"]) for cond in _conds(guider)[:held])
+    own = sum(hooks.model_cache_numel(cond, patches) for cond in conds[:held])
     left = memory_left(guider, packed) - own * len(latent) * itemsize
     copies = copier_of(device) is not None
     main = main_room() if copies and config.kv_cache is KVCache.ON else 0.0
@@ -92,7 +107,7 @@ def plan_kv_cache(
         staged = round(keys * itemsize * staging)
         return KVCachePlan((updates + keys) * itemsize, keys=keys * itemsize, staging=staged, main_room=main)
     if not copies:
-        left = max(left, model_management.get_total_memory(device) * _SHARE)
+        left = max(left, model_management.get_total_memory(device) * _CARD_SHARE)
     complete = updates * itemsize + int4_bytes(keys, itemsize)
     fewer = [share for share in _FEWER_BLOCKS if copies and share > config.skip_first_blocks]
     for skipped in (0.0, *fewer):
@@ -102,44 +117,6 @@ def plan_kv_cache(
         if plan.in_main <= main:
             return plan
     return KVCachePlan(reason=Reason.KV_TOO_LARGE(needed=complete / 1e9, limit=(max(left, 0.0) + main) / 1e9))
-
-
-def _conds(guider: Any) -> list[dict[str, Any]]:
-    return [cond for group in guider.conds.values() for cond in group or ()]
-
-
-def _numbers(
-    hooks: ModelHooks,
-    guider: Any,
-    latent: Tensor,
-    steps: Sequence[Parts],
-    sigmas: Sequence[float],
-    windows: float,
-    config: ToMAConfig,
-) -> tuple[int, int, int]:
-    """Return three numbers for the step at which a run's caches are largest: elements of updates, elements of keys and
-    values, and conditions with cached entries. steps: see `evaluated_parts`. windows: see `windows_of`."""
-    conds = _conds(guider)
-    of_an_area = partial(
-        hooks.kv_cache_numel,
-        config=config,
-        options=guider.model_options["transformer_options"],
-        controlled=any(cond.get("control") is not None for cond in conds),
-        references=max((cond.get("reference_latents") or [] for cond in conds), key=len, default=[]),
-    )
-    sizes: dict[Area, tuple[int, int]] = {}  # by area: elements of updates, and of keys and values
-
-    def size(area: Area) -> int:
-        if area not in sizes:
-            outside = min(area_size(area or None, latent.shape[2:])) <= 0
-            sizes[area] = (0, 0) if outside else of_an_area(crop(latent, area or None))
-        return sum(sizes[area])
-
-    schedule = Schedule(config, tuple(sigmas[:-1]), finishes=bool(sigmas) and sigmas[-1] == 0.0)
-    held = most_held(steps, schedule, size) or [()]
-    numbers = [of_an_area(latent) if not area else sizes[area] for area in held]
-    updates, keys = (round(sum(parts) * len(latent) * windows) for parts in zip(*numbers, strict=True))
-    return updates, keys, len(held)
 
 
 def _four_bits(updates: int, keys: int, left: float, staging: float, main: float, skipped: float) -> KVCachePlan:
@@ -152,8 +129,7 @@ def _four_bits(updates: int, keys: int, left: float, staging: float, main: float
 
 
 def copier_of(device: torch.device) -> CudaCopier | None:
-    """Return the copier between a device and main memory; None for unknown devices, for a CPU, and for a card that
-    shares main memory with the computer."""
+    """Return the copier between a device and main memory; None for a CPU, unknown devices and integrated GPUs."""
     if device.type != "cuda":  # ROCm calls itself "cuda", too
         return None
     properties = torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
@@ -164,8 +140,7 @@ def copier_of(device: torch.device) -> CudaCopier | None:
 
 def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
     """Return the memory for a run's keys and values; None if they can only lie on the card."""
-    copier = copier_of(device) if plan.main_room else None
-    if copier is None:
+    if not plan.main_room or (copier := copier_of(device)) is None:
         return None
     card_room = plan.keys - plan.in_main if plan.in_main else float("inf")
     return HostMemory(copier, plan.keys, card_room, plan.main_room, plan.bytes - plan.keys + plan.staging, may_take)
@@ -181,14 +156,49 @@ def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], co
     host.card_room = min(host.card_room, room) if by_block else room
 
 
+def main_room() -> float:
+    """Return how many bytes keys and values may take: a share of all memory, so that a seed gives the same picture."""
+    return min(total for total, _ in _memories()) * MAIN_SHARE
+
+
+def may_take(size: int) -> bool:
+    """Return whether `size` bytes may be taken now. ComfyUI first gives up weights pinned for models that are idle."""
+    with warned(), require_api("ensure_pin_budget"):
+        # ComfyUI before 0.26 has no such function.
+        getattr(model_management, "ensure_pin_budget", lambda _: None)(size)
+    return min(available for _, available in _memories()) - _LAST >= size
+
+
+def _memories() -> list[tuple[float, float]]:
+    """Return total and available bytes of the computer, and of the container if its memory is limited."""
+    computer = psutil.virtual_memory()
+    found = [(computer.total, computer.available)]
+    for limit, used in _FILES:
+        try:
+            total, taken = (float((_CGROUPS / name).read_text()) for name in (limit, used))
+            lines = (_CGROUPS / limit).with_name("memory.stat").read_text().splitlines()
+        except (OSError, ValueError):  # the files do not exist, or the limit is "max"
+            continue
+        stat = dict(line.split() for line in lines)
+        # Count cached files as available, as psutil does, because Linux drops them when memory is needed.
+        files = float(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        found.append((total, total - taken + files))
+        break  # the computer may have the files of both versions
+    return found
+
+
 def memory_left(guider: Any, shape: Sequence[int]) -> float:
     """Return how many bytes of the card a run on latents of this shape leaves free; negative if the run does not fit.
-    This is the card's total memory minus the memory that ComfyUI frees before it loads the run's models, see
-    `load_models_gpu`. The memory that is free now does not count, because a seed must give the same image whatever else
-    runs."""
+    This is the total memory minus what ComfyUI frees before it loads the run's models, see `load_models_gpu`. Memory
+    that is free now does not count, because a seed must give the same image whatever else runs."""
     model, options = guider.model_patcher, guider.model_options
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
-    inference = _inference_memory(_AsRun(model, options), shape, guider.conds, controls)
+    usual = model.model.manual_cast_dtype
+    model.model.manual_cast_dtype = dtype_of(model)  # as in the run: ComfyUI applies object patches later
+    try:
+        inference = _inference_memory(model, shape, guider.conds, controls)
+    finally:
+        model.model.manual_cast_dtype = usual
     loaded += [*get_additional_models_from_model_options(options), *model.get_nested_additional_models()]
     # A guider may have a second model, for the negative prompt. Clones of a model share weights, so count them once.
     loaded += [model, *model.model_patches_models(), *(m for m in vars(guider).values() if isinstance(m, ModelPatcher))]
@@ -206,8 +216,8 @@ def _inference_memory(model: Any, shape: Sequence[int], conds: Any, controls: fl
         problem = UnsupportedApiError(f"estimate_memory: {error or type(error).__name__}")
         warn(problem, "with a smaller KV cache, or with none")
         return float("inf")
-    least = model_management.minimum_inference_memory()
-    return max(activations + controls + model_management.extra_reserved_memory(), least)
+    used = activations + controls + model_management.extra_reserved_memory()
+    return max(used, model_management.minimum_inference_memory())
 
 
 def dtype_of(model: ModelPatcher) -> torch.dtype:
@@ -217,8 +227,7 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
 
 def windows_of(guider: Any, latent: Tensor) -> float:
     """Return how many times, on average, one evaluation computes a frame of the latent for a condition: more than once
-    where context windows overlap. Return 0 if the windows move at each step: a step then finds other frames in the
-    cache than its own, so the run gets no cache."""
+    where context windows overlap. Return 0, for no cache, if they move at each step: it would hold other frames."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:
@@ -230,19 +239,6 @@ def windows_of(guider: Any, latent: Tensor) -> float:
         return sum(len(window.index_list) + 1 for window in windows) / latent.shape[handler.dim]
     except (AttributeError, TypeError, IndexError):
         return 1.0  # windows of another pack, of which nothing is known
-
-
-class _AsRun:
-    """Stands in for a model's patcher, with the options and the dtype of the run. In the patcher itself, ComfyUI's
-    estimate of memory finds them only after object patches are applied. A copy of the patcher would detach the model
-    when the copy is deleted."""
-
-    def __init__(self, patcher: ModelPatcher, options: dict[str, Any]) -> None:
-        self._patcher, self.model_options, self.model = patcher, options, copy(patcher.model)
-        self.model.manual_cast_dtype = dtype_of(patcher)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._patcher, name)
 
 
 class _Reserving:
@@ -270,7 +266,6 @@ def reserved(model: Any, more: int) -> Iterator[None]:
     finally:
         ours.more.remove(more)
         if not ours.more and vars(model).get("memory_required") is ours:
-            if ours.before is None:
-                del model.memory_required
-            else:
+            del model.memory_required
+            if ours.before is not None:
                 model.memory_required = ours.before

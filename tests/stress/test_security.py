@@ -86,8 +86,8 @@ def test_python_does_none_of_what_is_refused(shipped: dict[str, str]) -> None:
     assert {f"{name}: {complaint}" for name, text in files.items() for complaint in complaints(text)} == {
         "nodes/widgets.py: (Path(__file__).parents[1] / 'locales' / 'en' / 'nodeDefs.json').read_text",
         "nodes/adapters/report_text.py: (Path(__file__).parents[2] / 'web' / 'i18n' / 'en.json').read_text",
-        "nodes/adapters/main_memory.py: (_CGROUPS / name).read_text",
-        "nodes/adapters/main_memory.py: (_CGROUPS / limit).with_name('memory.stat').read_text",
+        "nodes/adapters/kv_memory.py: (_CGROUPS / name).read_text",
+        "nodes/adapters/kv_memory.py: (_CGROUPS / limit).with_name('memory.stat').read_text",
     }
     assert json.loads(shipped["web/i18n/en.json"])
 

@@ -21,7 +21,6 @@ from tests.nodes.adapters.helpers import balanced
 from tests.recorded_copies import Copies
 
 memory = pack_module("nodes.adapters.kv_memory")
-main_memory = pack_module("nodes.adapters.main_memory")
 Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
 
@@ -149,19 +148,19 @@ def test_the_report_says_where_they_lie(stats_of: Any) -> None:
 @pytest.fixture
 def main_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """main_has(total, available): simulate main memory, without a limit of a container."""
-    monkeypatch.setattr(main_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
 
     def simulate(total: float, available: float) -> None:
         found = SimpleNamespace(total=total, available=available)
-        monkeypatch.setattr(main_memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
+        monkeypatch.setattr(memory, "psutil", SimpleNamespace(virtual_memory=lambda: found))
 
     return simulate
 
 
 def has_limits(room: float, available: float) -> None:
-    assert main_memory.main_room() == pytest.approx(room)
-    assert main_memory.may_take(int(available - 1.1e9))
-    assert not main_memory.may_take(int(available - 0.9e9))
+    assert memory.main_room() == pytest.approx(room)
+    assert memory.may_take(int(available - 1.1e9))
+    assert not memory.may_take(int(available - 0.9e9))
 
 
 @loop(("total", "available", "room"), [(64e9, 60e9, 22.4e9), (32e9, 9e9, 11.2e9), (16e9, 3e9, 5.6e9)])
@@ -174,7 +173,7 @@ def test_main_memory_has_limits(total: float, available: float, room: float, mai
 def test_pinned_weights_of_other_models_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
     monkeypatch.setattr(management, "ensure_pin_budget", asked.append, raising=False)
-    assert main_memory.may_take(1000)
+    assert memory.may_take(1000)
     assert asked == [1000]
 
 
