@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 
@@ -20,23 +20,11 @@ _MAX_REPORTS = 32
 _reports: dict[str, RunStats] = {}  # stats of each `Attachment`'s last run, by `report_id`; the latest run comes last
 
 
-class Watcher(Protocol):
-    """Observes the beginning and the end of a model's runs; the methods must not raise."""
-
-    def began(self) -> None:
-        """Note that a run begins."""
-
-    def ended(self, stats: RunStats) -> None:
-        """Note that a run has ended, with or without an error."""
-
-
 @dataclass(frozen=True)
 class Attachment:
-    """The settings that a patched model carries."""
-
     settings: Settings  # as given by the caller; each run resolves the settings once, see `config_for`
     report_id: str  # id under which the stats of the model's runs are stored
-    watcher: Watcher | None = None
+    watcher: Any = None  # a `NodeStatus`; its `began` and `ended` are called by each run, and must not raise
     ratio_schedule: RatioSchedule = ()  # ratios of the profile; empty without a profile
 
 
@@ -57,8 +45,7 @@ def config_for(settings: Settings, model: ModelPatcher, kv_cache: bool = True) -
 
 
 def last_stats(model: ModelPatcher) -> RunStats | None:
-    """Return the stats of a model's last finished run with ToMA; None if no run has finished, or if its stats were
-    dropped."""
+    """Return the stats of a model's last finished run with ToMA; None if there is none, or its stats were dropped."""
     attachment = attachment_of(model)
     return None if attachment is None else _reports.get(attachment.report_id)
 

@@ -27,7 +27,7 @@ from ...toma_core import StepMode, ToMAConfig
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from . import registry, streams
-from .attachment import Attachment, Settings, Watcher, attachment_of, config_for, keep_stats
+from .attachment import Attachment, Settings, attachment_of, config_for, keep_stats
 from .compat import UnmergedError, arguments, end_interrupted, own_code, require_api, warn, warned, with_argument
 from .compile_ops import allow_more_graphs, compiled, in_one_piece
 from .conditions import Contents, positions_of
@@ -44,7 +44,7 @@ _KEY = "toma"
 
 
 def apply_toma(
-    model: ModelPatcher, settings: Settings, watcher: Watcher | None = None, ratio_schedule: RatioSchedule = ()
+    model: ModelPatcher, settings: Settings, watcher: Any = None, ratio_schedule: RatioSchedule = ()
 ) -> ModelPatcher:
     """Return a clone of the model that merges tokens by these settings; the model itself if the settings switch merging
     off. ratio_schedule: ratios by block and noise level, which replace the ratio of the settings. Any settings that the
@@ -123,7 +123,6 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         result = executor(*args, **kwargs)
         with warned(), own_code():
-            sampling.tracker.check()
             run.draw()
             stats.times_less_work = None if hooks is None else hooks.times_less_work(noise, run)
         return result

@@ -7,13 +7,11 @@ step, at the sigmas of the schedule. For all other samplers, noise levels are re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from inspect import signature
 from types import FunctionType
 from typing import Any, NamedTuple
 
-import torch
 from comfy.k_diffusion import sampling as k_diffusion
 from comfy.patcher_extension import WrappersMP
 from comfy.samplers import KSAMPLER, CFGGuider
@@ -23,30 +21,24 @@ from torch.utils import _contextlib
 from ...toma_core.schedule import step_at
 from .compat import with_argument
 
-# ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule; test_sigmas.py checks them.
-ONCE_A_STEP = (
-    *("sample_euler", "sample_euler_cfg_pp", "sample_euler_ancestral", "sample_euler_ancestral_cfg_pp"),
-    *("sample_lms", "sample_ddpm", "sample_lcm", "sample_ipndm", "sample_ipndm_v", "sample_deis"),
-    *("sample_dpmpp_2m", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu"),
-    *("sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu", "sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
-    *("sample_res_multistep", "sample_res_multistep_cfg_pp", "sample_res_multistep_ancestral"),
-    *("sample_res_multistep_ancestral_cfg_pp", "sample_gradient_estimation", "sample_gradient_estimation_cfg_pp"),
-    *("sample_er_sde", "sample_sa_solver"),
-)
-# Samplers of `ONCE_A_STEP` that draw new noise. Runs with a KV cache measure this noise in each step. This delays
-# nothing: these samplers wait for the device in each step anyway, to test whether the step is the last.
+# ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule, and draw new noise, which runs with a KV
+# cache measure in each step. This delays nothing: these samplers wait for the device anyway, to test for the last step.
 _DRAWS_NOISE = (
-    *("sample_euler_ancestral", "sample_euler_ancestral_cfg_pp", "sample_lcm", "sample_ddpm", "sample_er_sde"),
-    *("sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp", "sample_sa_solver"),
-    *("sample_dpmpp_2m_sde", "sample_dpmpp_2m_sde_gpu", "sample_dpmpp_2m_sde_heun", "sample_dpmpp_2m_sde_heun_gpu"),
-    *("sample_dpmpp_3m_sde", "sample_dpmpp_3m_sde_gpu"),
+    *("euler_ancestral", "euler_ancestral_cfg_pp", "lcm", "ddpm", "er_sde", "sa_solver", "res_multistep_ancestral"),
+    *("res_multistep_ancestral_cfg_pp", "dpmpp_2m_sde", "dpmpp_2m_sde_gpu", "dpmpp_2m_sde_heun"),
+    *("dpmpp_2m_sde_heun_gpu", "dpmpp_3m_sde", "dpmpp_3m_sde_gpu"),
+)
+# All of ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule; test_sigmas.py checks them.
+ONCE_A_STEP = (
+    *_DRAWS_NOISE,
+    *("euler", "euler_cfg_pp", "lms", "ipndm", "ipndm_v", "deis", "dpmpp_2m", "dpmpp_2m_cfg_pp", "res_multistep"),
+    *("res_multistep_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp"),
 )
 # Samplers that amplify the errors of merging. Their error is two to seventeen times the error of Euler's method
 # (benchmarks/results/fidelity/tables.md), so runs with a KV cache merge no step with these samplers.
 _ENLARGES = (
-    *("sample_lms", "sample_ipndm_v", "sample_res_multistep_ancestral", "sample_res_multistep_ancestral_cfg_pp"),
-    *("sample_res_multistep_cfg_pp", "sample_dpmpp_2m_cfg_pp", "sample_dpmpp_2s_ancestral_cfg_pp"),
-    "sample_gradient_estimation_cfg_pp",
+    *("lms", "ipndm_v", "res_multistep_ancestral", "res_multistep_ancestral_cfg_pp", "res_multistep_cfg_pp"),
+    *("dpmpp_2m_cfg_pp", "dpmpp_2s_ancestral_cfg_pp", "gradient_estimation_cfg_pp"),
 )
 # Options that change neither how often nor at which sigmas a sampler evaluates; all others must have their default.
 _PASSIVE = {
@@ -72,13 +64,12 @@ class SigmaTracker:
 
     def __init__(self, sigmas: Sequence[float] = (), sampler: Any = None, guider: Any = None) -> None:
         """sigmas: the schedule, and the noise level at which it ends. sampler, guider: ComfyUI's objects."""
-        self._sigmas, self._name = tuple(sigmas[:-1]), _name_of(sampler)
+        self._sigmas = tuple(sigmas[:-1])
+        self._name = _name_of(sampler)
         self._keeps = _keeps_to_schedule(sampler) and _is_counted(guider)
-        self._scheduled = self._sigmas if self._keeps else ()
         self.enlarges = enlarges(sampler)
         self.evaluation = -1  # index of the evaluation in progress, from 0
         self._given: Tensor | None = None
-        self._taken: dict[int, Tensor] = {}
         self._at: SigmaStep | None = None
         self._last_given: float | None = None  # noise level of the model in the previous evaluation
         self._step = self._unreported = 0
@@ -123,22 +114,20 @@ class SigmaTracker:
         """Return the position of the sampler in its schedule. timestep: noise level of the model call, (B,). If it is
         not the sampler's own tensor, as with some guidance, its value is read."""
         mine = timestep is self._given
-        if mine and self.evaluation < len(self._scheduled):
-            self._taken[self.evaluation] = timestep.detach().flatten()[:1]
-            sigma = self._scheduled[self.evaluation]
+        if mine and self._keeps and self.evaluation < len(self._sigmas):
+            sigma = self._sigmas[self.evaluation]
             return SigmaStep(sigma, self.evaluation, sigma)
         if mine and self._at is not None:
             return self._at
         given = float(timestep.detach().flatten()[0])
-        if self.evaluation < 0 or self._scheduled or not self._sigmas:
+        if self.evaluation < 0 or self._keeps or not self._sigmas:
             return SigmaStep(given, None, given)
         if not mine and self._at is not None:
             return self._at._replace(model_sigma=given)
         self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported is None and self._since > 1)
-        # Limit the sampler's noise level to the levels of its step: another node may have changed the model's noise
-        # level.
+        # Limit the sampler's noise level to its step: another node may have changed the model's noise level.
         ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
         sigma = min(max(given, min(ends)), max(ends))
         self._unreported += by_sigma and given != self._last_given
@@ -152,40 +141,21 @@ class SigmaTracker:
             if self._wraps:
                 return min(self.evaluation, len(self._sigmas) - 1)
             # A noise level that is not in the schedule comes from another node. If it is low, the step need not be
-            # late, so limit the step by the count of evaluations. Samplers that skip steps use noise levels of the
-            # schedule.
+            # late, so limit the step by the count of evaluations. Samplers that skip steps use scheduled noise levels.
             self._kept &= any(abs(sigma - given) <= 1e-3 * sigma for sigma in self._sigmas)
             if not self._kept:
                 by_sigma = min(by_sigma, self.evaluation - self._repeated)
         if not self._reports or self._since > max(3, self._each + 1):
             return by_sigma
         if self._reported is None:
-            # The first evaluation belongs to the first step.
-            return 0 if self._since == 1 else by_sigma
+            return 0 if self._since == 1 else by_sigma  # the first evaluation belongs to the first step
         following = min(self._reported + 1, len(self._sigmas) - 1)
         if self._each and self._since >= self._each:
-            return min(self._reported, following) if self._repeats(given, following) else following
+            # Corrector samplers evaluate again for the step that they have just reported.
+            again = self._since == 1 and given == self._last_given and not self._wraps
+            corrects = again and self._sigmas[following] != self._sigmas[following - 1]
+            return min(self._reported, following) if corrects else following
         return min(max(by_sigma, self._reported), following)
-
-    def _repeats(self, given: float, following: int) -> bool:
-        """Return whether a sampler evaluates again for the step that it has just reported, as corrector samplers do."""
-        again = self._since == 1 and given == self._last_given and not self._wraps
-        return again and self._sigmas[following] != self._sigmas[following - 1]
-
-    def check(self) -> None:
-        """Warn if the sampler left its schedule. Call this only when reading a value no longer delays the device."""
-        if not self._taken:
-            return
-        scheduled = torch.tensor([self._scheduled[n] for n in self._taken])
-        given = torch.cat(list(self._taken.values())).float().cpu()
-        if not torch.allclose(given, scheduled, rtol=1e-3):  # stochastic samplers begin a little below pure noise
-            # Only log a warning: treating the sampler differently from now on would make results depend on earlier
-            # runs.
-            logging.warning(
-                "ToMA: the sampler %s left its schedule, which it was not known to do: some steps were merged by the "
-                "settings of their neighbours. Please report it.",
-                self._name.removeprefix("sample_"),
-            )
 
 
 def enlarges(sampler: Any) -> bool:
@@ -196,7 +166,9 @@ def enlarges(sampler: Any) -> bool:
 
 
 def _name_of(sampler: Any) -> str:
-    return str(getattr(getattr(sampler, "sampler_function", None), "__name__", ""))
+    """Return the name of a sampler's function without ComfyUI's prefix; "" if it has another prefix."""
+    before, _, name = str(getattr(getattr(sampler, "sampler_function", None), "__name__", "")).partition("sample_")
+    return "" if before else name
 
 
 def _wrapped_by(sampler: Any) -> list[Any]:
@@ -210,7 +182,7 @@ def _keeps_to_schedule(sampler: Any) -> bool:
     if type(sampler) is not KSAMPLER:
         return False
     function, options, name = sampler.sampler_function, sampler.extra_options or {}, _name_of(sampler)
-    if name not in ONCE_A_STEP or vars(k_diffusion).get(name) is not function or not _is_comfyuis(function):
+    if name not in ONCE_A_STEP or vars(k_diffusion).get(f"sample_{name}") is not function or not _is_comfyuis(function):
         return False
     known = signature(function).parameters
     return all(o in _PASSIVE or (o in known and _equal(value, known[o].default)) for o, value in options.items())
@@ -232,6 +204,5 @@ def _is_comfyuis(function: Any) -> bool:
 def _is_counted(guider: Any) -> bool:
     """Whether every evaluation of the sampler passes through this pack's wrapper before all other wrappers."""
     names = "__call__", "outer_predict_noise"
-    if not isinstance(guider, CFGGuider) or any(getattr(type(guider), n) is not getattr(CFGGuider, n) for n in names):
-        return False
-    return not guider.model_options["transformer_options"].get("wrappers", {}).get(WrappersMP.SAMPLER_SAMPLE)
+    usual = isinstance(guider, CFGGuider) and all(getattr(type(guider), n) is getattr(CFGGuider, n) for n in names)
+    return usual and not guider.model_options["transformer_options"].get("wrappers", {}).get(WrappersMP.SAMPLER_SAMPLE)

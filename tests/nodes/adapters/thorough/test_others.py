@@ -59,7 +59,7 @@ test_presets_keep_keys_where_they_can = again(kv_cache.test_presets_keep_keys_wh
 
 test_report = again(public_reports.test_report, "tried", [(tried,) for tried in public_reports.THOROUGH])
 
-KNOWN = without(sigmas.KNOWN, sigmas.SAMPLERS, ("unet", "flux"), ("simple", "karras"))
+KNOWN = without(sigmas.KNOWN, sigmas.levels.ONCE_A_STEP, ("unet", "flux"), ("simple", "karras"))
 test_known_samplers_keep_to_their_schedule = compat(
     again(sigmas.test_known_samplers_keep_to_their_schedule, "sampler,kind,scheduler", KNOWN)
 )
