@@ -16,7 +16,6 @@ from ..toma_core.reasons import Message, MessageError, MessageId
 from ..toma_core.stats import RunStats
 from .adapters import report_text
 
-_EVENT = "toma.said"
 Line = Message | str  # a message, or text that needs no translation, such as an empty line
 
 
@@ -59,13 +58,12 @@ class NodeStatus:
         server, client, _ = _running()
         if client is not None and self.node_id is not None:  # without a client ComfyUI would send to every client
             with suppress(RuntimeError):  # raised while the server shuts down
-                server.send_sync(_EVENT, {"node": self.node_id, **_message(lines, details), **more}, client)
+                server.send_sync("toma.said", {"node": self.node_id, **_message(lines, details), **more}, client)
 
 
 @contextmanager
 def status_of(hidden: Any) -> Iterator[NodeStatus]:
-    """Yield the status of the node that is executed. An error raised inside is shown on the node and raised again.
-    hidden: the node's hidden inputs."""
+    """Yield the status of a node with these hidden inputs. Show an error that is raised inside on the node."""
     status = NodeStatus(None if hidden is None else hidden.unique_id)
     try:
         yield status
@@ -92,8 +90,7 @@ def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
 
 def _running() -> tuple[Any, str | None, str | None]:
     """Return ComfyUI's server, the id of the client that queued the running prompt, and the id of the prompt's
-    workflow. An id that is missing is None; all three are None if this pack does not know the form of ComfyUI's
-    queue."""
+    workflow. A missing id is None; all are None if this pack does not know the form of ComfyUI's queue."""
     try:
         server = sys.modules["server"].PromptServer.instance  # missing where ComfyUI runs without a server
         (prompt,) = server.prompt_queue.get_current_queue_volatile()[0]

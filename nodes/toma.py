@@ -1,5 +1,4 @@
-"""The nodes ToMA and ToMA Advanced make a model faster. ToMA has a ratio and a preset, ToMA Advanced has every
-setting."""
+"""The nodes that make a model faster: ToMA, with a ratio and a preset, and ToMA Advanced, with every setting."""
 
 from __future__ import annotations
 
@@ -31,38 +30,33 @@ def complaint(**values: Any) -> bool | str:
 
 
 def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, profile: Any = "") -> io.NodeOutput:
+    notes: tuple[Message, ...] = ()
+    ratio_schedule: RatioSchedule = ()
     with status_of(hidden) as status:
         settings = UserSettings(preset, overrides)
         model = validate_inputs.model(model)
-        settings, ratio_schedule, notes = _profiled(model, settings, profile)
         if settings.off:
             notes = (Status.OFF_STEPS() if settings.resolved().ratio else Status.OFF_RATIO(),)
+        elif profile is not None and (not isinstance(profile, str) or profile.strip()):
+            try:
+                settings, ratio_schedule = _by_profile(model, settings, profile)
+                notes = (Status.BY_PROFILE(),)
+            except ConfigError as error:  # the model is merged by the preset
+                logging.warning("%s", error)
+                notes = (error.message,)
         watcher = replace(status, notes=notes, preset=_left_to_preset(model, settings))
         patched = apply_toma(model, settings, watcher if status.node_id else None, ratio_schedule)
     return io.NodeOutput(patched, ui=said(notes) if notes else None)
 
 
-def _profiled(model: Any, settings: UserSettings, text: Any) -> tuple[UserSettings, RatioSchedule, tuple[Message, ...]]:
-    """Return the settings and ratios that a profile's text gives for a model, and the notes that the node shows.
-
-    The profile's settings override the settings of the preset, and the user's settings override both. Only the ratio is
-    an exception: the profile's ratios override the user's ratio. Without a profile that fits the model, `settings` is
-    returned as it is. Raises `UnsupportedModelError`.
-    """
-    if settings.off or text is None or (isinstance(text, str) and not text.strip()):
-        return settings, (), ()
-    try:
-        profile = parsed(text)
-        ratio_schedule = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
-        by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
-        return (
-            UserSettings(settings.preset, {**vars(profile.config), **by_hand}),
-            ratio_schedule,
-            (Status.BY_PROFILE(),),
-        )
-    except ConfigError as error:
-        logging.warning("%s", error)
-        return settings, (), (error.message,)
+def _by_profile(model: Any, settings: UserSettings, text: Any) -> tuple[UserSettings, RatioSchedule]:
+    """Return the settings and ratios that a profile's text gives for a model. The profile's settings override the
+    preset's, and the user's override both, except that the profile's ratios override the user's ratio. Raises
+    `ConfigError` if the profile does not fit the model, and `UnsupportedModelError`."""
+    profile = parsed(text)
+    ratio_schedule = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
+    by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
+    return UserSettings(settings.preset, {**vars(profile.config), **by_hand}), ratio_schedule
 
 
 def _left_to_preset(model: Any, settings: UserSettings) -> dict[str, Any]:
@@ -72,7 +66,8 @@ def _left_to_preset(model: Any, settings: UserSettings) -> dict[str, Any]:
 
 
 def _schema(node_id: str, *settings: Any) -> io.Schema:
-    inputs = [io.Model.Input("model"), *settings, widgets.profile()]
+    profile = io.String.Input("profile", default="", optional=True, advanced=True)
+    inputs = [io.Model.Input("model"), *settings, profile]
     # Not idempotent, because each of several nodes with equal inputs must show its own model's runs.
     return widgets.schema(node_id, inputs, io.Model.Output(), not_idempotent=True)
 
@@ -107,9 +102,9 @@ class ToMAAdvanced(io.ComfyNode):
         window_size: int | None = None,
         sharpness: float | None = None,
     ) -> bool | str:
-        """Return True, or a text on what is wrong with these inputs. ComfyUI cannot check them: it does not compare
-        start and end, and it accepts every value from -1 to the maximum, because -1 stands for the preset's value.
-        ComfyUI shows the text at every input; web/toma.js finds the faulty input."""
+        """Return True, or what is wrong with these inputs. ComfyUI cannot check them: it does not compare start and
+        end, and it accepts every value from -1 to the maximum, because -1 stands for the preset's value. ComfyUI shows
+        the text at every input; web/toma.js finds the faulty input."""
         given = {name: value for name, value in locals().items() if value is not None}
         return complaint(**widgets.overridden(given))
 

@@ -20,15 +20,13 @@ _TEXTS = json.loads((Path(__file__).parents[1] / "locales" / "en" / "nodeDefs.js
 _SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
 _FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # always shown; all other settings are advanced
-# Values that leave a field to the preset: `_PRESET` in lists and switches, `_UNSET` in numbers, because no number of a
-# config is negative.
+# Values that leave a field to the preset: `_PRESET` in lists and switches, `_UNSET` in numbers: no number is negative.
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
 
 
 def schema(node_id: str, inputs: list[Any], *outputs: Any, words: Sequence[str] = (), **more: Any) -> io.Schema:
-    """Return a node's schema with its English texts, which `locales` has for all languages. words: search terms
-    in addition to those of all nodes. more: other arguments of `io.Schema`."""
+    """Return a node's schema with its English texts. words: own search terms. more: other arguments of `io.Schema`."""
     texts = _TEXTS[node_id]
     for item in inputs:
         item.tooltip = texts["inputs"][item.id]["tooltip"]
@@ -44,38 +42,28 @@ def schema(node_id: str, inputs: list[Any], *outputs: Any, words: Sequence[str] 
 
 
 def ratio() -> Any:
-    """Return the input for the share of tokens that is merged away."""
     spec = setting_spec("ratio")
     limits = {"min": spec.minimum, "max": spec.maximum, "step": spec.step}
     return io.Float.Input("ratio", default=spec.default, display_name="ratio", **limits)
 
 
 def preset() -> Any:
-    """Return the input that selects a preset by its name."""
     return io.Combo.Input("preset", options=list(PRESETS), default=next(iter(PRESETS)))
 
 
-def profile() -> Any:
-    """Return the input for the text of a profile, which is saved in the workflow."""
-    return io.String.Input("profile", default="", optional=True, advanced=True)
-
-
 def overrides() -> list[Any]:
-    """Return an input for every field of `ToMAConfig` except `ratio` and internal fields. An input that is not set
-    stands for the preset's value."""
+    """Return an input for every field of `ToMAConfig` that a user may override, except `ratio`."""
     return [_override(name) for name in dict.fromkeys((*_FRONT, *_fields()))]
 
 
 def overridden(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the user has set, by name. values: the widgets' values, by name; names that are no field,
-    as in workflows of an older version, are ignored."""
+    """Return the fields that the user has set. values: of widgets, by name; an old workflow may have other names."""
     given = {name: values[name] for name in _fields() if name in values and _is_set(values[name])}
     return {name: _SWITCH.get(value, value) if isinstance(value, str) else value for name, value in given.items()}
 
 
 def _fields() -> list[str]:
-    names = [field.name for field in fields(ToMAConfig) if field.name != "ratio"]
-    return [name for name in names if not setting_spec(name).internal]
+    return [f.name for f in fields(ToMAConfig) if f.name != "ratio" and not setting_spec(f.name).internal]
 
 
 def _override(name: str) -> Any:
@@ -94,10 +82,9 @@ def _override(name: str) -> Any:
 
 
 def _values(preset: str, name: str) -> list[Any]:
-    """Return the values of a field in a preset, for UNets and for transformers. The page shows both until a run reveals
-    the kind of model."""
-    kinds = ModelKind.UNET, ModelKind.TRANSFORMER
-    values = [getattr(UserSettings(preset).resolved(kind), name) for kind in kinds]
+    """Return the values of a field in a preset, for UNets and for transformers: the page shows both before a run."""
+    settings = UserSettings(preset)
+    values = [getattr(settings.resolved(kind), name) for kind in (ModelKind.UNET, ModelKind.TRANSFORMER)]
     return list(dict.fromkeys(value.value if isinstance(value, Enum) else value for value in values))
 
 

@@ -45,8 +45,8 @@ class OwnError(UnmergedError):
 
 @contextmanager
 def require_api(name: str) -> Iterator[None]:
-    """Raise `UnsupportedApiError` with `name` if the lines inside fail to find a part of ComfyUI. The lines inside must
-    not call code of this pack: a TypeError in that code would be taken for an unknown ComfyUI."""
+    """Raise `UnsupportedApiError` with `name` if the lines inside fail to find a part of ComfyUI. They must not call
+    code of this pack: a TypeError in that code would be taken for an unknown ComfyUI."""
     try:
         yield
     except (AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
@@ -55,8 +55,7 @@ def require_api(name: str) -> Iterator[None]:
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Raise `OwnError` if code of this pack fails, so that the run continues unmerged. Errors for the user and
-    out-of-memory errors pass through; in tests all errors do."""
+    """Raise `OwnError` if code of this pack fails. Errors for the user and out-of-memory errors pass, in tests all."""
     try:
         yield
     except (MessageError, torch.OutOfMemoryError):
@@ -76,17 +75,10 @@ def warned() -> Iterator[None]:
         warn(error)
 
 
-@contextmanager
-def optional_api(name: str) -> Iterator[None]:
-    """Log a warning in place of an `UnsupportedApiError`, see `require_api`, and continue."""
-    with warned(), require_api(name):
-        yield
-
-
-_FAILED = "this version of ComfyUI-ToMA has failed (%s). Sampling goes on %s; please report it."
+_FAILED = "ToMA: this version of ComfyUI-ToMA has failed (%s). Sampling goes on %s; please report it."
 _UNKNOWN = (
-    "this ComfyUI has something that this version of ComfyUI-ToMA does not know (%s). Sampling goes on %s; please look "
-    "for a newer version of the pack."
+    "ToMA: this ComfyUI has something that this version of ComfyUI-ToMA does not know (%s). Sampling goes on %s; "
+    "please look for a newer version of the pack."
 )
 
 
@@ -95,8 +87,7 @@ def warn(error: UnmergedError, consequence: str = "without merging") -> None:
     text, own = str(error), isinstance(error, OwnError)
     if text not in _warned:
         _warned.add(text)
-        message = "ToMA: " + (_FAILED if own else _UNKNOWN)
-        logging.warning(message, text, consequence, exc_info=error if own else None)
+        logging.warning(_FAILED if own else _UNKNOWN, text, consequence, exc_info=error if own else None)
 
 
 # Options of ComfyUI that switch off CUDA graphs and ComfyUI's compiler. Both need all evaluations of a model to be
@@ -146,8 +137,8 @@ def comfyui_lines() -> tuple[Message, ...]:
     except (ImportError, AttributeError):
         return ()
     here, tried = ([int(part) if part.isdecimal() else 0 for part in v.split(".")] for v in (version, NEWEST_TRIED))
-    untried = (Line.UNTRIED_COMFYUI(version=version, tried=NEWEST_TRIED),) if here > tried else ()
-    return (Line.COMFYUI(version=version), *untried)
+    untried = [Line.UNTRIED_COMFYUI(version=version, tried=NEWEST_TRIED)] if here > tried else []
+    return Line.COMFYUI(version=version), *untried
 
 
 def arguments(args: Sequence[Any], kwargs: Mapping[str, Any], **positions: int) -> list[Any]:
@@ -165,10 +156,9 @@ def with_argument(
 
 
 def check(module: nn.Module, hook: object) -> None:
-    """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`. The hook's `BlockSignature`
-    names the arguments that the hook knows; without a signature its `__call__` does. The known positional arguments
-    must be the first ones of the class's `forward`, with the same names, except before a `/`. Known named arguments
-    must exist. Other arguments of `forward` must have defaults, and the hook must take them by a `**rest`."""
+    """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`. The hook's `BlockSignature` or
+    `__call__` names the arguments that the hook knows: positional ones must come first in `forward`, by the same names
+    except before a `/`, and named ones must exist. All others must have defaults, and the hook must have a `**rest`."""
     module = getattr(module, "_orig_mod", module)  # not torch.compile's wrapper, which takes any argument
     try:
         theirs = list(signature(type(module).forward).parameters.values())[1:]
@@ -186,12 +176,8 @@ def check(module: nn.Module, hook: object) -> None:
         has_rest = any(p.kind is Parameter.VAR_KEYWORD for p in ours)
     else:
         places, names, has_rest = list(taken.positional_args), {*taken.positional_args, *taken.required_kwargs}, True
+    known = [p.name for p in theirs]
     others = [p for p in theirs if p.name not in names]
-    if (
-        [p.name for p in theirs[: len(places)]] != places
-        or not names <= {p.name for p in theirs}
-        or any(p.default is Parameter.empty and p.kind is not Parameter.VAR_KEYWORD for p in others)
-        or (others and not has_rest)
-    ):
-        arguments = ", ".join(p.name for p in theirs)
-        raise UnsupportedApiError(f"{type(module).__name__}.forward({arguments})")
+    needed = [p for p in others if p.default is Parameter.empty and p.kind is not Parameter.VAR_KEYWORD]
+    if known[: len(places)] != places or not names <= {*known} or needed or (others and not has_rest):
+        raise UnsupportedApiError(f"{type(module).__name__}.forward({', '.join(known)})")

@@ -1,9 +1,8 @@
 """Merge inside the graphs of torch.compile, through operators that the compiler does not trace.
 
 Merging depends on content, step and run, and tracing would freeze all of these in the graph. Merging outside of graphs
-would break the graph within the loop over blocks. Each block would then be a separate graph, and guards would cost most
-of the time that compiling saves. Therefore a graph contains operators that get shapes and the number of a
-`chain.ChainSite`.
+would break the graph at every block, and guards would then cost most of the time that compiling saves. Therefore a
+graph contains operators that get shapes and the number of a `chain.ChainSite`.
 """
 
 from __future__ import annotations
@@ -17,23 +16,20 @@ from torch import Tensor
 
 from ...toma_core.kernels.layout import free_namespace
 
-# Maximum number of graphs per function: enough for a few dozen image sizes and prompt lengths.
-_GRAPHS = 64
+_GRAPHS = 64  # maximum number per function: enough for a few dozen image sizes and prompt lengths
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
 def compiled(model_options: dict[str, Any]) -> bool:
-    """Whether merging takes place inside the graphs of this model. It does if ComfyUI compiles the model with Inductor,
-    without CUDA graphs and in a known mode. A CUDA graph would replay the work that the operators did during the
-    recording."""
+    """Whether merging takes place inside the graphs of this model: ComfyUI compiles it with Inductor, in a known mode
+    and without CUDA graphs, which would replay the work that the operators did during the recording."""
     kwargs = model_options.get("torch_compile_kwargs") or {}
     options = kwargs.get("options") or {}
     return kwargs.get("backend") == "inductor" and kwargs.get("mode") in _MODES and not options.get("triton.cudagraphs")
 
 
 def in_one_piece(model_options: dict[str, Any]) -> bool:
-    """Whether torch.compile must make one graph of the model, and raises an error where merging would break the
-    graph."""
+    """Whether torch.compile makes one graph of the model, and raises an error where merging would break it."""
     return bool((model_options.get("torch_compile_kwargs") or {}).get("fullgraph"))
 
 
@@ -49,8 +45,7 @@ def allow_more_graphs() -> None:
 
 
 _numbers = itertools.count()
-# Sites by number. The references are weak, so that a site lives only as long as its hook, and a hook only as long as
-# its model.
+# Sites by number. References are weak, so that a site lives only as long as its hook, and a hook only as its model.
 _sites: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -95,43 +90,42 @@ def _rope(rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, de
     return merged
 
 
-_namespace = free_namespace("toma_graphs", "enter")
-_library = torch.library.Library(_namespace, "FRAGMENT")
-# The tags give operators tensors with the strides of eager mode, and keep operators out of CUDA graphs.
-_tags = tuple(
-    getattr(torch.Tag, name) for name in ("needs_fixed_stride_order", "cudagraph_unsafe") if hasattr(torch.Tag, name)
-)
-_SIZES = "int site, SymInt before, SymInt tokens, SymInt destinations, int axis"
-_library.define("enter(Tensor x, int site, SymInt destinations) -> Tensor", tags=_tags)
-_library.define("leave(Tensor out, Tensor reduced, Tensor x, int site) -> Tensor", tags=_tags)
-_library.define(f"attend(Tensor t, str what, {_SIZES}) -> Tensor", tags=_tags)
-_library.define(f"rope(Tensor rope, Tensor reduced, {_SIZES}) -> Tensor", tags=_tags)
-for _name, _function in (("enter", enter), ("leave", _leave), ("attend", _attend), ("rope", _rope)):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-operators = getattr(torch.ops, _namespace)
-
-
-@torch.library.register_fake(f"{_namespace}::enter", lib=_library)
 def _fake_enter(x: Tensor, site: int, destinations: int) -> Tensor:
     return x.new_empty(x.shape[0], destinations, x.shape[2])
 
 
-@torch.library.register_fake(f"{_namespace}::leave", lib=_library)
 def _fake_leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake(f"{_namespace}::attend", lib=_library)
 def _fake_attend(t: Tensor, what: str, site: int, before: int, tokens: int, destinations: int, axis: int) -> Tensor:
     shape = list(t.shape)
     shape[axis] += tokens - destinations
     return t.new_empty(shape)
 
 
-@torch.library.register_fake(f"{_namespace}::rope", lib=_library)
 def _fake_rope(
     rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, destinations: int, axis: int
 ) -> Tensor:
     shape = [reduced.shape[0], *rope.shape[1:]]
     shape[axis] += destinations - tokens
     return rope.new_empty(shape)
+
+
+_namespace = free_namespace("toma_graphs", "enter")
+_library = torch.library.Library(_namespace, "FRAGMENT")
+# The tags give operators tensors with the strides of eager mode, and keep operators out of CUDA graphs.
+_KNOWN = ("needs_fixed_stride_order", "cudagraph_unsafe")
+_TAGS = [getattr(torch.Tag, name) for name in _KNOWN if hasattr(torch.Tag, name)]
+_SIZES = "int site, SymInt before, SymInt tokens, SymInt destinations, int axis"
+for _schema, _function, _fake in (
+    ("enter(Tensor x, int site, SymInt destinations) -> Tensor", enter, _fake_enter),
+    ("leave(Tensor out, Tensor reduced, Tensor x, int site) -> Tensor", _leave, _fake_leave),
+    (f"attend(Tensor t, str what, {_SIZES}) -> Tensor", _attend, _fake_attend),
+    (f"rope(Tensor rope, Tensor reduced, {_SIZES}) -> Tensor", _rope, _fake_rope),
+):
+    _name = _schema.partition("(")[0]
+    _library.define(_schema, tags=_TAGS)
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_namespace}::{_name}", _fake, lib=_library)
+operators = getattr(torch.ops, _namespace)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .compat import optional_api
+from .compat import require_api, warned
 
 
 def chunks_of(batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
@@ -30,8 +30,7 @@ _SWITCHES = ("run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn")
 
 
 def patches_of(transformer_options: Mapping[str, Any]) -> Hashable:
-    """Return the options in `_SWITCHES` that are off, and the patches by the names of their functions. The functions
-    themselves cannot be compared between evaluations, because many nodes create them in each evaluation."""
+    """Return the options in `_SWITCHES` that are off, and the patches by name: many nodes create new functions."""
     added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
     return (
         *(switch for switch in _SWITCHES if not transformer_options.get(switch, True)),
@@ -46,8 +45,7 @@ def _name(function: Any) -> tuple[str, str]:
 
 
 def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
-    """Return an area (sizes, then starts) of an image, (B, C, ..., H, W). An area that names no frames covers all
-    frames."""
+    """Return an area (sizes, then starts) of an image, (B, C, ..., H, W); without frames, it covers all frames."""
     if area is None:
         return image
     half = len(area) // 2
@@ -60,19 +58,15 @@ def crop(image: Tensor, area: Sequence[int] | None) -> Tensor:
 def area_size(area: Sequence[int] | None, size: Sequence[int]) -> tuple[int, ...]:
     """Return the size of the part of an area that lies inside a latent of this size, (rows, columns) or (frames, rows,
     columns). A number is 0 or negative if the area lies outside of the latent."""
-    if area is None:
-        return tuple(size)
-    half = len(area) // 2
+    half = len(area or ()) // 2
     first = max(0, len(size) - half)
-    return *size[:first], *(
-        min(n, side - at) for n, side, at in zip(area[:half], size[first:], area[half:], strict=False)
-    )
+    cut = zip(area[:half], size[first:], area[half:], strict=False) if area else ()
+    return *size[:first], *(min(n, side - at) for n, side, at in cut)
 
 
 def is_active(cond: Mapping[str, Any], sigma: float) -> bool:
     """Whether ComfyUI evaluates a condition at this noise level."""
-    # Round the limits to single precision, as ComfyUI does when it compares them with the noise level. Without
-    # rounding, a condition that begins exactly at a step could count as inactive in that step.
+    # In single precision, as in ComfyUI: otherwise a condition that begins at a step could count as inactive in it.
     start = np.float32(cond.get("timestep_start", np.inf))
     end = np.float32(cond.get("timestep_end", -np.inf))
     return bool(start >= sigma >= end)
@@ -82,7 +76,7 @@ def set_hooks(model: Any, conds: Sequence[Mapping[str, Any]], timestep: Tensor, 
     """Set the weight hooks of conditions to their keyframes for an evaluation, so that `state_of` returns the strengths
     with which the model will run. ComfyUI itself sets the keyframes later."""
     for hooks in (cond["hooks"] for cond in conds if cond.get("hooks") is not None):
-        with optional_api("ModelPatcher.prepare_hook_patches_current_keyframe"):
+        with warned(), require_api("ModelPatcher.prepare_hook_patches_current_keyframe"):
             model.current_patcher.prepare_hook_patches_current_keyframe(timestep, hooks, model_options)
 
 
@@ -104,8 +98,7 @@ def positions_of(transformer_options: Mapping[str, Any]) -> Hashable:
     return tuple(sorted((transformer_options.get("rope_options") or {}).items()))
 
 
-# Entries of a condition that are not compared. They say when, where and how strongly the condition takes part, or are
-# made from other entries.
+# Entries that are not compared: when, where and how strongly a condition takes part, and what other entries make.
 _NOT_CONTENT = {
     *("uuid", "strength", "area", "mask", "mask_strength", "set_area_to_bounds", "default", "model_conds"),
     *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
@@ -122,7 +115,7 @@ class Contents:
     """
 
     def __init__(self, conds: Mapping[str, Sequence[Mapping[str, Any]] | None] = {}) -> None:
-        """Compare all conditions before sampling begins. conds: by group ("positive", "negative")."""
+        """conds: all conditions before sampling begins, by group ("positive", "negative")."""
         self._first = [cond for members in conds.values() for cond in members or ()]
         # The id of the first condition with the same content: in `_of` by a condition's id, in `_stands` by content.
         self._of: dict[Hashable, Hashable] = {cond["uuid"]: cond["uuid"] for cond in self._first}

@@ -1,8 +1,7 @@
 """Measure the error of merging during an unmerged sampling run: one site at a time, once in each band.
 
 A site is a group of blocks, a band is a range of steps. At one step of each band, the first condition is evaluated
-again for each site, with only this site merged. The error is the difference from the clean image that the unmerged
-model predicts.
+again for each site, with only this site merged. The error is the change of the clean image that the model predicts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from ...toma_core import ToMAConfig
 from ...toma_core.profile import entry_of
 from .blocks import BlockFacts
-from .compat import arguments, optional_api
+from .compat import arguments, require_api, warned
 from .conditions import is_active
 from .model_hooks import SAMPLING
 from .origin import unwrapped
@@ -30,8 +29,7 @@ _KEY = "toma_probes"
 RATIO = 0.5  # at which single sites are measured
 RATIOS = (0.25, 0.5, 0.75)  # at which all sites together are measured, in the middle band
 MAX_BANDS = 3
-# Keys of wrappers that are removed from a model before measuring. ComfyUI's step caches would return results of earlier
-# steps, and torch.compile would build a graph for every site and ratio.
+# Wrappers that measuring removes: step caches return results of earlier steps, torch.compile makes a graph per site.
 _LEFT_OUT = ("easycache", "lazycache", "torch.compile")
 
 
@@ -68,10 +66,9 @@ class Probes:
         the error of all sites together. Sites that gave NaN at any time must not be merged and are left out."""
         errors = {key: float(error) for key, error in self._errors.items()}
         joint = {ratio: error for (_, site, ratio), error in errors.items() if site is None}
-        single = {(site, band): error for (band, site, _), error in errors.items() if site is not None}
-        broken = {site for (site, _), error in single.items() if not math.isfinite(error)}
-        usable = {cell: error for cell, error in single.items() if cell[0] not in broken}
-        return {(*cell, ratio): error * _growth(joint, ratio) for cell, error in usable.items() for ratio in RATIOS}
+        broken = {site for (_, site, _), error in errors.items() if not math.isfinite(error)}
+        single = {(s, band): error for (band, s, _), error in errors.items() if s is not None and s not in broken}
+        return {(*cell, ratio): error * _growth(joint, ratio) for cell, error in single.items() for ratio in RATIOS}
 
     def _evaluated(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate all conditions unmerged for the sampler. At one step of each band, measure each site's error."""
@@ -115,7 +112,7 @@ class Probes:
 def without_caches(model: ModelPatcher) -> ModelPatcher:
     """Return a clone without ComfyUI's step caches and torch.compile."""
     patched = model.clone()
-    with optional_api("ModelPatcher.wrappers, object_patches"):
+    with warned(), require_api("ModelPatcher.wrappers, object_patches"):
         for wrappers in patched.wrappers.values():
             for key in _LEFT_OUT:
                 wrappers.pop(key, None)
@@ -144,8 +141,7 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
     groups = list(stacks.values())
 
     def joint_work(index: int) -> tuple[bool, float]:
-        """Return a sorting key of two neighbouring groups; the groups with the smallest key are joined first. Groups of
-        equal resolution come before others, then groups with the least work."""
+        """Return the sorting key of two neighbouring groups: equal resolution comes first, then the least work."""
         a, b = groups[index : index + 2]
         return a[0].tokens != b[0].tokens, math.fsum(block.flops() for block in (*a, *b))
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from string import Formatter
+from types import SimpleNamespace
 from typing import Any
 
-from ...toma_core import reasons
+from ...toma_core import ToMAConfig, reasons
 from ...toma_core.reasons import Message, MessageId, Reason
 from ...toma_core.stats import RunStats
 
@@ -66,18 +67,10 @@ def label(setting: str) -> str:
     return str(ENGLISH["labels"].get(setting, setting.replace("_", " ")))
 
 
-class _Labels:
-    """Format `{label.ratio}` in a text as the label of the setting `ratio`."""
-
-    def __getattr__(self, setting: str) -> str:
-        return label(setting)
-
-
 class _English(Formatter):
-    """Format the values that a message's text names."""
+    """Format the values that a message's text names; numbers have no trailing zeros, unless the text has a spec."""
 
     def format_field(self, value: Any, spec: str) -> str:
-        """Return a value as text, a number without trailing zeros unless the text asks for decimals."""
         if isinstance(value, tuple):
             return ", ".join(self.format_field(each, spec) for each in value)
         return format(value, spec or (".10g" if isinstance(value, float) else ""))
@@ -85,21 +78,20 @@ class _English(Formatter):
 
 def _english(message: Message) -> str:
     values = {name: label(str(value)) if name == "setting" else value for name, value in message.params}
-    return _English().format(ENGLISH["messages"][message.id.value], label=_Labels(), **values)
+    labels = SimpleNamespace(**{setting: label(setting) for setting in ToMAConfig.__dataclass_fields__})
+    return _English().format(ENGLISH["messages"][message.id.value], label=labels, **values)
 
 
 reasons.reader = _english
 
 
 def headline(stats: RunStats) -> Message:
-    """Return the first line: the share of tokens that is merged, in how many blocks and steps, or why none is
-    merged."""
+    """Return the first line: the share of tokens that is merged, in how many blocks and steps, or why none is."""
     unmerged = stats.unmerged_reasons()
-    total = len(stats.blocks)
     ratios = stats.ratios_in_blocks
     if not ratios:
         return Line.NOTHING_MERGED(reason=[*stats.unmerged_calls, *unmerged, _why_full(stats)][0])
-    steps = len(ratios)
+    steps, total = len(ratios), len(stats.blocks)
     # A block that merges in only some of the merged steps counts as a fraction of a block.
     merged = max(1, round(sum(len(at & ratios.keys()) for at in stats.merged_at.values()) / steps))
     share = _at_most(stats, Line.PERCENT(value=100 * sum(ratios.values()) / steps))
@@ -171,7 +163,6 @@ def _at_most(stats: RunStats, share: Message | float) -> Message | float:
 
 
 def _how(stats: RunStats) -> list[Message]:
-    names = tuple(sorted(stats.kernels, key=str))
     lines = [
         stats.merged_blocks and Line.PLANS(selections=stats.selections, weightings=stats.weighings),
         stats.cache_bytes and Line.RESIDUAL_CACHE(size=stats.cache_bytes / 1e6),
@@ -181,7 +172,7 @@ def _how(stats: RunStats) -> list[Message]:
         not stats.kv_pinned and Line.KV_NOT_PINNED(),
         stats.kv_skipped and Line.KV_FEWER_BLOCKS(percent=100 * stats.kv_skipped),
         stats.attentions >= {(False, False), (True, True)} and Line.ATTENTION_LEFT(),
-        names and Line.KERNELS(names=names),
+        stats.kernels and Line.KERNELS(names=tuple(sorted(stats.kernels, key=str))),
         *stats.comfyui,
     ]
     return [line for line in lines if isinstance(line, Message)]

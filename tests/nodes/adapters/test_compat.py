@@ -82,7 +82,7 @@ def test_errors_of_others_go_through() -> None:
 
 def test_same_warning_once(warnings: Any) -> None:
     for name in ("one", "two", "one"):
-        with contract.optional_api(name):
+        with contract.warned(), contract.require_api(name):
             raise KeyError("gone")
     assert [w.split("(")[1].split(")")[0] for w in warnings()] == ["one: 'gone'", "two: 'gone'"]
 
