@@ -157,7 +157,7 @@ def auto() -> Rows:
         kind = around[0] if around else cost_model.Granularity.STACK
         said = []
         for card in (cost_model.Card(*card) for card in CARDS.values()):
-            share = cost_model.computing(side**2, 1, width, torch.float16, card, block) / block.launching(kind)
+            share = block.flops(side**2, 1, width) / card.rate(torch.float16) / block.launching(kind)
             unmerged = cost_model.too_little(side**2, 1, width, torch.float16, card, block, kind)
             said.append(f"{share:.{0 if share >= 10 else 2}f}, {'not merged' if unmerged else 'merged'}")
         yield [name, f"{side}x{side}x{width}", *said]

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..toma_core.reasons import Message, MessageError, MessageId
+from ..toma_core.reasons import Message, MessageError, MessageId, json_of
 from ..toma_core.stats import RunStats
 from .adapters import report_text
 
@@ -83,7 +83,7 @@ def said(lines: Sequence[Line], details: Sequence[Line] = ()) -> dict[str, Any]:
 def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
     """Return lines and details as data for the page, and as English text for other clients."""
     text, details_text = ("\n".join(map(str, part)) for part in (lines, details))
-    shown, more = ([line if isinstance(line, str) else line.json() for line in part] for part in (lines, details))
+    shown, more = (list(map(json_of, part)) for part in (lines, details))
     _, _, graph = _running()
     return {"graph": graph, "text": text, "details": details_text, "lines": shown, "more": more}
 

@@ -96,7 +96,7 @@ def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
     """
     reasons: dict[str, list[str]] = {}
     for number, reason in enumerate(stats.unmerged_reasons(), 1):
-        for block in {each.block for each in stats.unmerged[reason] if each.block is not None}:
+        for block in {block for block, _ in stats.unmerged[reason] if block is not None}:
             reasons.setdefault(block, []).append(str(number))
     stacks: dict[str, list[str]] = {}
     for block in sorted(stats.blocks, key=natural_order):

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .host_memory import HostMemory
-from .parked import Parked
+from .host_memory import HostMemory, Parked
 from .quant4 import Int4Tensor, quantize
 
 Key = tuple[Hashable, Hashable]  # (name, signature of the condition)

@@ -85,11 +85,6 @@ def card_of(device: torch.device) -> Card | None:
     return Card(facts.name, (facts.major, facts.minor), facts.multi_processor_count, clock)
 
 
-def computing(tokens: int, images: int, width: int, dtype: torch.dtype, card: Card, block: Block) -> float:
-    """Return the estimated seconds that the card takes for a block. The arguments are those of `too_little`."""
-    return block.flops(tokens, images, width) / card.rate(dtype)
-
-
 def too_little(
     tokens: int, images: int, width: int, dtype: torch.dtype, card: Card | None, block: Block, granularity: Granularity
 ) -> Message | None:
@@ -101,6 +96,6 @@ def too_little(
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)
-    if card is None or computing(tokens, images, width, dtype, card, block) >= block.launching(granularity):
+    if card is None or block.flops(tokens, images, width) / card.rate(dtype) >= block.launching(granularity):
         return None
     return Reason.TOO_LITTLE_WORK()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .kernels.layout import joined
-from .selection import chosen_similarity, in_parts
+from .selection import cosine_similarity, in_parts
 from .windows import Budget, Windows, WithTensors
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def weigh(
 ) -> MergePlan:
     """Return the plan for given destinations (paper, equations 3 to 6), with weights of `dtype`. x: (B, W, S, C)
     features in window layout, any float dtype; dest_slots: (B, W, K) int64."""
-    similarity = in_parts(chosen_similarity, x, dest_slots)  # cos(d_j, x_i), (B, W, K, S) fp32
+    similarity = in_parts(cosine_similarity, x, dest_slots)  # cos(d_j, x_i), (B, W, K, S) fp32
     if budget.valid is not None:
         similarity = similarity.masked_fill(~budget.valid[..., None], -torch.inf)
     A = (sharpness * similarity).softmax(dim=2)  # over destinations

@@ -90,10 +90,6 @@ class Message:
         """Return the message as text, formatted by `reader`."""
         return reader(self)
 
-    def json(self) -> dict[str, Any]:
-        """Return the message as data for the page."""
-        return {"id": self.id.value, "params": {name: _json(value) for name, value in self.params}}
-
 
 def plain(value: Value) -> str:
     """Return a message as its id and parameters, `out_of_range: setting=ratio, value=2`; other values as a string."""
@@ -102,6 +98,15 @@ def plain(value: Value) -> str:
     if not isinstance(value, Message) or not value.params:
         return value.id.value if isinstance(value, Message) else str(value)
     return f"{value.id.value}: {', '.join(f'{name}={plain(each)}' for name, each in value.params)}"
+
+
+def json_of(value: Value) -> Any:
+    """Return a message or a value as data for ComfyUI's page."""
+    if isinstance(value, Message):
+        return {"id": value.id.value, "params": {name: json_of(each) for name, each in value.params}}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity and no NaN
+    return [json_of(each) for each in value] if isinstance(value, tuple) else value
 
 
 reader: Callable[[Message], str] = plain
@@ -116,11 +121,3 @@ class MessageError(ValueError):
         super().__init__(" ".join((f"{self.prefix}{message}", *map(str, details))))
         self.message = message
         self.details = details
-
-
-def _json(value: Value) -> Any:
-    if isinstance(value, Message):
-        return value.json()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no infinity and no NaN
-    return [_json(each) for each in value] if isinstance(value, tuple) else value

@@ -104,19 +104,14 @@ def normalized(x: Tensor) -> Tensor:
     return F.normalize(x.float(), dim=-1, eps=1e-12)
 
 
-def cosine_similarity(x: Tensor) -> Tensor:
-    """Return S_ij = cos(x_i, x_j): (..., S, C) any float dtype -> (..., S, S) fp32. Cosines of tokens that hold NaN or
-    infinity are 0, because NaN gains would make the search pick a slot twice."""
-    x = normalized(x)
-    return (x @ x.mT).nan_to_num_(nan=0.0)
-
-
-def chosen_similarity(x: Tensor, dest_slots: Tensor) -> Tensor:
-    """Return cosines of destinations and tokens: (..., S, C) any float dtype, (..., K) int64 -> (..., K, S) fp32. See
-    `cosine_similarity`."""
-    x = normalized(x)
-    destinations = x.gather(-2, dest_slots[..., None].expand(*dest_slots.shape, x.shape[-1]))
-    return (destinations @ x.mT).nan_to_num_(nan=0.0)
+def cosine_similarity(x: Tensor, dest_slots: Tensor | None = None) -> Tensor:
+    """Return S_ij = cos(x_i, x_j), (..., S, S) fp32, or only its rows for given slots, (..., K, S). x: (..., S, C), any
+    float dtype; dest_slots: (..., K) int64. Cosines of tokens that hold NaN or infinity are 0, because NaN gains would
+    make the search pick a slot twice."""
+    rows = x = normalized(x)
+    if dest_slots is not None:
+        rows = x.gather(-2, dest_slots[..., None].expand(*dest_slots.shape, x.shape[-1]))
+    return (rows @ x.mT).nan_to_num_(nan=0.0)
 
 
 def spread(x: Tensor, windows: Windows) -> Tensor:

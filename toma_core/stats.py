@@ -5,21 +5,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from .merge import MergeMap
 from .reasons import Message, Reason
 from .windows import Grid
-
-
-class Unmerged(NamedTuple):
-    """A block, a part of a block or a reference image that ran on all tokens."""
-
-    block: str | None  # None for a reference image
-    part: str = ""  # "" for the entire block
-
-    def __str__(self) -> str:
-        return " ".join(filter(None, self))
 
 
 @dataclass
@@ -34,7 +23,8 @@ class RunStats:
     grids: dict[Grid, int] = field(default_factory=dict)  # number of destinations of each token grid
     merged_at: dict[str, set[int]] = field(default_factory=dict)  # by block, the steps in which it was merged
     blocks: set[str] = field(default_factory=set)
-    unmerged: dict[Message, set[Unmerged]] = field(default_factory=dict)  # what ran on all tokens, by reason
+    # What ran on all tokens, by reason: (block, part). An entire block has the part "", a reference image no block.
+    unmerged: dict[Message, set[tuple[str | None, str]]] = field(default_factory=dict)
     unmerged_calls: dict[Message, None] = field(default_factory=dict)  # why calls of the model ran on all tokens
     selections: int = 0
     weighings: int = 0
@@ -112,7 +102,7 @@ class RunStats:
         image."""
         if block is not None:
             self.blocks.add(block)
-        self.unmerged.setdefault(reason, set()).add(Unmerged(block, part))
+        self.unmerged.setdefault(reason, set()).add((block, part))
 
     def call_not_merged(self, reason: Message) -> None:
         """Record why a call of the model ran on all tokens."""
@@ -120,7 +110,7 @@ class RunStats:
 
     def unmerged_names(self) -> dict[Message, set[str]]:
         """Return the names of blocks and reference images that were not merged, by reason."""
-        return {reason: set(map(str, each)) for reason, each in self.unmerged.items()}
+        return {reason: {" ".join(filter(None, names)) for names in each} for reason, each in self.unmerged.items()}
 
     def unmerged_reasons(self) -> list[Message]:
         """Return why blocks and reference images were not merged, the most frequent reason first."""

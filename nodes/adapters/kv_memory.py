@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...toma_core import Schedule, ToMAConfig
 from ...toma_core.config import KVCache
-from ...toma_core.host_memory import HostMemory
-from ...toma_core.parked import CudaCopier
+from ...toma_core.host_memory import CudaCopier, HostMemory
 from ...toma_core.quant4 import int4_bytes
 from ...toma_core.reasons import Message, Reason
 from . import registry

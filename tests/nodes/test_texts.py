@@ -20,7 +20,7 @@ def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str
     return {
         "latent": latent.tolist(),
         "unmerged": stats.unmerged,
-        "report": [line if isinstance(line, str) else line.json() for line in report_text.report(stats)],
+        "report": list(map(pack_module("toma_core.reasons").json_of, report_text.report(stats))),
         "headline": report_text.headline(stats),
         "chart": charts.steps_chart(stats, 400).tobytes(),
     }

@@ -17,8 +17,7 @@ from tests.loop import loop
 from tests.recorded_copies import Copies, RaceError, orders
 from toma_core import quant4
 from toma_core.cache import Cache
-from toma_core.host_memory import HostMemory
-from toma_core.parked import MAX_STAGED, Parked
+from toma_core.host_memory import MAX_STAGED, HostMemory, Parked
 
 BLOCKS, CONDITIONS = 5, ("a", "b")
 NAMES = [f"{what} {block}" for block in range(BLOCKS) for what in ("key", "value")]

@@ -22,9 +22,8 @@ from tests.toma_core.test_host_memory import (
     run,
     tensor,
 )
-from toma_core import parked
 from toma_core.cache import Cache
-from toma_core.parked import Parked
+from toma_core.host_memory import CudaCopier, Parked
 
 
 @loop("failing", ["unpin", "synchronize"])
@@ -128,8 +127,8 @@ def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.Mon
             made.append(self)
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(parked, "_cuda_streams", functools.cache(parked._cuda_streams.__wrapped__))
-    copier = parked.CudaCopier(bool, bool)
+    monkeypatch.setattr(CudaCopier, "streams", staticmethod(functools.cache(CudaCopier.streams.__wrapped__)))
+    copier = CudaCopier(bool, bool)
     found = {copier.streams(torch.device("cuda", card)) for _ in range(20) for card in (0, 1)}
     assert len(made) == 4
     assert len(found) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toma_core.config import ConfigError, Refusal, shown
-from toma_core.reasons import Message, Reason
+from toma_core.reasons import Message, Reason, json_of
 
 
 def test_a_message_is_its_id_and_values() -> None:
@@ -11,7 +11,7 @@ def test_a_message_is_its_id_and_values() -> None:
     assert message == Message(Reason.TOO_FEW_TOKENS, (("least", 256),))
     assert message != Reason.TOO_FEW_TOKENS(least=64)
     assert {message: 1}[Reason.TOO_FEW_TOKENS(least=256)] == 1
-    assert message.json() == {"id": "too_few_tokens", "params": {"least": 256}}
+    assert json_of(message) == {"id": "too_few_tokens", "params": {"least": 256}}
 
 
 def test_alone_it_is_written_so() -> None:

@@ -258,10 +258,10 @@ def test_pinning_that_fails_raises_nothing() -> None:
     def failing(_: Any) -> bool:
         raise RuntimeError("out of handles")
 
-    parked = pack_module("toma_core.parked")
-    assert parked.CudaCopier(failing, failing).pin(torch.zeros(1)) is False
-    assert parked.CudaCopier(lambda _: False, failing).pin(torch.zeros(1)) is False
-    assert parked.CudaCopier(lambda _: True, failing).pin(torch.zeros(1)) is True
+    copier = pack_module("toma_core.host_memory").CudaCopier
+    assert copier(failing, failing).pin(torch.zeros(1)) is False
+    assert copier(lambda _: False, failing).pin(torch.zeros(1)) is False
+    assert copier(lambda _: True, failing).pin(torch.zeros(1)) is True
 
 
 @loop("integrated", [False, True])

@@ -149,7 +149,8 @@ def test_text_comes_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = Reason.KV_TOO_LARGE(needed=1, limit=2)
     nested = Reason.SETTING(setting="steps", value=(3, inner))
     assert str(nested) == "steps: 3, 1.0 of 2 share"
-    assert nested.json()["params"]["value"] == [3, inner.json()]
+    json_of = pack_module("toma_core.reasons").json_of
+    assert json_of(nested)["params"]["value"] == [3, json_of(inner)]
 
 
 @loop(

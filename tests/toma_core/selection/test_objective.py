@@ -11,7 +11,7 @@ from testbed.selectors import facility_location
 from tests.loop import loop
 from tests.toma_core.selection.reference import naive_value
 from toma_core import selection
-from toma_core.selection import chosen_similarity, cosine_similarity, in_parts, normalized
+from toma_core.selection import cosine_similarity, in_parts, normalized
 
 seeds = st.integers(0, 2**31)
 
@@ -61,10 +61,10 @@ def test_windows_may_come_in_parts(most: int, monkeypatch: pytest.MonkeyPatch) -
 
     def noted(part: torch.Tensor, its_picks: torch.Tensor) -> torch.Tensor:
         seen.append(part.numel())
-        return chosen_similarity(part, its_picks)
+        return cosine_similarity(part, its_picks)
 
     monkeypatch.setattr(selection, "MAX_ELEMENTS", most)
-    torch.testing.assert_close(in_parts(noted, x, dest_slots), chosen_similarity(x, dest_slots))
+    torch.testing.assert_close(in_parts(noted, x, dest_slots), cosine_similarity(x, dest_slots))
     assert sum(seen) == x.numel()
     assert max(seen) <= max(most, 9 * 5)
     found = in_parts(cosine_similarity, x)

@@ -115,38 +115,33 @@ def _select_kernel(
 
 
 def weigh(
-    x: Tensor,
-    dest_slots: Tensor | None,
-    windows: Windows,
-    budget: Budget,
-    sharpness: float,
-    priority: Tensor | None = None,
+    x: Tensor, slots: Tensor | None, windows: Windows, budget: Budget, sharpness: float, priority: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return slots of destinations (B, W, K) int64, merge weights (B, W, K, S) and unmerge weights (B, W, S, K) in x's
     dtype, as `selection.select` and `merge.weigh` do.
 
-    x: (B, N, C) fp16, bf16 or fp32, any strides. dest_slots: ascending and distinct in each window; None to select
-    them. priority: (B, N) fp32, contiguous, see `selection.select`.
+    x: (B, N, C) fp16, bf16 or fp32, any strides. slots: of destinations, ascending and distinct in each window; None to
+    select them. priority: (B, N) fp32, contiguous, see `selection.select`.
     """
-    batch, count, slots, select = len(x), len(windows.counts), windows.slots, dest_slots is None
-    if slots > MAX_SLOTS:
-        raise ValueError(f"the kernels take windows of at most {MAX_SLOTS} tokens, got {slots}")
+    batch, count, S, select = len(x), len(windows.counts), windows.slots, slots is None
+    if S > MAX_SLOTS:
+        raise ValueError(f"the kernels take windows of at most {MAX_SLOTS} tokens, got {S}")
     require(x, windows.tokens)
-    if dest_slots is None:
-        dest_slots = torch.empty(batch, count, budget.slots, device=x.device, dtype=torch.int64)
-    dest_slots = dest_slots.contiguous()
-    if dest_slots.shape[:2] != (batch, count):
-        raise ValueError(f"dest_slots of {tuple(dest_slots.shape)} do not fit {batch} images of {count} windows")
-    K = dest_slots.shape[2]
-    M = room(x, batch, count, K, slots)
-    back = room(x, batch, count, slots, K)
+    if slots is None:
+        slots = torch.empty(batch, count, budget.slots, device=x.device, dtype=torch.int64)
+    slots = slots.contiguous()
+    if slots.shape[:2] != (batch, count):
+        raise ValueError(f"dest_slots of {tuple(slots.shape)} do not fit {batch} images of {count} windows")
+    K = slots.shape[2]
+    M = room(x, batch, count, K, S)
+    back = room(x, batch, count, S, K)
     block_c = 64 if x.element_size() == 2 else DOT_MIN
-    S_PAD, channels = padded(slots), x.shape[2]
+    S_PAD, channels = padded(S), x.shape[2]
     pitches = M.stride(2), back.stride(2), budget_stride(budget.valid, 2)
-    search = float(sharpness), tie_step(slots), turns(K), turns(cdiv(channels, block_c)), windows.tokens
+    search = float(sharpness), tie_step(S), turns(K), turns(cdiv(channels, block_c)), windows.tokens
     flags = select, *(part is not None for part in (windows.valid, budget.valid, priority)), upcast(x.dtype)
-    tensors = x, windows.source, windows.valid, budget.valid, priority, dest_slots, M, back
-    rest = *x.stride(), *pitches, count, slots, K, channels, *search, *flags, S_PAD, padded(K), block_c
+    tensors = x, windows.source, windows.valid, budget.valid, priority, slots, M, back
+    rest = *x.stride(), *pitches, count, S, K, channels, *search, *flags, S_PAD, padded(K), block_c
     with on_device(x):
         _select_kernel[(batch * count,)](*tensors, *rest, num_warps=4 if S_PAD <= 64 else 16, num_stages=3)
-    return dest_slots, M, back
+    return slots, M, back
