@@ -65,3 +65,9 @@ def stubbed(stub: Stub | None = None) -> Iterator[None]:
         yield
     finally:
         driver.set_active(before)
+
+
+def binaries(*kernels: Any) -> list[Any]:
+    """Return the binaries that Triton has compiled of these kernels."""
+    caches = [cache[0] for kernel in kernels for cache in kernel.device_caches.values()]
+    return [binary for cache in caches for binary in cache.values()]

@@ -1,3 +1,5 @@
+"""Provide tokens, layouts and views of several sizes for tests of kernels, and programs without Triton's interpreter."""
+
 from __future__ import annotations
 
 import os
@@ -15,6 +17,7 @@ from toma_core.selection import allocate, spread
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class Case:
         x = torch.randn(self.batch, self.channels, self.height, self.width, generator=generator)
         x = torch.nn.functional.avg_pool2d(x, 3, 1, 1) + 0.1 * x
         return x.flatten(2).transpose(1, 2).contiguous().to(DEVICE, self.dtype)
+
+    def normal(self, tokens: int, seed: int) -> Tensor:
+        """Return random numbers: (B, tokens, C)."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(self.batch, tokens, self.channels, generator=generator).to(DEVICE, self.dtype)
 
     def layout(self) -> tuple[Windows, Budget]:
         """Return windows and budget. An adaptive budget is computed from tokens that hardly differ in the left half of
@@ -91,17 +99,11 @@ def check_slots(dest_slots: Tensor, windows: Any, budget: Any) -> None:
 def printed(source: str, folder: Path, *arguments: str) -> str:
     """Run the program `source` in a separate process without Triton's interpreter, and return its output."""
     pytest.importorskip("triton.backends.nvidia.compiler")
-    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder)}
     program = folder / "program.py"
     program.write_text(source)
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, str(program), *arguments],
-        env=environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(Path(__file__).parents[3])}
+    environ.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(program), *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -17,10 +17,8 @@ def test_search_and_weights(kernels: Any) -> None:
     test_select.test_select_and_weigh(RAGGED, kernels)
 
 
-def test_merge_and_unmerge(kernels: Any) -> None:
-    test_product.test_merge(RAGGED, kernels)
-    test_product.test_unmerge(RAGGED, kernels)
-    test_product.test_restore(RAGGED, kernels)
+def test_merge_unmerge_and_restore(kernels: Any) -> None:
+    test_product.test_merge_unmerge_and_restore(RAGGED, kernels)
 
 
 def test_four_bits(kernels: Any) -> None:

@@ -1,9 +1,4 @@
-"""Test greedy facility location, against plain loops, brute force and apricot-select.
-
-Slots must equal the slots that the plain loops select. apricot-select breaks ties differently, so only the value of its
-set of
-slots is compared.
-"""
+"""Test greedy facility location against plain loops, brute force and apricot-select, which breaks ties differently."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from testbed.selectors import facility_location
 from tests.loop import loop
 from tests.toma_core.kernels.cases import check_slots
 from tests.toma_core.plans import randn
-from tests.toma_core.selection.reference import best_value, naive_greedy, naive_value
+from tests.toma_core.selection.reference import best_value, exact_greedy, naive_greedy, naive_value
 from toma_core.selection import RECENT, cosine_similarity, greedy_facility_location, select, tie_step
 from toma_core.windows import make_budget, make_windows
 
@@ -122,43 +117,23 @@ def smooth(seed: int, windows: int, side: int, channels: int = 16) -> torch.Tens
     return x.flatten(2).transpose(1, 2).contiguous()
 
 
-def leads(x: torch.Tensor, dest_slots: int, step: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots that a greedy search in fp64 selects, and their leads: (windows, dest_slots) each.
-
-    A lead is the difference between the two largest gains, divided by the largest gain if this gain is above 1.
-    """
-    unit = torch.nn.functional.normalize(x.double(), dim=-1)
-    S = unit @ unit.transpose(1, 2)
-    penalty = (-step * torch.arange(S.shape[1], dtype=torch.float64)).repeat(len(S), 1)
-    represented = torch.full_like(penalty, -1.0)
-    order, won = [], []
-    for _ in range(dest_slots):
-        gain = (S - represented[:, :, None]).clamp_min(0).sum(1)
-        best = (gain + penalty).topk(2)
-        order.append(best.indices[:, :1])
-        won.append((best.values[:, :1] - best.values[:, 1:]) / gain.amax(1, keepdim=True).clamp_min(1.0))
-        penalty = penalty.scatter(1, order[-1], -1.0)
-        represented = torch.maximum(represented, S.gather(2, order[-1][:, None].expand(-1, S.shape[1], 1)).squeeze(2))
-    return torch.cat(order, 1), torch.cat(won, 1)
-
-
 @loop(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
 def test_ties_fall_by_slot_for_any_rounding(side: int, dest_slots: int) -> None:
     """Late in a search, nearly every window has two tokens that represent only each other. The gains of these two
     differ only by rounding. The search must select the same slots, however features are rounded."""
     x = smooth(3, 8, side)
-    order, won = leads(x, dest_slots, tie_step(side * side))
-    assert won.min() > 2e-6, "these features leave a tie that is none of two mutual neighbours: take others"
-    tied = (leads(x, dest_slots, 0.0)[1] < 1e-9).any(1)
-    assert tied.sum() >= 6
+    unit = torch.nn.functional.normalize(x.double(), dim=-1)
+    exact = [exact_greedy(S, dest_slots, tie_step(side * side)) for S in unit @ unit.mT]
+    assert min(lead for _, lead in exact) > 2e-6, "a tie is none of two mutual neighbours: take other features"
+    assert sum(exact_greedy(S, dest_slots, 0.0)[1] < 1e-9 for S in unit @ unit.mT) >= 6, "nearly all have ties"
 
     S = cosine_similarity(x)
     expected = greedy_facility_location(S, None, dest_slots)
-    assert torch.equal(expected, order)
+    assert expected.tolist() == [order for order, _ in exact]
     shuffled = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(1))
     for other in (x * (1 + 1e-7 * randn(9, *x.shape)), x[..., shuffled], 3.0 * x):
         assert torch.equal(greedy_facility_location(cosine_similarity(other), None, dest_slots), expected)
-    assert torch.equal(greedy_facility_location(S.transpose(1, 2).contiguous(), None, dest_slots), expected)
+    assert torch.equal(greedy_facility_location(S.mT.contiguous(), None, dest_slots), expected)
     for g in range(len(x)):
         alone = greedy_facility_location(cosine_similarity(x[g : g + 1]), None, dest_slots)
         assert torch.equal(alone, expected[g : g + 1])

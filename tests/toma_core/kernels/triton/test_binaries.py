@@ -1,7 +1,4 @@
-"""Test that all Triton binaries that a run needs are compiled at its first plan.
-
-Triton compiles for a simulated GPU in a separate process, because the test process runs kernels in the interpreter.
-"""
+"""Test that all Triton binaries that a run needs are compiled at its first plan, on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -28,9 +25,6 @@ trial._obstacle = lambda *args: ""
 trial._close = lambda *args: True
 KERNELS = (select._select_kernel, product._change_kernel, product._merge_kernel, product._unmerge_kernel)
 
-def binaries():
-    return sum(len(caches[0]) for kernel in KERNELS for caches in kernel.device_caches.values())
-
 def run(preset, grids, steps=12, **settings):
     config = UserSettings(preset, settings).resolved()
     schedule = Schedule(config, tuple(float(steps - step) for step in range(steps)))
@@ -54,7 +48,7 @@ def run(preset, grids, steps=12, **settings):
                 detail.propagate(detail.propagate(reduced, plan)[:, : reduced.shape[1]], plan, keys)
                 propagated = True
         if plan is not None:
-            counts.append(binaries())
+            counts.append(len(offline.binaries(*KERNELS)))
     assert propagated == state.kv_cache
     return counts
 

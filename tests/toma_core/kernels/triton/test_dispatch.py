@@ -1,5 +1,4 @@
-"""Test when a run uses Triton kernels, and when it uses plain PyTorch. The reason must be reported, and both must give
-equal results."""
+"""Test when a run uses Triton kernels and when plain PyTorch, that it reports why, and that both give equal results."""
 
 from __future__ import annotations
 
@@ -12,12 +11,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import toma_core.kernels.dispatch
 from tests.toma_core.kernels.cases import DEVICE, Case
 from tests.toma_core.plans import plan_for
-from toma_core import Evaluation, Facts, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide, reduce, restore
-from toma_core.kernels.dispatch import Choice, Dispatch, KernelName, NoTriton
+from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, reduce, restore
+from toma_core.kernels import dispatch
+from toma_core.kernels.dispatch import Choice, Dispatch, NoTriton
 from toma_core.merge import MergePlan, unmerge
+from toma_core.reasons import Message
 
 CASE = Case(6, 10, 4, 0.5, 24)
 GRID = (CASE.height, CASE.width)
@@ -40,21 +40,14 @@ def plan_of(x: torch.Tensor, where: Evaluation, scope: str = "a") -> MergePlan:
     return plan
 
 
-def test_unasked(kernels: Any) -> None:
-    """By default, a run uses kernels on a GPU and PyTorch on a CPU, even if Triton's interpreter is available."""
-    where = evaluation()
-    plan = plan_of(CASE.tokens(), where)
-    assert (plan.kernels is None) == (DEVICE == "cpu")
-    assert set(map(str, where.run.stats.kernels)) == {HERE}
-
-
-def test_chosen_once_a_run(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    obstacle = toma_core.kernels.dispatch._obstacle
-    monkeypatch.setattr(toma_core.kernels.dispatch, "_obstacle", lambda *a, **k: asked.append(a) or obstacle(*a, **k))
-    where = evaluation()
+def test_unasked(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, a run uses kernels on a GPU and PyTorch on a CPU, even if Triton's interpreter is available. A run
+    chooses once."""
+    asked, obstacle, where = list[Any](), dispatch._obstacle, evaluation()
+    monkeypatch.setattr(dispatch, "_obstacle", lambda *args: asked.append(args) or obstacle(*args))
     for scope in "abc":
-        plan_of(CASE.tokens(), where, scope)
+        assert (plan_of(CASE.tokens(), where, scope).kernels is None) == (DEVICE == "cpu")
+    assert set(map(str, where.run.stats.kernels)) == {HERE}
     assert len(asked) == 1
 
 
@@ -79,8 +72,7 @@ def test_what_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         assert chosen(on_a_gpu(), Case(17, 17, 17, 0.5, 8)).reason == NoTriton.LARGE_WINDOWS(tokens=289, most=128)
     monkeypatch.setitem(sys.modules, "toma_core.kernels.triton", None)
-    reason = chosen(on_a_gpu()).reason
-    assert str(reason).startswith("triton_failed: error=ModuleNotFoundError")
+    assert str(chosen(on_a_gpu()).reason).startswith("triton_failed: error=ModuleNotFoundError")
 
 
 class TestFirstUse:
@@ -88,44 +80,51 @@ class TestFirstUse:
 
     @pytest.fixture(autouse=True)
     def seems_fine(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(toma_core.kernels.dispatch, "_obstacle", lambda *args, **kwargs: None)
-        monkeypatch.setattr(toma_core.kernels.dispatch, "_trials", {})
+        monkeypatch.setattr(dispatch, "_obstacle", lambda *args: None)
+        monkeypatch.setattr(dispatch, "_trials", {})
 
-    def test_falls_back_once_and_says_why(
-        self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize(
+        ("factor", "reason"),
+        [
+            (1.0, None),
+            (1.1, NoTriton.WRONG_RESULTS()),
+            (None, NoTriton.FAILED(error="RuntimeError: Failed to find C compiler.")),
+        ],
+    )
+    def test_a_process_tries_once_and_says_why_it_falls_back(
+        self,
+        factor: float | None,
+        reason: Message | None,
+        kernels: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
-        calls = []
+        merge, calls = type(kernels).merge, list[Any]()
 
-        def fail(*args: Any) -> None:
+        def merged(*args: Any) -> torch.Tensor:
             calls.append(args)
-            raise RuntimeError("Failed to find C compiler.\nPlease set CC.")
+            if factor is None:
+                raise RuntimeError("Failed to find C compiler.\nPlease set CC.")
+            return factor * merge(*args)
 
-        monkeypatch.setattr(type(kernels), "merge", fail)
-        reason = NoTriton.FAILED(error="RuntimeError: Failed to find C compiler.")
-        for _ in range(2):
-            with caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(type(kernels), "merge", merged)
+        with caplog.at_level(logging.INFO):
+            for _ in range(2):
                 where = evaluation()
                 plan_of(CASE.tokens(), where)
-            assert where.run.stats.kernels == {Choice(None, reason).message}
-        assert len(calls) == 1
-        assert [record.getMessage() for record in caplog.records] == [
-            f"ToMA: plain PyTorch instead of Triton kernels. {reason}"
-        ]
-        with pytest.raises(RuntimeError, match="C compiler"):
-            reduce(CASE.tokens(), plan_of(CASE.tokens(), on(kernels)))
-
-    def test_falls_back_where_results_are_off(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        merge = type(kernels).merge
-        monkeypatch.setattr(type(kernels), "merge", lambda *args: 1.1 * merge(*args))
-        where = evaluation()
-        plan_of(CASE.tokens(), where)
-        assert where.run.stats.kernels == {Choice(None, NoTriton.WRONG_RESULTS()).message}
+                assert where.run.stats.kernels == {Choice(None if reason else kernels, reason).message}
+        assert len(calls) == (1 if factor is None else 2), "a trial launches twice"
+        begins, *said = [record.getMessage() for record in caplog.records]
+        assert "making its GPU kernels" in begins
+        assert said == ([f"ToMA: plain PyTorch instead of Triton kernels. {reason}"] if reason else [])
+        if factor is None:
+            with pytest.raises(RuntimeError, match="C compiler"):
+                reduce(CASE.tokens(), plan_of(CASE.tokens(), on(kernels)))
 
     @pytest.mark.parametrize("fails", [True, False, None])
     def test_packing_falls_back(self, fails: bool | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """If the kernel fails to run or gives wrong results, PyTorch quantises."""
-        x, used = torch.randn(1, 70, 64).to(DEVICE), []
-        own = type(kernels).quantize
+        x, used, own = torch.randn(1, 70, 64).to(DEVICE), list[int](), type(kernels).quantize
 
         def packing(self: Any, x: torch.Tensor) -> Any:
             if fails:
@@ -148,34 +147,6 @@ class TestFirstUse:
         with pytest.raises(torch.OutOfMemoryError):
             plan_of(CASE.tokens(), evaluation())
 
-    def test_all_that_a_run_will_need_is_tried_at_its_first_plan(
-        self, kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """A second run in the same process tries no kernel again. One log line announces the trials."""
-        made = []
-        for name in ("merge", "unmerge"):
-            method = getattr(type(kernels), name)
-            monkeypatch.setattr(
-                type(kernels), name, lambda *a, name=name, method=method: made.append(name) or method(*a)
-            )
-        config = ToMAConfig(
-            ratio=0.5, window_size=4, min_tokens=4, full_step_interval=4, selection_interval=4, weight_interval=2,
-        )  # fmt: skip
-        schedule = Schedule(config, tuple(float(8 - step) for step in range(8)))
-        x = Case(8, 8, 4, 0.5, 24).tokens()
-        for turn in range(2):
-            run, tried = RunState(schedule), []
-            for sigma in schedule.sigmas:
-                made.clear()
-                with caplog.at_level(logging.INFO):
-                    plan_for(x, (8, 8), "a", Evaluation(run, decide(run, Facts(sigma))))
-                tried.append(sorted(set(made)))
-            assert tried == [["merge", "unmerge"] if turn == 0 else [], *[[]] * 7]
-            assert run.stats.kernels == {KernelName.KERNEL(name="triton")}
-        assert len(toma_core.kernels.dispatch._trials) == 2
-        said = [record.getMessage() for record in caplog.records if "making its GPU kernels" in record.getMessage()]
-        assert len(said) == 1
-
     @pytest.mark.parametrize(
         "case",
         [Case(8, 8, 4, 0.5, 32), Case(9, 7, 4, 0.5, 33, torch.float16), Case(16, 16, 8, 0.5, 128, torch.bfloat16)],
@@ -184,7 +155,7 @@ class TestFirstUse:
     def test_propagation_is_tried_where_there_is_a_kv_cache(
         self, case: Case, wrong: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        made, unmerge = [], type(kernels).unmerge
+        made, unmerge = list[bool](), type(kernels).unmerge
 
         def propagated(self: Any, *args: Any) -> torch.Tensor:
             if len(args) < 9:
@@ -205,16 +176,14 @@ def test_a_run_on_kernels_equals_one_without(kernels: Any) -> None:
     for seed, weighing in ((0, 0), (1, 1)):
         x = CASE.tokens(seed)
         decision = StepPlan(0, StepMode.MERGED, 0.5, 0, weighing)
-        results = []
-        for where in (fast, plain):
-            plan = plan_of(x, Evaluation(where.run, decision))
-            reduced = reduce(x, plan)
-            results.append((plan, reduced, restore(reduced.sin(), reduced, x, plan)))
-        (a, b) = results
-        assert a[0].kernels is not None
-        assert b[0].kernels is None
-        assert torch.equal(a[0].dest_slots, b[0].dest_slots)
-        torch.testing.assert_close(a[1:], b[1:], rtol=1e-4, atol=1e-4)
+        ours, theirs = (plan_of(x, Evaluation(where.run, decision)) for where in (fast, plain))
+        assert ours.kernels is not None
+        assert theirs.kernels is None
+        assert torch.equal(ours.dest_slots, theirs.dest_slots)
+        reduced = reduce(x, ours)
+        torch.testing.assert_close(reduced, reduce(x, theirs), rtol=1e-4, atol=1e-4)
+        restored = (restore(reduced.sin(), reduced, x, plan) for plan in (ours, theirs))
+        torch.testing.assert_close(*restored, rtol=1e-4, atol=1e-4)
     assert fast.run.stats.selections == plain.run.stats.selections == 1
     assert fast.run.stats.weighings == plain.run.stats.weighings == 2
 

@@ -1,7 +1,4 @@
-"""Test that a prepared launch calls the binary that Triton would choose for the same arguments.
-
-Triton compiles for a simulated GPU in a separate process, because the test process runs kernels in the interpreter.
-"""
+"""Test that a prepared launch calls the binary that Triton would choose for the same arguments, on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ def address(given):
 
 with offline.stubbed(Driver()):
     (first, _, given), direct, out = merged(x)
-    assert not direct
-    assert [address(g) for g in given[:3]] == [out.data_ptr(), x.data_ptr(), weights.data_ptr()]
+    assert not direct and [address(g) for g in given[:3]] == [out.data_ptr(), x.data_ptr(), weights.data_ptr()]
     (again, _, same), direct, out = merged(x + 1)
     assert direct and again is first
     assert [address(g) for g in same[3:]] == [address(g) for g in given[3:]], "all but the tensors of the call"
@@ -77,11 +73,9 @@ with offline.stubbed(Driver()):
     assert other is not first and not direct
     (back, _, _), direct, _ = merged(x)
     assert back is first and direct
-    fresh = TritonKernels()
-    kernels, old = fresh, kernels
+    kernels = TritonKernels()
     assert merged(odd)[0][0] is other and merged(odd)[0][0] is other and not merged(odd)[1]
     assert merged(x)[0][0] is first and merged(x)[1]
-    kernels = old
 
     # Other strides, shapes, dtypes: each is looked at once.
     between = torch.zeros(2, 300, 647, dtype=torch.float16)[:, 8:264, :640]
@@ -92,12 +86,6 @@ with offline.stubbed(Driver()):
         (same, _, now), direct, _ = merged(tokens, used)
         assert direct and same is binary
         assert now[6:9] == tokens.stride()
-    for wrong in (x[:, 1:], torch.zeros(2, 255, 640, dtype=torch.float16)):
-        try:
-            merged(wrong)
-        except ValueError:
-            continue
-        raise AssertionError("wrong shapes are told")
 
     # A Triton whose launchers take something else: its own way, every time.
     kernels = TritonKernels()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from testbed.meter import Meter
-from tests.toma_core.kernels.cases import DEVICE, Case, between, each, views
-from tests.toma_core.kernels.triton.test_product import BRAIN, FULL, HALF, in_dtype, normal, random_plan
+from tests.toma_core.kernels.cases import BRAIN, DEVICE, FULL, HALF, Case, between, each, views
+from tests.toma_core.kernels.triton.test_product import in_dtype, random_plan
 from toma_core.kernels.triton.launch import Launch
 from toma_core.latent_regression import Regression, Rotation, regress
-from toma_core.merge import stacked
+from toma_core.merge import gather_destinations, stacked
 
 # (case, number of features, rotated pairs of channels per head, number of images with separate rotations). Cases with 0
 # pairs represent values and residuals, which are not rotated.
@@ -43,109 +43,84 @@ FULL_SIZE = [
 TOLERANCE = {FULL: 2e-6, HALF: 2e-3, BRAIN: 1.6e-2}
 
 
-def regression_of(case: Case, features: int, kernels: Any) -> Regression:
-    """Return a regression on random features, the last of which is 1 for every token. The first slots of each window
-    are its destinations."""
+def operands(
+    case: Case, kernels: Any, pairs: int = 0, images: int = 1, features: int = 33
+) -> tuple[Regression, Tensor, Tensor, Rotation | None]:
+    """Return a regression, cached and fresh tensors, and rotations of keys by random angles, or None if `pairs` is 0.
+    The features are random, but the last one is 1 for every token. The first slots of each window are its
+    destinations."""
     plan = replace(random_plan(case), kernels=kernels)
     slots = torch.arange(plan.budget.slots, device=DEVICE).expand_as(plan.dest_slots)
     if plan.budget.valid is not None:
         slots = slots * plan.budget.valid
     plan = replace(plan, dest_slots=slots)
-    f = normal(replace(case, channels=features, dtype=FULL), plan.tokens, 5)
+    f = replace(case, channels=features, dtype=FULL).normal(plan.tokens, 5)
     f[..., -1] = 1
-    return regress(f, plan)
-
-
-def rotation_of(case: Case, regression: Regression, pairs: int, images: int) -> Rotation | None:
-    """Return fp32 rotations of keys by random angles, or None if `pairs` is 0."""
+    regression, cached, fresh = regress(f, plan), case.tokens(), case.normal(plan.num_destinations, 1)
     if not pairs:
-        return None
-    plan = regression.plan
+        return regression, cached, fresh, None
     angles = torch.rand(images, plan.tokens, pairs, generator=torch.Generator().manual_seed(3)) * 6
     R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).view(*angles.shape, 2, 2).to(DEVICE)
-    there = plan.destinations[:images]
-    merged = torch.stack([R[n % images, row] for n, row in enumerate(there)])
-    found = Rotation.of(R[:, :, None], merged[:, :, None], torch.empty(1, 1, case.channels, dtype=case.dtype))
-    assert found is not None
-    return found
+    merged = torch.stack([R[n % images, row] for n, row in enumerate(plan.destinations[:images])])
+    return regression, cached, fresh, Rotation.of(R[:, :, None], merged[:, :, None], cached)
 
 
-def reference(regression: Regression, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> Tensor:
-    """Return what plain PyTorch computes in fp32 from the same operands."""
+def error(ours: Tensor, regression: Regression, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> float:
+    """Return the distance to what plain PyTorch computes in fp32 from the same operands."""
     exact = Regression(in_dtype(regression.plan, FULL), regression.fit.float(), regression.spread.float())
-    assert exact.plan.kernels is None
-    return exact.propagate(cached.float(), fresh.float(), rotation and replace(rotation, dtype=torch.float32))
-
-
-def off(ours: Tensor, theirs: Tensor) -> float:
+    theirs = exact.propagate(cached.float(), fresh.float(), rotation and replace(rotation, dtype=torch.float32))
     return float((ours.float() - theirs).abs().max() / theirs.abs().max())
 
 
 @pytest.mark.parametrize(("case", "features", "pairs", "images"), [*CASES, *FULL_SIZE], ids=str)
 def test_propagate(case: Case, features: int, pairs: int, images: int, kernels: Any) -> None:
-    regression = regression_of(case, features, kernels)
-    cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)
-    rotation = rotation_of(case, regression, pairs, images)
+    regression, cached, fresh, rotation = operands(case, kernels, pairs, images, features)
     copies = [t.clone() for t in (cached, fresh)]
     ours = regression.propagate(cached, fresh, rotation)
     assert ours.dtype is case.dtype
     assert ours.is_contiguous()
-    assert off(ours, reference(regression, cached, fresh, rotation)) < TOLERANCE[case.dtype]
-    assert all(torch.equal(a, b) for a, b in zip((cached, fresh), copies, strict=True)), "inputs are left alone"
-    # The second call is a prepared launch.
-    assert torch.equal(regression.propagate(cached, fresh, rotation), ours)
+    assert error(ours, regression, cached, fresh, rotation) < TOLERANCE[case.dtype]
+    assert all(map(torch.equal, (cached, fresh), copies)), "inputs are left alone"
+    assert torch.equal(regression.propagate(cached, fresh, rotation), ours), "the second call is a prepared launch"
+    unchanged = gather_destinations(cached, regression.plan)
+    assert torch.equal(regression.propagate(cached, unchanged, rotation), cached), "what has not changed stays"
     if rotation is not None:
         rounded = replace(rotation, **dict(zip(("tokens", "destinations"), rotation._in_dtype, strict=True)))
         ours = regression.propagate(cached, fresh, rounded)
-        assert off(ours, reference(regression, cached, fresh, rounded)) < TOLERANCE[case.dtype]
+        assert error(ours, regression, cached, fresh, rounded) < TOLERANCE[case.dtype]
 
 
 @each(Case(5, 7, 4, 0.5, 40, HALF, batch=2))
 @pytest.mark.parametrize("pairs", [0, 20])
 def test_any_strides(case: Case, pairs: int, kernels: Any) -> None:
-    regression = regression_of(case, 33, kernels)
-    cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)
-    rotation = rotation_of(case, regression, pairs, min(pairs, 2))
+    regression, cached, fresh, rotation = operands(case, kernels, pairs, 2)
     expected = regression.propagate(cached, fresh, rotation)
     if rotation is not None:
+        turned = (t.mT.contiguous().mT for t in (rotation.tokens, rotation.destinations))
+        assert torch.equal(regression.propagate(cached, fresh, Rotation.of(*turned, fresh)), expected)
         rotation = replace(rotation, tokens=between(rotation.tokens), destinations=between(rotation.destinations))
     for parts in zip(views(cached), views(fresh), strict=True):
         assert torch.equal(regression.propagate(*parts, rotation), expected)
-    if rotation is not None:
-        turned = (t.mT.contiguous().mT for t in (rotation.tokens, rotation.destinations))
-        found = Rotation.of(*turned, fresh)
-        assert found is not None
-        assert torch.equal(regression.propagate(cached, fresh, found), expected)
 
 
 @each(Case(13, 19, 8, 0.5, 24, FULL), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True))
 def test_one_image_several_times(case: Case, kernels: Any) -> None:
-    one = regression_of(case, 33, kernels)
+    one, *_ = operands(case, kernels)
     plan = stacked([replace(one.plan, kernels=kernels)] * 3)
     both = Regression(plan, one.fit.expand(3, -1, -1), one.spread.expand(3, -1, -1))
     many = replace(case, batch=3)
-    cached, fresh = many.tokens(), normal(many, plan.num_destinations, 1)
+    cached, fresh = many.tokens(), many.normal(plan.num_destinations, 1)
     got = both.propagate(cached, fresh)
     for n in range(3):
         torch.testing.assert_close(one.propagate(cached[n : n + 1], fresh[n : n + 1])[0], got[n])
 
 
-@each(Case(5, 7, 4, 0.5, 40, FULL))
-def test_what_has_not_changed_stays_bit_for_bit(case: Case, kernels: Any) -> None:
-    regression = regression_of(case, 33, kernels)
-    cached, rotation = case.tokens(), rotation_of(case, regression, 20, 1)
-    fresh = cached[:, regression.plan.destinations[0]]
-    assert torch.equal(regression.propagate(cached, fresh, rotation), cached)
-
-
 @pytest.mark.parametrize("pairs", [0, 20])
 def test_three_launches(pairs: int, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Propagating a tensor takes two kernels and one `bmm`."""
-    case, launched = Case(13, 19, 8, 0.5, 40, BRAIN), []
-    regression = regression_of(case, 33, kernels)
-    cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1)
-    rotation = rotation_of(case, regression, pairs, 1)
+    regression, cached, fresh, rotation = operands(Case(13, 19, 8, 0.5, 40, BRAIN), kernels, pairs)
     assert regression.plan.destinations.numel(), "made once for all blocks"
+    launched = list[Any]()
     monkeypatch.setattr(Launch, "_launch", lambda *args: launched.append(args))
     with Meter() as meter:
         regression.propagate(cached, fresh, rotation)
@@ -155,39 +130,36 @@ def test_three_launches(pairs: int, kernels: Any, monkeypatch: pytest.MonkeyPatc
 
 @each(Case(5, 7, 4, 0.5, 40, FULL))
 def test_gradients_go_through_plain_pytorch(case: Case, kernels: Any) -> None:
-    regression = regression_of(case, 33, kernels)
-    cached, fresh = case.tokens(), normal(case, regression.plan.num_destinations, 1).requires_grad_()
-    ours = regression.propagate(cached, fresh, rotation_of(case, regression, 20, 1))
+    regression, cached, fresh, rotation = operands(case, kernels, 20)
+    ours = regression.propagate(cached, fresh.requires_grad_(), rotation)
     ours.sum().backward()
     assert fresh.grad is not None
     assert fresh.grad.abs().amin() > 0
-    torch.testing.assert_close(ours, regression.propagate(cached, fresh.detach(), rotation_of(case, regression, 20, 1)))
+    torch.testing.assert_close(ours, regression.propagate(cached, fresh.detach(), rotation))
 
 
 @each(Case(5, 7, 4, 0.5, 40, FULL, batch=3))
 def test_refused(case: Case, kernels: Any) -> None:
     """Kernels refuse sizes with which they would read past the end of a tensor."""
-    regression = regression_of(case, 33, kernels)
-    plan = regression.plan
-    cached, fresh = case.tokens(), normal(case, plan.num_destinations, 1)
-    rotation = rotation_of(case, regression, 20, 1)
+    regression, cached, fresh, rotation = operands(case, kernels, 20)
     assert rotation is not None
-    for wrong in (replace(rotation, tokens=rotation.tokens[:, 1:]), replace(rotation, tokens=rotation.tokens.mT)):
-        with pytest.raises(ValueError, match="rotations of"):
-            regression.propagate(cached, fresh, wrong)
-    with pytest.raises(ValueError, match="destinations of"):
-        kernels.change(fresh, cached, plan.destinations[:2], None)
-    with pytest.raises(ValueError, match="expected tokens"):
-        kernels.change(fresh, cached[:2], plan.destinations, None)
-    answer = torch.bmm(regression.fit, fresh)
+    plan, answer = regression.plan, torch.bmm(regression.fit, fresh)
+    short, turned = (replace(rotation, tokens=tokens) for tokens in (rotation.tokens[:, 1:], rotation.tokens.mT))
 
-    def refused(change: Tensor, cached: Tensor, answer: Tensor, spread: Tensor) -> None:
-        kernels.unmerge(change, plan.unmerge_weights, plan.windows, plan.budget, None, cached, spread, answer, None)
+    def propagate(change: Tensor, cached: Tensor, answer: Tensor, images: int = 3) -> None:
+        others = None, cached, regression.spread[:images], answer
+        kernels.unmerge(change, plan.unmerge_weights, plan.windows, plan.budget, *others)
 
-    for parts in ((fresh[:, 1:], cached, answer), (fresh, cached[:, 1:], answer), (fresh, cached, answer[:, 1:])):
-        with pytest.raises(ValueError, match="expected tokens"):
-            refused(*parts, regression.spread)
-    with pytest.raises(ValueError, match="not contiguous"):
-        refused(fresh, cached, answer.mT.contiguous().mT, regression.spread)
-    with pytest.raises(ValueError, match="does not fit a batch"):
-        refused(fresh, cached, answer, regression.spread[:2])
+    for refused, why in (
+        (lambda: regression.propagate(cached, fresh, short), "rotations of"),
+        (lambda: regression.propagate(cached, fresh, turned), "rotations of"),
+        (lambda: kernels.change(fresh, cached, plan.destinations[:2], None), "destinations of"),
+        (lambda: kernels.change(fresh, cached[:2], plan.destinations, None), "expected tokens"),
+        (lambda: propagate(fresh[:, 1:], cached, answer), "expected tokens"),
+        (lambda: propagate(fresh, cached[:, 1:], answer), "expected tokens"),
+        (lambda: propagate(fresh, cached, answer[:, 1:]), "expected tokens"),
+        (lambda: propagate(fresh, cached, answer.mT.contiguous().mT), "not contiguous"),
+        (lambda: propagate(fresh, cached, answer, 2), "does not fit a batch"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            refused()

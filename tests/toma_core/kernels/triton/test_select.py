@@ -1,5 +1,4 @@
-"""Test the kernel that selects destinations and computes weights in one launch, against the plain PyTorch of
-`selection` and `merge.weigh` in fp32."""
+"""Test the kernel that selects destinations and computes weights, against plain PyTorch in fp32."""
 
 from __future__ import annotations
 
@@ -10,15 +9,13 @@ import torch
 from torch import Tensor
 
 from testbed.selectors import facility_location, random_order
-from tests.toma_core.kernels.cases import DEVICE, Case, check_slots, destinations_of, each, views
-from tests.toma_core.selection.reference import naive_greedy
+from tests.toma_core.kernels.cases import BRAIN, DEVICE, FULL, HALF, Case, check_slots, destinations_of, each, views
+from tests.toma_core.selection.reference import exact_greedy, naive_greedy
 from toma_core.merge import weigh
 from toma_core.selection import RECENT, cosine_similarity, in_reading_order, select, tie_step
 from toma_core.windows import Budget, Windows
 
 SCALE = 300.0
-HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
-
 CASES = (
     Case(5, 7, 4, 0.5, 40, FULL),
     Case(5, 7, 4, 0.25, 77, HALF, batch=3),
@@ -35,29 +32,12 @@ CASES = (
     Case(13, 19, 8, 0.75, 24, FULL, batch=3, adaptive=True),
     Case(11, 22, 11, 0.9, 24, FULL, batch=2, adaptive=True),
 )
-
-
-def greedy_alone(similarity: Tensor, valid: Tensor, dest_slots: int) -> tuple[list[int], float]:
-    """Return the slots that a greedy search in fp64 selects in one window, and the smallest lead of a selected slot.
-
-    The lead is the difference between the two largest gains, divided by the largest gain if this gain is above 1.
-    """
-    step = tie_step(len(valid))
-    similarity = similarity.double()[valid][:, valid]
-    represented = torch.full((len(similarity),), -1.0, dtype=torch.float64, device=similarity.device)
-    order: list[int] = []
-    margin = float("inf")
-    for _ in range(dest_slots):
-        gain = (similarity - represented[:, None]).clamp_min(0).sum(0)
-        most = max(1.0, float(gain.max()))
-        gain -= step * torch.arange(len(gain), device=gain.device)
-        gain[order] = -1.0
-        best = gain.topk(min(2, len(gain)))
-        if len(gain) - len(order) > 1:
-            margin = min(margin, float(best.values[0] - best.values[-1]) / most)
-        order.append(int(best.indices[0]))
-        represented = torch.maximum(represented, similarity[:, order[-1]])
-    return order, margin
+FULL_SIZE = (
+    Case(64, 64, 8, 0.5, 640, HALF, batch=2),
+    Case(104, 152, 8, 0.5, 640, BRAIN, batch=4),
+    Case(66, 66, 11, 0.5, 3072, BRAIN),
+    Case(64, 64, 8, 0.5, 64, BRAIN, batch=2, adaptive=True),
+)
 
 
 def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
@@ -86,22 +66,22 @@ def check_objective(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Bud
     torch.testing.assert_close(value, best, rtol=2e-3, atol=1e-3)
 
 
-@each(*CASES)
+@each(*CASES, full_size=FULL_SIZE)
 def test_select_and_weigh(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(), case.layout()
     dest_slots, M, back = kernels.weigh(x, None, windows, budget, SCALE)
     assert dest_slots.dtype == torch.int64
     check_slots(dest_slots, windows, budget)
     check_weights(M, back, x, dest_slots, windows, budget)
-
     check_objective(x, dest_slots, windows, budget)
-    similarity = cosine_similarity(windows.split(x.float()))
-    decided = 0
+    if case in FULL_SIZE:
+        return
+    similarity, decided = cosine_similarity(windows.split(x.float())), 0
     for image, kept_here in enumerate(destinations_of(budget, case.batch)):
-        for w, kept in enumerate(kept_here):
-            inside = torch.arange(windows.slots, device=DEVICE) < windows.counts[w]
-            order, margin = greedy_alone(similarity[image, w], inside, kept)
-            if margin > 2e-6:
+        for w, (kept, count) in enumerate(zip(kept_here, windows.counts, strict=True)):
+            alone = similarity[image, w, :count, :count]
+            order, lead = exact_greedy(alone, kept, tie_step(windows.slots))
+            if lead > 2e-6:
                 decided += 1
                 assert dest_slots[image, w, :kept].tolist() == sorted(order)
     assert decided >= 0.75 * case.batch * len(budget.counts)
@@ -114,13 +94,11 @@ def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
     x, (windows, budget) = case.tokens(1), case.layout()
     similarity = cosine_similarity(windows.split(x))
     expected = select(similarity, windows, budget)
-    inside = torch.ones(windows.slots, dtype=torch.bool, device=DEVICE)
     for image in range(case.batch):
         for w, kept in enumerate(budget.counts):
-            order, margin = greedy_alone(similarity[image, w], inside, kept)
-            assert margin > 2e-6, "these features leave a tie that is none of two mutual neighbours: take others"
-            if windows.slots <= 25:
-                assert order == naive_greedy(similarity[image, w], kept)
+            order, lead = exact_greedy(similarity[image, w], kept, tie_step(windows.slots))
+            assert lead > 2e-6, "a tie is none of two mutual neighbours: take other features"
+            assert windows.slots > 25 or order == naive_greedy(similarity[image, w], kept)
             assert expected[image, w, :kept].tolist() == sorted(order)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     for other in (x, x * (1 + 1e-7 * noise), x.flip(2)):
@@ -164,24 +142,21 @@ def test_any_strides(case: Case, kernels: Any) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
-@each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 10, 16, 0.9, 16, HALF))
-def test_ties_go_to_the_lowest_slot(case: Case, value: float, kernels: Any) -> None:
-    """If all tokens are equal or zero, the first slots of each window are selected, with equal weights."""
-    x, (windows, budget) = torch.full_like(case.tokens(), value), case.layout()
-    dest_slots, M, back = kernels.weigh(x, None, windows, budget, SCALE)
-    assert all(row[:kept] == list(range(kept)) for row, kept in zip(dest_slots[0].tolist(), budget.counts, strict=True))
-    check_weights(M, back, x, dest_slots, windows, budget)
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @each(Case(7, 9, 4, 0.5, 16, FULL), Case(12, 10, 16, 0.9, 16, HALF))
-def test_broken_tokens_cannot_point_outside(case: Case, value: float, kernels: Any) -> None:
-    """Tokens that are NaN or infinite break the picture, but slots must still lie within their windows."""
+def test_equal_and_broken_tokens(case: Case, kernels: Any) -> None:
+    """If all tokens are equal or zero, the first slots of each window are selected, with equal weights. Tokens that are
+    NaN or infinite break the picture, but slots must still lie within their windows."""
     x, (windows, budget) = case.tokens(), case.layout()
-    x[:, ::3] = value
-    check_slots(kernels.weigh(x, None, windows, budget, SCALE)[0], windows, budget)
+    for value in (0.0, 1.0):
+        alike = torch.full_like(x, value)
+        dest_slots, M, back = kernels.weigh(alike, None, windows, budget, SCALE)
+        for row, kept in zip(dest_slots[0].tolist(), budget.counts, strict=True):
+            assert row[:kept] == list(range(kept))
+        check_weights(M, back, alike, dest_slots, windows, budget)
+    for value in (float("nan"), float("inf")):
+        x[:, ::3] = value
+        check_slots(kernels.weigh(x, None, windows, budget, SCALE)[0], windows, budget)
 
 
 def test_refused(kernels: Any) -> None:
@@ -192,18 +167,3 @@ def test_refused(kernels: Any) -> None:
     dest_slots = torch.zeros(2, 1, 8, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="do not fit 1 images"):
         kernels.weigh(case.tokens(), dest_slots, *case.layout(), SCALE)
-
-
-@pytest.mark.gpu
-@each(
-    Case(64, 64, 8, 0.5, 640, HALF, batch=2),
-    Case(104, 152, 8, 0.5, 640, BRAIN, batch=4),
-    Case(66, 66, 11, 0.5, 3072, BRAIN),
-    Case(64, 64, 8, 0.5, 64, BRAIN, batch=2, adaptive=True),
-)
-def test_full_size(case: Case, kernels: Any) -> None:
-    x, (windows, budget) = case.tokens(), case.layout()
-    dest_slots, M, back = kernels.weigh(x, None, windows, budget, SCALE)
-    check_slots(dest_slots, windows, budget)
-    check_weights(M, back, x, dest_slots, windows, budget)
-    check_objective(x, dest_slots, windows, budget)
