@@ -1,7 +1,6 @@
-"""Provide simulated CUDA streams, on which copies run late, early or at random, and races raise errors.
+"""Provide simulated CUDA streams, which run copies as late as possible and report races.
 
-Computation runs at once. A copy is queued in its stream. With the order `late` it waits there until other work needs
-it. With a random order it waits for a random time. With `early` it runs at once. For each point of a stream, the
+Computation runs at once. A copy is queued in its stream until other work needs it. For each point of a stream, the
 simulation tracks how much work of the other streams is known to be finished. A copy raises an error
 
 - if it may overlap with the computation of its source, or with the earlier use of its target's memory;
@@ -13,12 +12,11 @@ A run without errors therefore has the same result in every order of completion.
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +39,7 @@ class Point:
 
 @dataclass(eq=False)
 class Recorded:
-    """A stream that queues its work and runs it late, early or at random."""
+    """A stream that queues its work and runs it when other work needs it."""
 
     copies: Copies
     name: str
@@ -78,7 +76,6 @@ class Recorded:
 
 class _Access(NamedTuple):
     stream: str
-    work: int
     writes: bool
     start: int
     end: int
@@ -88,25 +85,23 @@ class _Access(NamedTuple):
 class Copies:
     """The streams of one device.
 
-    order: when copies run: "late", "early", or at random with this seed.
     pins: whether main memory can be pinned.
     deaf: a pair of streams. The first ignores its waits for the second. If a race follows, the waits are needed.
     """
 
-    order: str | int = "late"
     pins: bool = True
     deaf: tuple[str, str] | None = None
-    pinned: set[int] = field(default_factory=set)  # addresses of pinned memory
+    pinned: set[int] = field(default_factory=set)  # numbers of pinned pages
     made_streams: list[Recorded] = field(default_factory=list)
     count: int = 0  # number of copies so far
     made: int = 0  # number of buffers so far
     staged: int = 0  # bytes on the device that copies occupy now
     peak: int = 0
-    _accesses: list[_Access] = field(default_factory=list)  # accesses to main memory
+    _accesses: dict[_Access, int] = field(default_factory=dict)  # accesses to main memory, each with the stream's work
     _errors: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.compute, self.chance = Recorded(self, "compute"), random.Random(self.order)  # noqa: S311
+        self.compute = Recorded(self, "compute")
 
     def current(self, device: torch.device) -> Recorded:
         return self.compute
@@ -135,21 +130,16 @@ class Copies:
                 (device_side.copy_(theirs) if up else theirs.copy_(device_side))
 
         stream.queue.append((stream.work, run))
-        if not pinned or self.order == "early":
+        if not pinned:
             stream.run()
-        elif self.order != "late":
-            for each in self.made_streams:
-                each.run(self.chance.randint(0, each.work))
 
     def _access(self, stream: Recorded, t: Tensor, writes: bool) -> None:
-        found = _Access(stream.name, stream.work, writes, t.data_ptr(), t.data_ptr() + t.nbytes)
-        for other in self._accesses:
+        found = _Access(stream.name, writes, t.data_ptr(), t.data_ptr() + t.nbytes)
+        for other, work in self._accesses.items():
             overlaps = other.start < found.end and found.start < other.end and (writes or other.writes)
-            if overlaps and other.stream != stream.name and stream.known.get(other.stream, 0) < other.work:
+            if overlaps and other.stream != stream.name and stream.known.get(other.stream, 0) < work:
                 raise RaceError(f"{stream.name} runs beside {other.stream}")
-        # A stream's accesses to the same memory follow each other, so only the last of them is stored.
-        self._accesses = [a for a in self._accesses if (a.stream, a.writes, a.start, a.end) != (found[0], *found[2:])]
-        self._accesses.append(found)
+        self._accesses[found] = stream.work
 
     def _hold(self, stream: Recorded, t: Tensor, work: int) -> None:
         size = t.nbytes
@@ -164,25 +154,29 @@ class Copies:
         weakref.finalize(t, freed)
 
     def check(self) -> None:
-        """Raise the first error that was noted when memory was freed."""
+        """Raise the first error that was noted when memory was freed or pinned."""
         if self._errors:
             raise RaceError(self._errors[0])
 
     def pin(self, memory: Tensor) -> bool:
+        """Pin entire pages, as CUDA does. CUDA refuses a page that is already pinned."""
         self.made += 1
         if self.pins:
-            self.pinned.add(memory.data_ptr())
+            if not self.pinned.isdisjoint(pages_of(memory)):
+                self._errors.append("two buffers share a page")
+            self.pinned.update(pages_of(memory))
         return self.pins
 
     def unpin(self, memory: Tensor) -> None:
-        self.pinned.remove(memory.data_ptr())
-        self._accesses = [a for a in self._accesses if not a.start <= memory.data_ptr() < a.end]
+        assert self.pinned.issuperset(pages_of(memory))
+        self.pinned.difference_update(pages_of(memory))
+        inside = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+        self._accesses = {access: work for access, work in self._accesses.items() if access.start not in inside}
 
     def unfinished(self) -> int:
         """Return the number of copies that have not run."""
         return sum(len(stream.queue) for stream in self.made_streams)
 
 
-def orders(seeds: int) -> list[Any]:
-    """Return the values of `Copies.order` to try: late, early, and random orders with this many seeds."""
-    return ["late", "early", *range(seeds)]
+def pages_of(memory: Tensor) -> range:
+    return range(memory.data_ptr() // 4096, -(-(memory.data_ptr() + memory.nbytes) // 4096))

@@ -35,10 +35,10 @@ class Card:
 
 
 @contextmanager
-def a_card(share: float, quantized: bool, order: Any = "late", main: float = 1e12, **options: Any) -> Iterator[Card]:
+def a_card(share: float, quantized: bool, main: float = 1e12, **options: Any) -> Iterator[Card]:
     """Simulate a GPU with memory for `share` (0 to 1) of the keys and values, and `main` bytes of main memory."""
     memory = pack_module("nodes.adapters.kv_memory")
-    card, plan, make = Card(Copies(order, **options)), memory._four_bits, memory.HostMemory
+    card, plan, make = Card(Copies(**options)), memory._four_bits, memory.HostMemory
 
     def planned(updates: int, keys: int, left: float, *args: Any) -> Any:
         return plan(updates, keys, updates + share * keys if share < 1 else 1e12, 0.0, *args[1:])
@@ -67,12 +67,12 @@ def sampled(kind: str, model: Any, **options: Any) -> list[Tensor]:
     return models.sample_streams(model, HEIGHT, WIDTH, **{**usual, **options})
 
 
-def compared(kind: str, merged: Any, quantized: bool, order: Any = "late", share: float = 0.0, **options: Any) -> Card:
+def compared(kind: str, merged: Any, quantized: bool, share: float = 0.0, **options: Any) -> Card:
     """Run once with a `share` of the keys and values on the simulated GPU, and once with all of them there. Check that
     the latents are equal. Return the record of the first run."""
     with a_card(1.0, quantized):
         wanted = sampled(kind, merged, **options)
-    with a_card(share, quantized, order) as card:
+    with a_card(share, quantized) as card:
         found = sampled(kind, merged, **options)
     card.ended()
     assert all(map(torch.equal, found, wanted))

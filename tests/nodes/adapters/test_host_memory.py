@@ -20,9 +20,9 @@ KINDS = tuple(kind for kind in LAYOUTS if kind != "ernie")
 
 @loop(("kind", "n"), [(kind, n) for n, kind in enumerate(KINDS)])
 def test_the_picture_is_the_same_wherever_they_lie(kind: str, n: int, model_of: Any, stats_of: Any) -> None:
-    """All or half of the keys and values are in main memory. Copies end late, or after random delays."""
+    """All or half of the keys and values are in main memory."""
     merged, share, quantized = balanced(model_of(kind)), 0.5 * (n % 3 == 0), n % 2 == 0
-    card = compared(kind, merged, quantized, n if n % 4 else "late", share)
+    card = compared(kind, merged, quantized, share)
     stats, (on_card, in_main) = stats_of(merged), card.peak
     assert stats.merged_steps
     assert in_main > 0
@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
 @loop("quantized", [False, True])
 def test_in_other_runs_too(run: str, quantized: bool, model_of: Any, stats_of: Any) -> None:
     merged = balanced(model_of("z_image"))
-    compared("z_image", merged, quantized, 3, **RUNS[run])
+    compared("z_image", merged, quantized, **RUNS[run])
     assert stats_of(merged).merged_steps
 
 
@@ -48,7 +48,7 @@ def test_in_other_runs_too(run: str, quantized: bool, model_of: Any, stats_of: A
 def test_with_references_that_are_merged(quantized: bool, flux: Any) -> None:
     reference = torch.randn(1, 16, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(9))
     merged = balanced(flux, merge_references=True)
-    compared("flux", merged, quantized, 3, **prompts_of(flux, reference_latents=[reference]))
+    compared("flux", merged, quantized, **prompts_of(flux, reference_latents=[reference]))
 
 
 @loop("split", [False, True])
@@ -59,16 +59,15 @@ def test_with_several_conditions(split: bool, model_of: Any, monkeypatch: pytest
     merged = balanced(model)
     if split:
         split_calls_when(monkeypatch, merged, lambda evaluation: evaluation % 5 > 1)
-    compared("wan", merged, True, 3, positive=both)
+    compared("wan", merged, True, positive=both)
 
 
-@loop("order", ["late", 3])
-def test_a_run_within_a_run(order: Any, model_of: Any) -> None:
+def test_a_run_within_a_run(model_of: Any) -> None:
     """Another model runs inside each step, with separate buffers."""
     outer, inner, found = balanced(model_of("z_image")), balanced(models.z_image(seed=1)), list[Any]()
     with a_card(1.0, False):
         wanted = [sampled("z_image", each) for each in (outer, inner)]
-    with a_card(0.0, False, order) as card:
+    with a_card(0.0, False) as card:
         again = sampled("z_image", outer, callback=lambda *_: found.append(sampled("z_image", inner)))
     card.ended()
     assert len(card.hosts) == 6
@@ -84,7 +83,7 @@ def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of
     model = model_of("z_image")
     merged, block, found = balanced(model), model.model.diffusion_model.layers[1], []
     for share in (1.0, 0.0):
-        with a_card(share, True, at) as card, pytest.MonkeyPatch.context() as patch:
+        with a_card(share, True) as card, pytest.MonkeyPatch.context() as patch:
             failing(patch, block, at, torch.OutOfMemoryError())
             found.append(sampled("z_image", merged))
         card.ended()
@@ -98,7 +97,7 @@ def test_a_run_that_ends_early_leaves_nothing(at: int, error: str, model_of: Any
     model = model_of("z_image")
     merged, block = balanced(model), model.model.diffusion_model.layers[1]
     raised = InterruptProcessingException() if error == "an interrupt" else ValueError("of another node")
-    with a_card(0.0, at % 2 == 0, at) as card, pytest.MonkeyPatch.context() as patch:
+    with a_card(0.0, at % 2 == 0) as card, pytest.MonkeyPatch.context() as patch:
         failing(patch, block, at, raised)
         with pytest.raises(type(raised)):
             sampled("z_image", merged)

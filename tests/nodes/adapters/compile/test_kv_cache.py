@@ -65,7 +65,7 @@ def test_attention_without_overrides_is_noticed_inside_the_graphs(
 def test_keys_and_values_in_main_memory(fresh_compiler: None) -> None:
     """Custom operators copy keys and values to main memory and back, so that these copies need no additional graph."""
     model, backend = models.z_image(layers=2), Counting()
-    card = compared("z_image", compiled(balanced(model), backend, inside=True), quantized=True, order=3, cfg=1.0)
+    card = compared("z_image", compiled(balanced(model), backend, inside=True), quantized=True, cfg=1.0)
     assert card.peak[1] > 0
     assert backend.graphs == 3, "those of a refresh, of merged and of full steps"
     with a_card(0.0, quantized=True):
