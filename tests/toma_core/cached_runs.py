@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.toma_core.plans import plan_for, randn
-from toma_core import Evaluation, RunState, Schedule, StepMode, ToMAConfig, decide, reduce, restore
+from toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide, reduce, restore
 from toma_core.decision import Facts
 from toma_core.merge import MergePlan
 
@@ -36,13 +36,16 @@ def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
 def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
     """Return the mode of each evaluation as a letter: full (f), refresh (r), merged with caches (m) or merged without
     caches (p). An evaluation is a pair such as (2, "ab"): step 2 with the conditions a and b."""
-    said = []
+    said = ""
     for step, conditions in evaluations:
-        plan = at(run, step, *conditions).step_plan
-        said.append("frmp"[list(StepMode).index(plan.mode)])
-        if plan.mode is StepMode.REFRESH:
+        said += letter(at(run, step, *conditions).step_plan)
+        if said[-1] == "r":
             run.coverage.store(tuple(("block", c) for c in conditions), torch.zeros(len(conditions), 64, 6))
-    return "".join(said)
+    return said
+
+
+def letter(plan: StepPlan) -> str:
+    return "frmp"[list(StepMode).index(plan.mode)]
 
 
 def block(x: Tensor) -> Tensor:

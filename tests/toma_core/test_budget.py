@@ -1,24 +1,23 @@
-"""Test that adaptive budgets have the exact total, that windows with more detail get more destinations, and that index
-maps are valid."""
+"""Test that adaptive budgets have the exact total and valid maps, and that detail gets more destinations."""
 
 from __future__ import annotations
 
 import torch
 
 from tests.loop import loop
+from tests.toma_core.plans import randn
 from toma_core.config import ToMAConfig
 from toma_core.run import RunState
 from toma_core.schedule import LASTING, Schedule, StepMode, StepPlan
 from toma_core.selection import allocate, spread
 from toma_core.windows import Budget, Windows, make_budget, make_windows
 
-GRIDS = [(16, 16), (13, 19), (8, 40), (5, 7)]
 
-
-def picture(height: int, width: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
-    """Return tokens (B, N, 6) that are nearly constant in the left half of the grid and random in the right half."""
-    x = torch.randn(batch, height, width, 6, generator=torch.Generator().manual_seed(seed))
-    x[:, :, : width // 2] = 1 + 0.01 * x[:, :, : width // 2]
+def picture(height: int, width: int, batch: int = 2, seed: int = 0, flat: float = 0.01) -> torch.Tensor:
+    """Return random tokens (B, N, 6), whose standard deviation is `flat` in the left half of the grid and 1 in the
+    right half."""
+    x = randn(seed, batch, height, width, 6)
+    x[:, :, : width // 2] = 1 + flat * x[:, :, : width // 2]
     return x.flatten(1, 2)
 
 
@@ -27,7 +26,7 @@ def of(x: torch.Tensor, windows: Windows, ratio: float) -> Budget:
 
 
 @loop("ratio", [0.1, 0.5, 0.75, 0.95])
-@loop("grid", GRIDS, ids=str)
+@loop("grid", [(16, 16), (13, 19), (8, 40), (5, 7)], ids=str)
 def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int], ratio: float) -> None:
     windows = make_windows(*grid, 8)
     even = make_budget(windows.counts, ratio)
@@ -46,13 +45,14 @@ def test_every_image_has_as_many_destinations_as_asked_for(grid: tuple[int, int]
 
 def test_budgets_are_in_proportion_to_the_spread_or_its_root() -> None:
     windows = make_windows(8, 32, 8)
-    counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.5, 0.25, 0.125, 0.125]]), windows, True)
-    assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
-    counts = allocate(make_budget(windows.counts, 0.75), torch.tensor([[0.16, 0.04, 0.01, 0.01]]), windows)
-    assert counts.valid.sum(-1).tolist() == [[32, 16, 8, 8]]
-    # The first window has nearly all of the spread, but only 64 tokens, so it gets only 64 of the 128 destinations.
-    counts = allocate(make_budget(windows.counts, 0.5), torch.tensor([[1.0, 0.01, 0.01, 0.02]]), windows, True)
-    assert counts.valid.sum(-1).tolist() == [[64, 16, 16, 32]]
+    for ratio, spreads, by_spread, counts in (
+        (0.75, [0.5, 0.25, 0.125, 0.125], True, [32, 16, 8, 8]),
+        (0.75, [0.16, 0.04, 0.01, 0.01], False, [32, 16, 8, 8]),
+        # The first window has nearly all of the spread, but only 64 tokens, so it gets only 64 of the 128 destinations.
+        (0.5, [1.0, 0.01, 0.01, 0.02], True, [64, 16, 16, 32]),
+    ):
+        budget = allocate(make_budget(windows.counts, ratio), torch.tensor([spreads]), windows, by_spread)
+        assert budget.valid.sum(-1).tolist() == [counts]
 
 
 @loop(("side", "size", "ratio", "most"), [(64, 32, 0.95, 202), (64, 64, 0.5, 2048), (16, 8, 0.5, 64), (8, 4, 0.95, 1)])
@@ -67,13 +67,9 @@ def test_no_window_has_more_slots_than_the_others_leave(side: int, size: int, ra
 def test_flat_windows_are_left_to_the_latents_only_where_these_explain_them(
     kv_cache: bool, selection: int, fewest: int, most: int
 ) -> None:
-    """The left half of the picture is flat, with a standard deviation of 0.3. The right half has a standard deviation
-    of 1."""
-    x = torch.randn(1, 16, 16, 6, generator=torch.Generator().manual_seed(0))
-    x[:, :, :8] = 1 + 0.3 * x[:, :, :8]
     config = ToMAConfig(similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)  # type: ignore[arg-type]
-    step, tokens = StepPlan(1, StepMode.MERGED_CACHED, 0.75, selection, 0), x.flatten(1, 2)
-    pictures = () if selection == LASTING else (shown(tokens, (16, 16)),)
+    step, tokens = StepPlan(1, StepMode.MERGED_CACHED, 0.75, selection, 0), picture(16, 16, 1, flat=0.3)
+    pictures = () if selection == LASTING else (tokens.unflatten(1, (16, 16)).movedim(-1, 1),)
     plan = RunState(Schedule(config)).plan(tokens, (16, 16), "a", step, (None,), pictures=pictures)
     assert plan.budget.valid is not None
     counts = plan.budget.valid.sum(-1)[0]
@@ -83,7 +79,7 @@ def test_flat_windows_are_left_to_the_latents_only_where_these_explain_them(
 def test_rounding_does_not_decide_who_gets_destinations() -> None:
     """If windows differ only by rounding, all get equal budgets."""
     windows = make_windows(32, 32, 8)
-    flat = 1 + 1e-4 * torch.randn(1, 32 * 32, 12, generator=torch.Generator().manual_seed(0))
+    flat = 1 + 1e-4 * randn(0, 1, 32 * 32, 12)
     assert spread(windows.split(flat), windows).unique().numel() > 1
     assert of(flat, windows, 0.5).valid.sum(-1).tolist() == [[32] * 16]
 
@@ -121,8 +117,3 @@ def test_spread_is_the_variance_of_directions() -> None:
     for w, count in enumerate(windows.counts):
         unit = torch.nn.functional.normalize(x[0, windows.source[w, :count]], dim=-1)
         torch.testing.assert_close(found[0, w], (unit - unit.mean(0)).pow(2).sum(-1).mean())
-
-
-def shown(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """Return the picture (B, C, H, W) whose cells are the tokens x (B, N, C)."""
-    return x.unflatten(1, grid).movedim(-1, 1)

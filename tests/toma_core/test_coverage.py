@@ -1,5 +1,4 @@
-"""Test which cached entries are valid, which evaluations are refreshes, and which entries are dropped when the cache
-exceeds its limit."""
+"""Test which cached entries are valid, which evaluations are refreshes, and what a cache beyond its limit drops."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from tests.loop import loop
-from tests.toma_core.cached_runs import at, block, features, modes, passed, run_of
+from tests.toma_core.cached_runs import at, block, features, letter, modes, passed, run_of
 from toma_core import Evaluation, StepMode, coverage, decide
 from toma_core.decision import Facts
 from toma_core.reasons import Reason
@@ -41,50 +40,36 @@ def test_a_run_with_a_kv_cache_merges_nothing_without_it(facts: dict[str, Any]) 
         assert not decide(run, Facts(10.0 - step, conditions={"c": None}, **facts)).mode.merges
 
 
-def test_an_increasing_sigma_is_not_covered() -> None:
-    run = run_of()
-
-    def mode(sigma: float, step: int) -> StepMode:
-        plan = decide(run, Facts(sigma, step, conditions={"c": None}))
+@loop(
+    ("evaluations", "expected"),
+    [
+        # Sigmas may rise a little, but not above the sigma of the refresh.
+        ([(10.0, 0), (8.0, 1), (9.0, 2), (3.0, 3), (4.0, 4), (9.0, 5)], "rmmrmr"),
+        # The model's noise levels count, if another node changes them. They must not be far from those of the refresh.
+        ([(7.0, 3, 7.0), (6.0, 4, 6.0)], "rm"),
+        ([(7.0, 3, 10.0), (6.0, 4, 6.0)], "rr"),
+        ([(7.0, 3, 2.0), (6.0, 4, 6.0)], "rr"),
+        # The state of a condition changes when, for example, a ControlNet begins.
+        ([(10.0, 0, None, 0, {"c": "off"}), (9.0, 1, None, 0, {"c": "off"}), (8.0, 2, None, 0, {"c": "on"})], "rmr"),
+        # A condition that is named and never evaluated needs no entries.
+        ([(10.0, 0, None, 0, {"c": None, "ghost": None}), (9.0, 1, None, 0, {"c": None, "ghost": None})], "rm"),
+        ([(9.0, 1)], "r"),
+    ],
+)
+def test_what_a_refresh_covers(evaluations: list[tuple[Any, ...]], expected: str) -> None:
+    run, found = run_of(), ""
+    for facts in evaluations:
+        given = Facts(*facts) if len(facts) == 5 else Facts(*facts, conditions={"c": None})
+        found += letter(decide(run, given))
         run.coverage.store((("block", "c"),), features(0))
-        return plan.mode
-
-    assert [mode(10.0, 0), mode(8.0, 1), mode(9.0, 2)] == [StepMode.REFRESH, *[StepMode.MERGED_CACHED] * 2]
-    assert [mode(3.0, 3), mode(4.0, 4), mode(9.0, 5)] == [StepMode.REFRESH, StepMode.MERGED_CACHED, StepMode.REFRESH]
-
-
-@loop("refreshed", [10.0, 7.0, 2.0])
-def test_a_refresh_at_a_distant_noise_level_does_not_serve(refreshed: float) -> None:
-    """The model's noise level at the refresh is compared with its noise level in the next step. These levels need not
-    be the sampler's sigmas, because another node may change them."""
-    run = run_of()
-    assert decide(run, Facts(7.0, 3, refreshed, conditions={"c": None})).mode is StepMode.REFRESH
-    run.coverage.store((("block", "c"),), features(0))
-    near = decide(run, Facts(6.0, 4, 6.0, conditions={"c": None})).mode is StepMode.MERGED_CACHED
-    assert near is (refreshed == 7.0)
-
-
-def test_another_state_is_not_covered() -> None:
-    """The state of a condition changes when, for example, a ControlNet begins."""
-    run = run_of()
-    for step, state, mode in ((0, "off", "refresh"), (1, "off", "merged cached"), (2, "on", "refresh")):
-        assert decide(run, Facts(10.0 - step, conditions={"c": state})).mode.value == mode
-        run.coverage.store((("block", "c"),), features(0))
-
-
-def test_a_condition_that_is_named_and_never_evaluated_asks_for_nothing() -> None:
-    run = run_of()
-    assert decide(run, Facts(10.0, conditions={"c": None, "ghost": None})).mode is StepMode.REFRESH
-    run.coverage.store((("block", "c"),), features(0))
-    assert decide(run, Facts(9.0, conditions={"c": None, "ghost": None})).mode is StepMode.MERGED_CACHED
-    assert decide(run_of(), Facts(9.0, conditions={"c": None})).mode is StepMode.REFRESH
+    assert found == expected
 
 
 def test_a_condition_that_appears_in_a_refresh_that_another_node_skips_is_refreshed_next() -> None:
     run = run_of()
     modes(run, (0, "a"))
-    assert decide(run, Facts(9.0, conditions={"a": None, "b": None})).mode is StepMode.REFRESH
-    assert decide(run, Facts(8.0, conditions={"a": None, "b": None})).mode is StepMode.REFRESH
+    for sigma in (9.0, 8.0):
+        assert decide(run, Facts(sigma, conditions={"a": None, "b": None})).mode is StepMode.REFRESH
 
 
 def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,22 +98,20 @@ def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
     skipping.coverage.disable()
     assert [at(skipping, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.MERGED, StepMode.FULL]
     assert run.cache._entries == {}
-    stats = run.close()
-    assert stats.cache_disabled
+    assert run.close().cache_disabled
 
 
 def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the cache were disabled in the middle of a step, a block could get keys of all tokens but values of
     destinations only."""
-    run = run_of()
-    run.cache.put((("", "key"),), features(0))
+    run, keys = run_of(), (("", "key"),)
     run.cache.bounded = True
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 1)
-    run.cache.put((("", "key"),), features(1))
-    assert run.cache.read((("", "key"),), features(1)) is not None
+    run.cache.put(keys, features(1))
+    assert run.cache.read(keys, features(1)) is not None
     run.coverage.enforce_limit()
     assert run.cache.disabled
-    assert run.cache.read((("", "key"),), features(1)) is None
+    assert run.cache.read(keys, features(1)) is None
 
 
 def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluation_refreshes() -> None:

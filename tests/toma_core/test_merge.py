@@ -1,5 +1,4 @@
-"""Test merge and unmerge against dense matrices, which are computed in plain loops. Also test weights, and maps of
-plans."""
+"""Test merge and unmerge against dense matrices from plain loops, and test weights and maps of plans."""
 
 from __future__ import annotations
 
@@ -18,8 +17,6 @@ from tests.toma_core.plans import image_of, randn, run_of, step_of
 from toma_core.merge import MergePlan, draw_map, merge, stacked, unmerge, unmerge_residual, weigh
 from toma_core.selection import allocate, cosine_similarity, select, spread
 from toma_core.windows import make_budget, make_windows
-
-grids = loop(("height", "width"), [(8, 8), (13, 9), (1, 11), (11, 1), (3, 2)])
 
 
 def plan_of(
@@ -109,11 +106,8 @@ def test_zero_and_constant_images_give_finite_plans() -> None:
         torch.testing.assert_close(unmerge(merge(x, plan), plan), x, rtol=1e-3, atol=1e-3)
 
 
-SIDE_BY_SIDE = [(8, 8, 4), (12, 12, 6), (8, 16, 4), (6, 24, 6), (4, 16, 8)]
-
-
 @loop("dtype", [torch.float32, torch.bfloat16], ids=str)
-@loop(("height", "width", "size"), SIDE_BY_SIDE, ids=str)
+@loop(("height", "width", "size"), [(8, 8, 4), (12, 12, 6), (8, 16, 4), (6, 24, 6), (4, 16, 8)], ids=str)
 def test_rows_of_windows_at_once_are_windows_one_by_one(
     height: int, width: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,8 +116,6 @@ def test_rows_of_windows_at_once_are_windows_one_by_one(
     x = randn(13, 2, height * width, 6).to(dtype)
     plan = plan_of(x, height, width, size=size, ratio=0.25)
     out = randn(14, 2, plan.num_destinations, 6).to(dtype)
-    assert plan.strips is not None
-    assert plan.windows.tiles is not None
     rows = plan.windows.tiles[0]
     assert plan.strips[0].shape == (2 * rows, plan.num_destinations // rows, height * width // rows)
 
@@ -155,41 +147,34 @@ def test_a_broken_token_stays_in_its_row_of_windows() -> None:
     assert not spoiled[1, :32].isfinite().any()
 
 
-def test_one_plan_for_a_larger_batch() -> None:
-    x = randn(15, 3, 64, 6)
-    plan = plan_of(x[:1], 8, 8)
-    one = merge(x[1:2], plan)
-    torch.testing.assert_close(merge(x, plan)[1:2], one)
-    torch.testing.assert_close(unmerge(merge(x, plan), plan)[1:2], unmerge(one, plan))
-    updated = unmerge_residual(2 * merge(x, plan), merge(x, plan), x, plan)
-    torch.testing.assert_close(updated[1:2], unmerge_residual(2 * one, one, x[1:2], plan))
-
-
+@loop(("height", "width"), [(8, 8), (13, 9)])
 @loop("adaptive", [False, True])
-def test_a_stack_serves_the_same_images_several_times(adaptive: bool) -> None:
-    """The batch has two images for cond, then two for uncond. It uses a plan of two images, stacked twice."""
-    x, y = randn(10, 2, 117, 6), randn(11, 2, 117, 6)
-    plan = plan_of(x, 13, 9, adaptive=adaptive)
-    twice = stacked([plan, plan])
-    assert torch.equal(twice.destinations, torch.cat([plan.destinations, plan.destinations]))
-    both = merge(torch.cat([x, y]), twice)
-    torch.testing.assert_close(both, torch.cat([merge(x, plan), merge(y, plan)]))
-    torch.testing.assert_close(unmerge(both, twice), torch.cat([unmerge(merge(z, plan), plan) for z in (x, y)]))
+@loop("images", [1, 2])
+def test_a_plan_serves_a_larger_batch(images: int, adaptive: bool, height: int, width: int) -> None:
+    """A plan of two images is stacked twice, for two images of cond, then two of uncond. A plan of one image serves
+    four images as it is."""
+    x = randn(10, 4, height * width, 6)
+    plan = plan_of(x[:images], height, width, adaptive=adaptive)
+    used = stacked([plan, plan]) if images == 2 else plan
+    assert images == 1 or torch.equal(used.destinations, torch.cat([plan.destinations] * 2))
+
+    def results(x: torch.Tensor, plan: MergePlan) -> tuple[torch.Tensor, ...]:
+        y = merge(x, plan)
+        return y, unmerge(y, plan), unmerge_residual(y.sin(), y, x, plan)
+
+    alone = zip(*(results(part, plan) for part in x.split(images)), strict=True)
+    torch.testing.assert_close(results(x, used), tuple(map(torch.cat, alone)))
 
 
-@grids
+@loop(("height", "width"), [(8, 8), (13, 9), (1, 11), (11, 1), (3, 2)])
 def test_memory_layout_does_not_matter(height: int, width: int) -> None:
     x = randn(12, 2, height * width, 6)
     plan = plan_of(x, height, width)
-    transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
-    sliced = torch.cat([x, x], 2)[..., :6]
     y = merge(x, plan)
-    for same in (transposed, sliced):
+    for same in (x.mT.contiguous().mT, torch.cat([x, x], 2)[..., :6]):
         assert not same.is_contiguous() or height * width == 1
         torch.testing.assert_close(merge(same, plan), y)
-    torch.testing.assert_close(
-        unmerge(y.transpose(1, 2).contiguous().transpose(1, 2), plan), unmerge(y, plan), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(unmerge(y.mT.contiguous().mT, plan), unmerge(y, plan), rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_flow() -> None:
@@ -203,8 +188,7 @@ def test_gradients_flow() -> None:
 
 
 def test_the_map_shows_each_token_with_its_most_similar_destination() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 63, 6).bfloat16()
+    x = randn(5, 2, 63, 6).bfloat16()
     plan = run_of().plan(x, (7, 9), "a", step_of(), (None,))
     drawn = draw_map(plan)
     assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, plan.windows.cuts)
@@ -220,15 +204,10 @@ def test_the_map_shows_each_token_with_its_most_similar_destination() -> None:
             # mix of both, and the map may show either.
             assert unit[owner] @ unit[token] > max(unit[d] @ unit[token] for d in here) - 0.01
     assert drawn.owner[drawn.destinations].tolist() == destinations
-
-
-def test_of_a_video_the_first_frame_is_drawn() -> None:
-    x = randn(0, 1, 3 * 63, 6)
-    drawn, first = (
-        draw_map(run_of().plan(tokens, grid, "a", step_of(), (None,)))
-        for tokens, grid in ((x, (3, 7, 9)), (x[:, :63], (7, 9)))
-    )
-    assert (drawn.frames, first.frames) == (3, 1)
-    assert (drawn.height, drawn.width, drawn.cuts) == (7, 9, first.cuts)
-    assert torch.equal(drawn.owner, first.owner)
-    assert torch.equal(drawn.destinations, first.destinations)
+    # Of a video, the first frame is drawn.
+    video = torch.cat([x, randn(0, 2, 63, 6).bfloat16()], 1)
+    first = draw_map(run_of().plan(video, (2, 7, 9), "a", step_of(), (None,)))
+    assert (first.frames, drawn.frames) == (2, 1)
+    assert (first.height, first.width, first.cuts) == (7, 9, drawn.cuts)
+    assert torch.equal(first.owner, drawn.owner)
+    assert torch.equal(first.destinations, drawn.destinations)

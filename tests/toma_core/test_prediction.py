@@ -103,16 +103,13 @@ def test_a_broken_pixel_spoils_its_own_token_only(poison: float) -> None:
     )
 
 
-def test_the_constant_is_finite_in_fp16() -> None:
+def test_black_and_bright_pictures() -> None:
+    """A black picture has no direction. The constant of a bright picture is finite in fp16."""
+    black = similarity_features(torch.zeros(1, 3, 4, 4), (4, 4), torch.zeros(()))
+    assert black.shape == (1, 16, 4)
+    assert not black.any()
     bright = 6e4 * torch.ones(1, 16, 4, 4)
-    features = similarity_features(bright, (2, 2), torch.zeros((), dtype=torch.float16))
-    assert features.isfinite().all()
-
-
-def test_a_black_picture_has_no_direction() -> None:
-    features = similarity_features(torch.zeros(1, 3, 4, 4), (4, 4), torch.zeros(()))
-    assert features.shape == (1, 16, 4)
-    assert not features.any()
+    assert similarity_features(bright, (2, 2), torch.zeros((), dtype=torch.float16)).isfinite().all()
 
 
 def test_a_plan_is_of_the_picture_whatever_the_tokens_and_shared_by_all_blocks() -> None:
@@ -120,24 +117,11 @@ def test_a_plan_is_of_the_picture_whatever_the_tokens_and_shared_by_all_blocks()
     plan = plan_of(run, x, pictures=(clean,))
     assert run.plan(2 - x, (8, 8), "b", step_of(), (None,), pictures=(clean,)) is plan
     assert same(plan, plan_of(predicting(), torch.rand(2, 64, 5), pictures=(clean,)))
+    assert same(plan, plan_of(predicting(), x, ("left", "right"), (clean[:1], clean[1:]))), "each area has its picture"
     assert run.stats.selections == 1
     assert plan_of(run, x.bfloat16(), pictures=(clean,)).merge_weights.dtype is torch.bfloat16
-
-
-def test_areas_have_pictures_of_their_own() -> None:
-    clean, x = picture(), torch.randn(2, 64, 5)
-    apart = plan_of(predicting(), x, ("left", "right"), (clean[:1], clean[1:]))
-    assert same(apart, plan_of(predicting(), x, pictures=(clean,)))
-
-
-def test_another_number_of_images_than_was_predicted_is_planned_by_its_tokens() -> None:
-    x = torch.randn(4, 64, 5)
-    assert same(plan_of(predicting(), x, pictures=(picture(),)), plan_of(predicting(), x))
-
-
-def test_a_reweighed_plan_has_the_weights_of_the_new_picture() -> None:
-    run, x = predicting(), torch.randn(2, 64, 5)
-    first = plan_of(run, x, pictures=(picture(),))
-    second = plan_of(run, x, pictures=(picture() + 0.5,), weighing=1)
-    assert torch.equal(first.destinations, second.destinations)
-    assert not torch.equal(first.merge_weights, second.merge_weights)
+    reweighed = plan_of(run, x, pictures=(clean + 0.5,), weighing=1)
+    assert torch.equal(plan.destinations, reweighed.destinations)
+    assert not torch.equal(plan.merge_weights, reweighed.merge_weights)
+    more = torch.randn(4, 64, 5)
+    assert same(plan_of(predicting(), more, pictures=(clean,)), plan_of(predicting(), more)), "no picture of the batch"

@@ -1,5 +1,4 @@
-"""Test that plans are made when due and without waiting for the device, that blocks and conditions share them, and that
-they are dropped at the end of the run."""
+"""Test when plans are made, shared and dropped, and that nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import gc
 import random
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,10 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.loop import loop
 from tests.toma_core.plans import randn, run_of, same, step_of
-from toma_core.config import ToMAConfig
 from toma_core.merge import MergePlan, merge, stacked, unmerge, weigh
-from toma_core.run import RunState
-from toma_core.schedule import Schedule, StepMode, StepPlan
+from toma_core.schedule import StepMode, StepPlan
 
 GRID = (7, 9)
 
@@ -59,20 +57,6 @@ def test_plans_equal_those_of_a_run_without_sharing(seed: int) -> None:
         assert (run.stats.selections, run.stats.weighings) == (selections, weighings)
 
 
-@loop(("select", "weigh"), [(1, 1), (10, 5), (5, 10), (4, 3), (1000, 1000)])
-def test_how_often_over_a_run(select: int, weigh: int) -> None:
-    """In 20 steps each of the two scopes selects destinations ceil(20 / select) times. It computes weights at the steps
-    at which destinations or weights are due."""
-    config = ToMAConfig(window_size=4, selection_interval=select, weight_interval=weigh)
-    run = RunState(Schedule(config, tuple(float(20 - step) for step in range(20))))
-    for sigma in range(20, 0, -1):
-        for scope in ("a", "a", "b"):
-            run.plan(features(sigma), GRID, scope, run.schedule.decide(float(sigma)), (None,))
-    due = {step for step in range(20) if step % select == 0 or step % weigh == 0}
-    assert run.stats.selections == 2 * -(-20 // select)
-    assert run.stats.weighings == 2 * len(due)
-
-
 def test_unused_plans_are_dropped() -> None:
     """Plans of earlier selections are dropped when their grid gets new plans. The plan of a grid that is no longer used
     remains, because it will be drawn."""
@@ -92,13 +76,8 @@ def test_unused_plans_are_dropped() -> None:
 def test_plans_of_several_areas_are_put_together_once() -> None:
     run, x = run_of(), features(1, 3)
     plan_keys = ("l", "r", "l")
-    first = run.plan(x, GRID, "a", step_of(), plan_keys)
-    assert run.plan(x, GRID, "a", step_of(), plan_keys) is first
-    assert run.plan(x, GRID, "a", step_of(), ("r", "l", "l")) is not first
-    newer = run.plan(features(2, 3), GRID, "a", step_of(weighing=1), plan_keys)
-    assert newer is not first
-    assert not torch.equal(newer.merge_weights, first.merge_weights)
-    assert run.plan(x, GRID, "a", step_of(weighing=1), plan_keys) is newer
+    first, again, newer, newest = (run.plan(x, GRID, "a", step_of(weighing=w), plan_keys) for w in (0, 0, 1, 1))
+    assert again is first is not newer is newest
 
 
 def test_windows_shift_at_every_other_selection() -> None:
@@ -110,7 +89,7 @@ def test_windows_shift_at_every_other_selection() -> None:
 
 
 @loop("similarity_from", ["tokens", "prediction"])
-@loop("keys", [("left", "right"), ("right", "left"), ("left",)], ids=str)
+@loop("keys", [("left", "right"), ("left",)], ids=str)
 def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, ...], similarity_from: str) -> None:
     """If tokens do not change, a step that propagates caches selects mostly tokens that the step before did not select.
     After a refresh, which computes all tokens, the first selection is repeated. Steps that propagate nothing always
@@ -135,33 +114,22 @@ def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, .
     assert kept(14) == first
 
 
-def test_closing_drops_every_tensor() -> None:
-    run = run_of()
-    refs = []
-    for plan_keys in ((None,), (None, None)):
-        plan = run.plan(features(0, len(plan_keys)), GRID, "a", step_of(), plan_keys)
+def test_closing_drops_every_tensor_but_the_map_of_the_last_plan() -> None:
+    """Scopes a and b have plans of the same grid. The plan that was made last is the second plan of a."""
+    run, refs = run_of(), []
+    for scope, selection, plan_keys in (("a", 0, (None,)), ("b", 0, (None, None)), ("a", 1, (None,))):
+        plan = run.plan(features(1, len(plan_keys)), GRID, scope, step_of(selection=selection), plan_keys)
         refs += [weakref.ref(t) for t in (plan.dest_slots, plan.merge_weights, plan.unmerge_weights)]
-    del plan
-    gc.collect()
-    assert all(ref() is not None for ref in refs)
+    run.plan(features(3, 1, (5, 5)), (5, 5), "a", step_of(), (None,))
+    last = plan.destinations[0]
     run.draw()
     stats = run.close()
+    del plan
     gc.collect()
     assert all(ref() is None for ref in refs)
     assert stats is run.stats
-    assert GRID in stats.maps, "what draw() kept survives"
-    assert stats.selections == 1
-
-
-def test_draw_shows_the_plan_made_last() -> None:
-    """Scopes a and b have plans of the same grid. The plan that was made last is the second plan of a."""
-    run = run_of()
-    for scope, seed, selection in (("a", 0, 0), ("b", 1, 0), ("a", 2, 1)):
-        plan = run.plan(features(seed), GRID, scope, step_of(selection=selection), (None,))
-    run.plan(features(3, 1, (5, 5)), (5, 5), "a", step_of(), (None,))
-    run.draw()
-    assert set(run.stats.maps) == {GRID, (5, 5)}
-    assert torch.equal(run.stats.maps[GRID].destinations, plan.destinations[0])
+    assert set(stats.maps) == {GRID, (5, 5)}
+    assert torch.equal(stats.maps[GRID].destinations, last)
 
 
 def test_threads_of_one_run_get_good_plans() -> None:
@@ -170,7 +138,7 @@ def test_threads_of_one_run_get_good_plans() -> None:
     wanted = {scope: alone.plan(features(scope), GRID, scope, step_of(), (None,)) for scope in range(8)}
     start, failures = threading.Barrier(4), []
 
-    def work() -> None:
+    def work(_: int) -> None:
         start.wait()
         for round_ in range(5):
             for scope, plan in wanted.items():
@@ -178,59 +146,40 @@ def test_threads_of_one_run_get_good_plans() -> None:
                 if not same(run.plan(features(scope), GRID, scope, step_of(), (None,)), plan):
                     failures.append(scope)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert not failures
     assert run.stats.evaluations == 160
     assert run.stats.weighings >= 8
 
 
-# Operations that make the host wait for a GPU. `NoWaiting` detects them on any device.
-_WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "check_errors", "aten.equal")
-
-
 class NoWaiting(TorchDispatchMode):
+    """Raises if a solver waits for the device to report success. No other operation that waits works on the meta
+    device."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        indexed_by_mask = name.startswith("aten.index.") and any(
-            t is not None and t.dtype == torch.bool for t in args[1]
-        )
-        if indexed_by_mask or any(word in name for word in _WAITS):
-            raise AssertionError(f"{name} waits for the device")
+        if "check_errors" in str(func):
+            raise RuntimeError(f"{func} waits for the device")
         return func(*args, **(kwargs or {}))
-
-
-@loop(
-    "wait",
-    [
-        lambda x: x.sum().item(),
-        lambda x: bool((x > 0).all()),
-        lambda x: x.nonzero(),
-        lambda x: x[x > 0],
-        lambda x: torch.linalg.solve(x @ x.T + torch.eye(len(x)), x),
-    ],
-    ids=["item", "bool", "nonzero", "mask", "solve"],
-)
-def test_the_trap_snaps(wait: Any) -> None:
-    x = torch.randn(4, 4)
-    with pytest.raises(AssertionError, match="waits for the device"), NoWaiting():
-        wait(x)
 
 
 @loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
 @loop("similarity_from", ["tokens", "prediction"])
 def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], similarity_from: str) -> None:
-    """The tokens are on the meta device, where reading a value raises an error too. Two selections make the window
-    layouts of a grid. After that, neither making plans nor merging may wait."""
+    """The tokens are on the meta device, where reading a value raises an error."""
     run = run_of(similarity_from=similarity_from)
     x = torch.empty(2, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
     picture = torch.empty(2, 3, 2 * grid[0], 2 * grid[1], device="meta")
-    for selection in range(2):
-        run.plan(x, grid, "a", step_of(selection=selection), (None,))
     with NoWaiting():
+        for wait in (
+            lambda: x.sum().item(),
+            lambda: bool((x > 0).all()),
+            lambda: x.nonzero(),
+            lambda: x[x > 0],
+            lambda: torch.linalg.solve(x[0, :6].float(), x[0, :6].float()),
+        ):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                wait()
         for decision in (step_of(), step_of(weighing=1), step_of(selection=1)):
             for plan_keys, shown in (((None,), picture.chunk(1)), ((None, None), (picture[:1],) * 2),
                                      (("l", "r"), picture.chunk(2))):  # fmt: skip

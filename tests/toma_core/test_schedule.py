@@ -1,4 +1,4 @@
-"""Test the schedule: the step of a sigma, the ratio of a step, and when a plan is made again."""
+"""Test the step of a sigma, the mode and ratios of a step, and when a plan is made again."""
 
 from __future__ import annotations
 
@@ -21,47 +21,26 @@ from toma_core.schedule import Schedule, StepMode, StepPlan, step_at
 SIGMAS = (14.6, 5.0, 2.0, 0.5)
 
 
-def between(a: float, b: float) -> float:
-    return math.sqrt(a * b)
-
-
 @loop(
-    ("calls", "steps"),
+    ("sigmas", "calls", "steps"),
     [
-        pytest.param(SIGMAS, [0, 1, 2, 3], id="euler"),
-        # Each step but the last has a second evaluation, at the sigma of the next step.
-        pytest.param((14.6, 5.0, 5.0, 2.0, 2.0, 0.5, 0.5), [0, 1, 1, 2, 2, 3, 3], id="heun"),
-        # Each step but the last has a second evaluation, at a sigma between its own and the next.
-        pytest.param(
-            (14.6, between(14.6, 5.0), 5.0, between(5.0, 2.0), 2.0, between(2.0, 0.5), 0.5),
-            [0, 0, 1, 1, 2, 2, 3],
-            id="dpmpp_2s and dpmpp_sde",
-        ),
-        pytest.param((20.0, 14.7), [0, 0], id="above the schedule"),
-        pytest.param((0.49, 0.001, 0.0), [3, 3, 3], id="below the schedule"),
+        # The sampler evaluates the model once a step, and once above and three times below the schedule.
+        (SIGMAS, (20.0, 14.7, *SIGMAS, 0.49, 0.001, 0.0), [0, 0, 0, 1, 2, 3, 3, 3, 3]),
+        # heun: each step but the last has a second evaluation, at the sigma of the next step.
+        (SIGMAS, (14.6, 5.0, 5.0, 2.0, 2.0, 0.5, 0.5), [0, 1, 1, 2, 2, 3, 3]),
+        # dpmpp_2s and dpmpp_sde: the second evaluation is at a sigma between two steps.
+        (SIGMAS, (14.6, 8.5, 5.0, 3.2, 2.0, 1.0, 0.5), [0, 0, 1, 1, 2, 2, 3]),
+        # In unsampling, sigmas rise. Step 0 is the step that runs first.
+        (SIGMAS[::-1], (0.5, 1.0, 2.0, 5.0, 14.6, 20.0), [0, 0, 1, 2, 3, 3]),
     ],
 )
-def test_steps_of_samplers(calls: tuple[float, ...], steps: list[int]) -> None:
-    schedule = Schedule(ToMAConfig(), SIGMAS)
-    assert [step_at(schedule.sigmas, sigma) for sigma in calls] == steps
-    assert [schedule.decide(sigma).step for sigma in calls] == steps
-
-
-@loop("direction", [-1, 1])
-def test_sigmas_survive_rounding_to_fp32(direction: int) -> None:
-    schedule = Schedule(ToMAConfig(), SIGMAS)
-    for step, sigma in enumerate(SIGMAS):
-        neighbour = torch.nextafter(torch.tensor(sigma), torch.tensor(direction * math.inf)).item()
-        assert neighbour != sigma
-        assert step_at(schedule.sigmas, neighbour) == step
-
-
-def test_steps_of_a_schedule_from_low_to_high() -> None:
-    """In unsampling, sigmas rise. Step 0 is the step that runs first, with the lowest sigma, and it is full."""
-    schedule = Schedule(ToMAConfig(full_step_interval=3), SIGMAS[::-1])
-    calls = (0.5, between(0.5, 2.0), 2.0, 5.0, 14.6, 20.0)
-    assert [step_at(schedule.sigmas, sigma) for sigma in calls] == [0, 0, 1, 2, 3, 3]
-    assert [schedule.decide(sigma).merged_ratio for sigma in SIGMAS[::-1]] == [0.0, 0.5, 0.5, 0.0]
+def test_steps_of_samplers(sigmas: tuple[float, ...], calls: tuple[float, ...], steps: list[int]) -> None:
+    schedule = Schedule(ToMAConfig(), sigmas)
+    assert [step_at(sigmas, sigma) for sigma in calls] == [schedule.decide(sigma).step for sigma in calls] == steps
+    for step, sigma in enumerate(sigmas):
+        rounded = [torch.nextafter(torch.tensor(sigma), torch.tensor(end)).item() for end in (-math.inf, math.inf)]
+        assert sigma not in rounded
+        assert [step_at(sigmas, each) for each in rounded] == [step, step]
 
 
 @loop("settings", [{}, {"full_step_interval": 2}, {"full_step_interval": 2, "granularity": "module"}])
@@ -87,30 +66,28 @@ def test_active_from_start_to_just_before_end() -> None:
     """The range includes its start sigma but not its end sigma, so two runs that split a schedule do not overlap."""
     schedule = Schedule(ToMAConfig(), SIGMAS, sigma_start=5.0, sigma_end=0.5)
     assert [schedule.in_range(sigma) for sigma in SIGMAS] == [False, True, True, False]
-    assert [schedule.decide(sigma).ratio for sigma in SIGMAS] == [0.0, 0.5, 0.5, 0.0]
-    assert [schedule.decide(sigma).ratio for sigma in (between(14.6, 5.0), between(2.0, 0.5), 0.1)] == [0.0, 0.5, 0.0]
+    assert [schedule.decide(sigma).ratio for sigma in (*SIGMAS, 8.5, 1.0, 0.1)] == [0.0, 0.5, 0.5, 0.0, 0.0, 0.5, 0.0]
     assert schedule.span == (1, 2)
+    everywhere = Schedule(ToMAConfig(), SIGMAS)
+    assert [everywhere.decide(sigma).ratio for sigma in (1e12, *SIGMAS, 0.0)] == [0.5] * 6
+    assert everywhere.span == (0, 3)
+    between = Schedule(ToMAConfig(), SIGMAS, sigma_start=1.5, sigma_end=0.9)
+    assert between.span == (0, 0)
+    assert [between.decide(sigma).ratio for sigma in (*SIGMAS, 1.0)] == [0.0] * 4 + [0.5], "a range without a step"
 
 
-def test_active_everywhere_by_default() -> None:
-    schedule = Schedule(ToMAConfig(), SIGMAS)
-    assert [schedule.decide(sigma).ratio for sigma in (1e12, *SIGMAS, 0.0)] == [0.5] * 6
-    assert schedule.span == (0, 3)
+HALF_RUN = {"finishes": True, "continues_run": True}
 
 
-def test_a_range_without_a_step() -> None:
-    schedule = Schedule(ToMAConfig(), SIGMAS, sigma_start=1.5, sigma_end=0.9)
-    assert schedule.span == (0, 0)
-    assert [schedule.decide(sigma).ratio for sigma in SIGMAS] == [0.0] * 4
-    assert schedule.decide(1.0).ratio == 0.5, "but a sampler that evaluates in between may fall into it"
+def sigmas_of(steps: int) -> tuple[float, ...]:
+    return tuple(float(steps - step) for step in range(steps))
 
 
-TEN = tuple(float(10 - step) for step in range(10))
-
-
-def ten_steps(config: ToMAConfig, *ratio_schedule: tuple[float, dict[str, float]], **given: Any) -> list[StepPlan]:
-    schedule = Schedule(config, TEN, ratio_schedule=ratio_schedule, **given)
-    return [schedule.decide(sigma) for sigma in TEN]
+def plans_of(
+    config: ToMAConfig, *ratio_schedule: tuple[float, dict[str, float]], steps: int = 10, **given: Any
+) -> list[StepPlan]:
+    schedule = Schedule(config, sigmas_of(steps), ratio_schedule=ratio_schedule, **given)
+    return [schedule.decide(sigma) for sigma in schedule.sigmas]
 
 
 def modes(plans: list[StepPlan]) -> str:
@@ -136,34 +113,28 @@ def modes(plans: list[StepPlan]) -> str:
         ({"full_step_interval": 3, "granularity": "module"}, {}, "fmmfmmfmmf"),
         ({"full_step_interval": 4, "granularity": "module"}, {"finishes": True}, "fmmmfmmmff"),
         ({"full_step_interval": 4, "granularity": "module"}, {"finishes": True, "sigma_start": 8.0}, "fffmmmfmmf"),
+        # Long runs begin with two full steps, unless they continue a run that has already formed the composition.
+        ({"full_step_interval": 4}, {"finishes": True, "steps": 12}, "rcccrcccrccf"),
+        ({"full_step_interval": 4}, {"finishes": True, "steps": 14}, "rrcccrcccrcccf"),
+        ({"full_step_interval": 4}, {"finishes": True, "steps": 14, "continues_run": True}, "rcccrcccrcccrf"),
+        ({"full_step_interval": 4}, {"finishes": True, "steps": 14, "sigma_start": 12.0}, "ffrcccrcccrccf"),
+        # The last of two steps that continue another run is merged if there is a KV cache, or the run would merge none.
+        ({"full_step_interval": 4, "kv_cache": True}, {**HALF_RUN, "steps": 2}, "rc"),
+        ({"full_step_interval": 4, "kv_cache": True}, {"finishes": True, "steps": 2}, "rf"),
+        ({"full_step_interval": 3}, {**HALF_RUN, "steps": 2}, "rf"),
+        ({"full_step_interval": 2, "kv_cache": True}, {**HALF_RUN, "steps": 2}, "rf"),
+        ({"full_step_interval": 4, "kv_cache": True}, {**HALF_RUN, "steps": 3}, "rcf"),
+        ({"full_step_interval": 4, "kv_cache": True}, {**HALF_RUN, "steps": 1}, "f"),
     ],
 )
-def test_modes_of_ten_steps(settings: dict[str, Any], given: dict[str, Any], expected: str) -> None:
+def test_modes(settings: dict[str, Any], given: dict[str, Any], expected: str) -> None:
     """The range includes its start sigma but not its end sigma. Full steps are counted from the first step of the
     range."""
-    assert modes(ten_steps(ToMAConfig(**settings), **given)) == expected
-
-
-@loop(
-    ("steps", "given", "expected"),
-    [
-        (12, {}, "rcccrcccrccf"),
-        (14, {}, "rrcccrcccrcccf"),
-        # The run continues another run, which has already formed the composition.
-        (14, {"continues_run": True}, "rcccrcccrcccrf"),
-        (14, {"sigma_start": 12.0}, "ffrcccrcccrccf"),
-    ],
-)
-def test_long_runs_begin_with_two_full_steps(steps: int, given: dict[str, Any], expected: str) -> None:
-    sigmas = tuple(float(steps - step) for step in range(steps))
-    schedule = Schedule(ToMAConfig(full_step_interval=4), sigmas, finishes=True, **given)
-    assert modes([schedule.decide(sigma) for sigma in sigmas]) == expected
+    assert modes(plans_of(ToMAConfig(**settings), **given)) == expected
 
 
 def test_in_long_runs_ratios_change_at_full_steps() -> None:
-    sigmas = tuple(float(14 - step) for step in range(14))
-    bands = (8.5, {"a": 0.25}), (0.0, {"a": 0.5})
-    plans = [Schedule(ToMAConfig(full_step_interval=4), sigmas, ratio_schedule=bands).decide(sigma) for sigma in sigmas]
+    plans = plans_of(ToMAConfig(full_step_interval=4), (8.5, {"a": 0.25}), (0.0, {"a": 0.5}), steps=14)
     assert [plan.ratio for plan in plans] == [0.25] * 5 + [0.5] * 9
     assert [step for step, plan in enumerate(plans) if plan.mode is StepMode.REFRESH] == [0, 1, 5, 9, 13]
 
@@ -196,10 +167,10 @@ def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[
 
 
 def test_generations_count_from_the_first_merged_step() -> None:
-    decisions = ten_steps(ToMAConfig(selection_interval=4, weight_interval=2))
+    decisions = plans_of(ToMAConfig(selection_interval=4, weight_interval=2))
     assert [d.selection for d in decisions] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert [d.weighing for d in decisions] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    decisions = ten_steps(ToMAConfig(selection_interval=4, weight_interval=2), sigma_start=7.0)
+    decisions = plans_of(ToMAConfig(selection_interval=4, weight_interval=2), sigma_start=7.0)
     assert [d.selection for d in decisions] == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
     assert [d.weighing for d in decisions] == [0, 0, 0, 0, 0, 1, 1, 2, 2, 3]
 
@@ -217,10 +188,9 @@ counts = st.integers(1, 12)
     ),
     st.lists(st.floats(0, 11), min_size=2, max_size=2).map(sorted),
 )
-def test_decisions_are_pure_and_legal(config: ToMAConfig, ends: list[float]) -> None:
+def test_decisions_are_legal(config: ToMAConfig, ends: list[float]) -> None:
     range_of = dict(zip(("sigma_end", "sigma_start"), ends, strict=True))
-    decisions = ten_steps(config, **range_of)
-    assert decisions == ten_steps(config, **range_of)
+    decisions = plans_of(config, **range_of)
     assert [d.step for d in decisions] == list(range(10))
     for before, after in itertools.pairwise(decisions):
         assert after.selection >= before.selection >= 0
@@ -232,7 +202,7 @@ def test_decisions_are_pure_and_legal(config: ToMAConfig, ends: list[float]) -> 
 
 def test_blocks_have_ratios_by_sigma() -> None:
     """The first sigma range of the profile, above 6.5, covers steps 0 to 3."""
-    decisions = ten_steps(ToMAConfig(), (6.5, {"a": 0.75, "b": 0.25}), (0.0, {"a": 0.5}))
+    decisions = plans_of(ToMAConfig(), (6.5, {"a": 0.75, "b": 0.25}), (0.0, {"a": 0.5}))
     assert [d.ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
     assert [d.of("a").ratio for d in decisions] == [0.75] * 4 + [0.5] * 6
     assert [d.of("b").ratio for d in decisions] == [0.25] * 4 + [0.0] * 6
@@ -240,38 +210,32 @@ def test_blocks_have_ratios_by_sigma() -> None:
     assert [len(d.in_use) for d in decisions] == [2] * 4 + [1] * 6
     assert decisions[0].joins("a", "a")
     assert not decisions[0].joins("a", "b")
-    assert ten_steps(ToMAConfig())[0].of("a").ratio == 0.5
-    assert ten_steps(ToMAConfig())[0].joins("a", "b")
+    assert plans_of(ToMAConfig())[0].of("a").ratio == 0.5
+    assert plans_of(ToMAConfig())[0].joins("a", "b")
 
 
 def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
     config = ToMAConfig(ratio=0.4, full_step_interval=3, selection_interval=3)
-    same = ten_steps(config, (4.5, {"a": 0.4}), (0.0, {"a": 0.4}), finishes=True)
-    for ours, theirs in zip(same, ten_steps(config, finishes=True), strict=True):
-        assert dataclasses.replace(ours.of("a"), ratios=None) == theirs
+    same = plans_of(config, (4.5, {"a": 0.4}), (0.0, {"a": 0.4}), finishes=True)
+    assert [dataclasses.replace(plan.of("a"), ratios=None) for plan in same] == plans_of(config, finishes=True)
 
 
 def test_blocks_keep_their_ratio_between_full_steps() -> None:
     """Steps 0, 3, 6 and 9 are full. A full step has the ratios of the merged steps that follow it. So step 6, at sigma
     4, has the ratios for sigmas below 3.5."""
     config = ToMAConfig(full_step_interval=3)
-    decisions = ten_steps(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
+    decisions = plans_of(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
     assert [d.of("b").ratio for d in decisions] == [0.0] * 6 + [0.5] * 4
     assert [d.mode is StepMode.REFRESH for d in decisions] == [step % 3 == 0 for step in range(10)]
-
-
-def test_a_sigma_range_without_merging() -> None:
-    decisions = ten_steps(ToMAConfig(full_step_interval=3), (6.5, {}), (0.0, {"a": 0.5}))
-    assert [d.ratio for d in decisions] == [0.0] * 3 + [0.5] * 7
-    assert [d.mode is StepMode.REFRESH for d in decisions][:4] == [False, False, False, True]
+    assert modes(plans_of(config, (6.5, {}), (0.0, {"a": 0.5}))) == "fffrccrccr", "a sigma range without merging"
 
 
 def test_every_ratio_has_a_kind() -> None:
     """Kernels for all `kinds` are compiled at the first plan, so no ratio may be missing."""
     ratio_schedule = ((6.5, {"a": 0.75, "b": 0.25, "c": 0.0}), (0.0, {"a": 0.5}))
     config = ToMAConfig(selection_interval=1)
-    kinds = Schedule(config, TEN, ratio_schedule=ratio_schedule).kinds
+    kinds = Schedule(config, sigmas_of(10), ratio_schedule=ratio_schedule).kinds
     assert sorted({(d.ratio, d.selection % 2) for d in kinds}) == [(r, s) for r in (0.25, 0.5, 0.75) for s in (0, 1)]
 
 
@@ -279,7 +243,7 @@ def test_a_profile_without_merging_in_a_sigma_range_is_named() -> None:
     interval, profile = Reason.SETTING(setting="full_step_interval", value=3), Reason.PROFILE()
     for every, low, why in ((3, None, (interval,)), (3, {"a": 0.0}, (interval, profile)), (0, {}, (profile,))):
         bands = ((0.0, {"a": 0.5}),) if low is None else ((4.0, {"a": 0.5}), (0.0, low))
-        assert Schedule(ToMAConfig(full_step_interval=every), TEN, ratio_schedule=bands).why_full() == why
+        assert Schedule(ToMAConfig(full_step_interval=every), sigmas_of(10), ratio_schedule=bands).why_full() == why
 
 
 @loop(
@@ -295,30 +259,8 @@ def test_a_profile_without_merging_in_a_sigma_range_is_named() -> None:
     ],
 )
 def test_too_few_steps_are_the_reason_where_every_step_is_full(steps: int, settings: dict[str, Any], few: bool) -> None:
-    sigmas = tuple(float(steps - step) for step in range(steps))
-    schedule = Schedule(ToMAConfig(**settings), sigmas, finishes=True)
+    schedule = Schedule(ToMAConfig(**settings), sigmas_of(steps), finishes=True)
     assert (schedule.why_full() == (Reason.TOO_FEW_STEPS(),)) is few
-
-
-@loop(
-    ("sigmas", "every", "looks", "continues_run", "merged"),
-    [
-        ((0.8, 0.5), 4, True, True, [1]),
-        ((0.8, 0.5), 4, True, False, []),
-        ((0.8, 0.5), 3, False, True, []),
-        ((0.8, 0.5), 2, True, True, []),
-        ((0.8, 0.7, 0.5), 4, True, True, [1]),
-        ((0.8,), 4, True, True, []),
-    ],
-)
-def test_the_last_of_two_steps_that_continue_another_run_is_merged(
-    sigmas: tuple[float, ...], every: int, looks: bool, continues_run: bool, merged: list[int]
-) -> None:
-    """The first of the two steps is full. If the last step were full too, the run would merge no step. Without a KV
-    cache or with `full_step_interval` 2, both steps are full."""
-    config = ToMAConfig(full_step_interval=every, kv_cache=looks)
-    schedule = Schedule(config, sigmas, finishes=True, continues_run=continues_run)
-    assert [step for step, sigma in enumerate(sigmas) if schedule.decide(sigma).merged_ratio] == merged
 
 
 def test_the_share_of_predictions_grows_to_all() -> None:

@@ -1,5 +1,4 @@
-"""Test that images with equal latents share a plan, within a call and between calls, and that latents are compared
-without waiting for the device."""
+"""Test that images with equal latents share a plan, within a call and between calls."""
 
 from __future__ import annotations
 
@@ -65,21 +64,15 @@ def test_a_block_with_another_number_of_images_is_not_merged() -> None:
     assert plan_for(tokens(1, 2), GRID, "a", evaluation) is not None
 
 
-def test_a_plan_is_made_once_for_a_call_and_scope() -> None:
+def test_a_plan_is_made_once_for_a_call_and_scope_and_the_last_one_is_drawn() -> None:
     run, piece, x = run_of(), TileBatch(drawn(7)), tokens(1)
     assert planned(run, x, piece) is planned(run, tokens(2), piece)
     assert planned(run, x, piece, "b") is not planned(run, x, piece)
     assert run.stats.selections == 2
-    assert planned(run, x, TileBatch(drawn(7))) is not planned(run, x, piece), (
-        "another call, that is not told of the first"
-    )
-
-
-def test_the_last_one_can_be_drawn_and_no_other_is_held() -> None:
-    run = run_of()
+    assert planned(run, x, TileBatch(drawn(7))) is not planned(run, x, piece), "the calls do not know each other"
     for seed in range(5):
         planned(run, tokens(seed), TileBatch(drawn(seed)))
-    assert len(run._plans) == 1
+    assert len(run._plans) == 2, "one of each scope"
     run.draw()
     assert set(run.stats.maps) == {GRID}
 

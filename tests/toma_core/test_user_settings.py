@@ -49,12 +49,13 @@ def test_windows_are_wider_where_few_tokens_are_kept() -> None:
 
 
 def test_values_are_refused_before_there_is_a_model() -> None:
-    with pytest.raises(ConfigError, match="setting=window_size, value=0,"):
-        UserSettings("quality", {"window_size": 0})
-    with pytest.raises(ConfigError, match=r"start_after_end: start=0\.9, end=0\.8"):
-        UserSettings("quality", {"start_percent": 0.9, "end_percent": 0.8})
-    with pytest.raises(ConfigError, match="full_step_interval_one"):
-        UserSettings("balanced", {"full_step_interval": 1})
+    for over, why in (
+        ({"window_size": 0}, "setting=window_size, value=0,"),
+        ({"start_percent": 0.9, "end_percent": 0.8}, r"start_after_end: start=0\.9, end=0\.8"),
+        ({"full_step_interval": 1}, "full_step_interval_one"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            UserSettings("quality", over)
     with pytest.raises(TypeError, match="no_such_field"):
         UserSettings("quality", {"no_such_field": 1})
 
@@ -65,18 +66,13 @@ def test_off_is_known_before_there_is_a_model() -> None:
     assert not UserSettings("paper").off
 
 
-def test_frozen() -> None:
+@loop("copied", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])  # noqa: S301 - our own
+def test_settings_are_frozen_and_can_be_copied(copied: Any) -> None:
     chosen = {"ratio": 0.25}
     settings = UserSettings("balanced", chosen)
+    chosen["ratio"] = 0.75
+    assert copied(settings) == settings == UserSettings("balanced", {"ratio": 0.25}) != UserSettings("balanced")
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.preset = "quality"  # type: ignore[misc]
-    chosen["ratio"] = 0.75
-    assert settings == UserSettings("balanced", {"ratio": 0.25}) != UserSettings("balanced")
-
-
-@loop("copied", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])  # noqa: S301 - our own
-def test_settings_can_be_copied(copied: Any) -> None:
-    settings = UserSettings("quality", {"ratio": 0.3})
-    assert copied(settings) == settings
     with pytest.raises(TypeError, match="not support item assignment"):
         copied(settings).overrides["ratio"] = 0.4

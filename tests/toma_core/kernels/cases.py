@@ -1,4 +1,4 @@
-"""Provide tokens, layouts and views of several sizes for tests of kernels, and programs without Triton's interpreter."""
+"""Provide tokens, layouts and views for tests of kernels, and programs without Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -133,10 +133,10 @@ class TestFirstUse:
             return own(x if fails is None else 2 * x)
 
         monkeypatch.setattr(type(kernels), "quantize", packing)
-        dispatch = Dispatch()
+        choosing = Dispatch()
         for _ in range(2):
-            packed = dispatch.quantize(x)
-            torch.testing.assert_close(dispatch.dequantize(packed), x, rtol=0, atol=0.3)
+            packed = choosing.quantize(x)
+            torch.testing.assert_close(choosing.dequantize(packed), x, rtol=0, atol=0.3)
         assert len(used) == (0 if fails else 1 if fails is False else 3)
 
     def test_no_memory_is_no_reason_to_fall_back(self, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
