@@ -1,25 +1,22 @@
-"""Provide the workflows that browser tests open, and the expected status texts."""
+"""Provide the graphs that browser tests open, in ComfyUI's API format, and the expected status texts."""
 
 from __future__ import annotations
 
+import json
 from itertools import count
 from typing import Any
 
+from demo.showcase_graphs import Graph, widget_values
+from scripts.comfy_server import ComfyServer
+from scripts.comfyui import ROOT
+
 IDS, SEEDS = count(1), count(1)  # ComfyUI sends no messages for a cached sampler, so seeds must be new
-CACHED = "Nothing ran: ComfyUI had this result in its cache. Change the seed to see what is merged."
-NEW, ACTIVE = "No run yet.", "Sampling on fewer tokens ..."
-TO_DO = {
-    "ToMAReport": "No run yet. Connect the model after ToMA and the sampler's latent, then press Run.",
-    "ToMABenchmark": "No run yet. Connect model, prompt and an empty latent, then press Run: it takes as long as about "
-    "13 pictures.",
-    "ToMACalibrate": "No run yet. Connect model, prompt and an empty latent, then press Run: it takes as long as 4 to "
-    "6 pictures, once.",
-}
-EMPTY: dict[str, Any] = {"nodes": [], "links": [], "version": 0.4}
+TEXTS = json.loads((ROOT / "web/i18n/en.json").read_text(encoding="utf-8"))["messages"]
+CACHED, NEW, ACTIVE = TEXTS["cached"], TEXTS["no_run_yet"], TEXTS["active"]
 STEPS = 4
 EARLIER = "{} (from an earlier run)"
-# Indices of ToMA Advanced's widgets `start_percent` and `window_size`.
-START, WINDOW_SIZE = 9, 11
+# Positions of the nodes 1 to 8. The nodes 11 to 18 are below them.
+PLACES = [(0, 0), (0, 160), (0, 700), (400, 0), (850, 0), (850, 400), (1250, 0), (0, 900)]
 # JavaScript that records in `window.shown` the first line of each status text that a node shows.
 WATCH = """id => {
     const element = window.statusOf(id)
@@ -31,93 +28,76 @@ WATCH = """id => {
 }"""
 
 
-def node(node_id: int, kind: str, pos: tuple[int, int], values: Any = (), inputs: Any = (), outputs: Any = ()) -> Any:
-    """Return a node in the format of workflow files. inputs: tuples (name, type, link). outputs: tuples (type,
-    links)."""
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+# A graph of ComfyUI's own nodes that runs without a model.
+PLAIN = {
+    "1": node("EmptyImage", width=64, height=64, batch_size=1, color=0),
+    "7": node("PreviewImage", images=["1", 0]),
+}
+
+
+def graph(ratio: float = 0.5, *, last: str = "ToMAReport", steps: int = STEPS, **settings: Any) -> Graph:
+    """Return the graph loader -> ToMA Advanced -> KSampler -> decode -> `last`. If `last` is the benchmark or
+    calibration node, it takes the place of KSampler. settings: values of ToMA Advanced."""
+    usual = {"skip_last_blocks": 1, "full_step_interval": 0, "end_percent": 1.0, "min_tokens": 16}
+    sampling = {"steps": steps, "cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"}
+    nodes = {
+        "1": node("ToMADemoUNet", weights="random", seed=0),
+        "2": node("ToMADemoScene", seed=next(SEEDS), batch_size=1),
+        "3": node("ToMADemoLatent", width=128, height=128, batch_size=1),
+        "4": node("ToMAAdvanced", model=["1", 0], **widget_values(ratio, **{**usual, **settings})),
+    }
+    inputs: dict[str, Any] = {"model": ["4", 0], "positive": ["2", 0], "negative": ["2", 1]}
+    if last == "ToMABenchmark":
+        timed = {"ratio": 0.6, "preset": "balanced", "sweep": True, "steps": 4, "runs": 2}
+        return {**nodes, "7": node(last, **inputs, latent=["3", 0], **timed)}
+    if last == "ToMACalibrate":
+        sampling["cfg"] += next(SEEDS) / 10  # prevents ComfyUI from using a cached result
+        return {**nodes, "7": node(last, **inputs, latent=["3", 0], target="balanced", **sampling)}
     return {
-        "id": node_id,
-        "type": kind,
-        "pos": list(pos),
-        "size": [320, 80],
-        "flags": {},
-        "order": node_id,
-        "mode": 0,
-        "inputs": [{"name": name, "type": type_, "link": link} for name, type_, link in inputs],
-        "outputs": [{"name": type_, "type": type_, "links": list(links)} for type_, links in outputs],
-        "properties": {},
-        "widgets_values": list(values),
+        **nodes,
+        "5": node("KSampler", **inputs, latent_image=["3", 0], seed=next(SEEDS), **sampling, denoise=1.0),
+        "6": node("ToMADemoDecode", samples=["5", 0], scale=4),
+        "7": node("ToMAReport", model=["4", 0], latent=["5", 0], image=["6", 0]),
     }
 
 
-def workflow(ratio: float = 0.5, *, last: str = "ToMAReport", ends_at: float = 1.0) -> dict[str, Any]:
-    """Return the workflow loader -> ToMA Advanced -> KSampler -> decode -> `last`. If `last` is the benchmark or
-    calibration node, it takes the place of KSampler."""
-    scene = [next(SEEDS), "fixed", 1, *["from seed"] * 14]
-    advanced = ["balanced", ratio, 1, 0, ends_at, 16, "preset", -1, "preset", -1, 10, -1, -1]
-    advanced += ["preset", "preset", ""]
-    sampled = last == "ToMAReport"
-    nodes = [
-        node(1, "ToMADemoUNet", (0, 0), ["random", 0, "fixed"], outputs=[("MODEL", [1])]),
-        node(
-            2, "ToMADemoScene", (0, 160), scene, outputs=[("CONDITIONING", [2]), ("CONDITIONING", [3]), ("STRING", [])]
-        ),
-        node(3, "ToMADemoLatent", (0, 700), [128, 128, 1], outputs=[("LATENT", [4])]),
-        node(4, "ToMAAdvanced", (400, 0), advanced, [("model", "MODEL", 1)], [("MODEL", [5, 6] if sampled else [5])]),
-    ]
-    links = [[1, 1, 0, 4, 0, "MODEL"]]
-    if sampled:
-        values = [next(SEEDS), "fixed", STEPS, 2, "euler", "normal", 1]
-        into = [("model", "MODEL", 5), ("positive", "CONDITIONING", 2), ("negative", "CONDITIONING", 3)]
-        nodes += [
-            node(5, "KSampler", (850, 0), values, [*into, ("latent_image", "LATENT", 4)], [("LATENT", [7, 8])]),
-            node(6, "ToMADemoDecode", (850, 400), [4], [("samples", "LATENT", 7)], [("IMAGE", [9])]),
-            node(
-                7,
-                "ToMAReport",
-                (1250, 0),
-                [],
-                [("model", "MODEL", 6), ("latent", "LATENT", 8), ("image", "IMAGE", 9)],
-                [("STRING", []), ("IMAGE", []), ("LATENT", [])],
-            ),
-        ]
-        links += [[2, 2, 0, 5, 1, "CONDITIONING"], [3, 2, 1, 5, 2, "CONDITIONING"], [4, 3, 0, 5, 3, "LATENT"]]
-        links += [[5, 4, 0, 5, 0, "MODEL"], [6, 4, 0, 7, 0, "MODEL"], [7, 5, 0, 6, 0, "LATENT"]]
-        links += [[8, 5, 0, 7, 1, "LATENT"], [9, 6, 0, 7, 2, "IMAGE"]]
-    else:
-        into = [("model", "MODEL", 5), ("positive", "CONDITIONING", 2), ("latent", "LATENT", 4)]
-        outputs = [("IMAGE", []), ("STRING", []), ("FLOAT", [])]
-        values = [0.6, "balanced", True, 4, 2]
-        if last == "ToMACalibrate":
-            outputs = [("MODEL", []), ("STRING", []), ("IMAGE", [])]
-            # A new cfg prevents ComfyUI from using a cached result.
-            values = ["balanced", STEPS, 2 + next(SEEDS) / 10, "euler", "normal"]
-        nodes.append(node(7, last, (850, 0), values, [*into, ("negative", "CONDITIONING", 3)], outputs))
-        links += [[2, 2, 0, 7, 1, "CONDITIONING"], [3, 2, 1, 7, 3, "CONDITIONING"], [4, 3, 0, 7, 2, "LATENT"]]
-        links += [[5, 4, 0, 7, 0, "MODEL"]]
-    # Give the last node the size of a new node. Such a node grows when it shows its first picture.
-    nodes[-1]["size"] = [480, 290] if sampled else [460, 370]
+def simple() -> Graph:
+    """Return `graph()` with the ToMA node in place of ToMA Advanced."""
+    return graph() | {"4": node("ToMA", model=["1", 0], ratio=0.5, preset="balanced")}
+
+
+def to_workflow(prompt: Graph, server: ComfyServer) -> dict[str, Any]:
+    """Return a graph in the format of workflow files. Seeds stay as they are after a run."""
+    nodes: dict[str, Any] = {}
+    links: list[list[Any]] = []
+    for key, each in prompt.items():
+        about = server.object_info(each["class_type"])
+        x, y = PLACES[int(key) % 10 - 1]
+        made = {"id": int(key), "type": each["class_type"], "pos": [x, y + 120 * (int(key) - int(key) % 10)]}
+        made |= {"size": [320, 80], "flags": {}, "order": int(key), "mode": 0, "properties": {}}
+        made |= {"inputs": [], "outputs": [], "widgets_values": []}
+        nodes[key] = made
+        for kind, name in zip(about["output"], about["output_name"], strict=True):
+            made["outputs"].append({"name": name, "type": kind, "links": []})
+        for name, (kind, *_) in {**about["input"]["required"], **about["input"].get("optional", {})}.items():
+            value = each["inputs"].get(name)
+            if isinstance(value, list):
+                links.append([len(links) + 1, int(value[0]), value[1], int(key), len(made["inputs"]), kind])
+                made["inputs"].append({"name": name, "type": kind, "link": len(links)})
+                nodes[value[0]]["outputs"][value[1]]["links"].append(len(links))
+                if kind == "FLOAT":  # a widget, which has a value beside its link
+                    made["inputs"][-1]["widget"] = {"name": name}
+                    made["widgets_values"].append(0.5)
+            elif value is not None:
+                made["widgets_values"] += [value, "fixed"] if name == "seed" else [value]
     graph_id = f"00000000-0000-4000-8000-{next(IDS):012}"
-    size = {"last_node_id": 7, "last_link_id": 9, "groups": [], "version": 0.4}
-    return {"id": graph_id, "nodes": nodes, "links": links, **size}
+    return {"id": graph_id, "nodes": list(nodes.values()), "links": links, "groups": [], "version": 0.4}
 
 
-def simple() -> dict[str, Any]:
-    """Return `workflow()` with the ToMA node in place of ToMA Advanced."""
-    graph = workflow()
-    graph["nodes"][3].update(type="ToMA", widgets_values=[0.5, "balanced"])
-    return graph
-
-
-def line(ratio: float, steps: int = STEPS) -> str:
+def line(ratio: float) -> str:
     """Return ToMA Advanced's status line for a run in which every step is merged."""
-    return f"On: {100 * ratio:.0f} % of the tokens merged, 16 of 17 blocks, {steps} of {steps} steps"
-
-
-def broken(page: Any, index: int, value: Any, **more: Any) -> dict[str, Any]:
-    """Open a graph with `value` in ToMA Advanced's widget number `index`, and press Run. A user could not enter a value
-    outside of the widget's range."""
-    graph = workflow(**more)
-    graph["nodes"][3]["widgets_values"][index] = value
-    page.open(graph, "error")
-    page.press_run()
-    return graph
+    return f"On: {100 * ratio:.0f} % of the tokens merged, 16 of 17 blocks, {STEPS} of {STEPS} steps"
