@@ -1,41 +1,6 @@
-"""Provide nodes of a ComfyUI newer than the tested one, and a loader of a small model for graphs with these nodes.
-newer.py makes a pack of this file."""
+"""Provide nodes of a ComfyUI newer than the tested one. newer.py makes a pack of this file."""
 
 import torch
-
-from testbed import models
-
-
-def random(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(4))
-
-
-class Text:
-    def encode(self, text):
-        return random(1, 7 + len(text) % 5, 48)
-
-
-class Pictures:
-    """A stand-in for a VAE, whose latent has one cell for 16 x 16 pixels."""
-
-    def encode(self, pixels):
-        return random(1, 64, pixels.shape[1] // 16, pixels.shape[2] // 16)
-
-    def decode(self, latent):
-        return torch.sigmoid(latent[:, :3].movedim(1, -1))
-
-
-class TinyQwenImage21:
-    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL", "CLIP", "VAE"), "load", "tests"
-
-    @classmethod
-    def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
-        return {"required": {}}
-
-    def load(self):
-        model = models.qwen_image21()
-        del model.model_options["transformer_options"]["qwen_image21_cache"]  # ComfyUI chooses the cache's device
-        return model, Text(), Pictures()
 
 
 class QwenImage21Cache:
@@ -72,4 +37,4 @@ class TextEncodeQwenImage21:
         return *prompts, {"samples": torch.zeros(1, 64, side, side)}
 
 
-NODE_CLASS_MAPPINGS = {kind.__name__: kind for kind in (TinyQwenImage21, QwenImage21Cache, TextEncodeQwenImage21)}
+NODE_CLASS_MAPPINGS = {kind.__name__: kind for kind in (QwenImage21Cache, TextEncodeQwenImage21)}

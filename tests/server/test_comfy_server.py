@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scripts.comfy_client import ServerError
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
+from tests.processes import wait_for_end
 
 NODES = '''
 import time
@@ -92,18 +93,7 @@ def test_server_does_not_outlive_a_killed_parent() -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid, base = parent.stdout.readline().split(maxsplit=1)
-        assert is_running(int(pid))
+        assert psutil.pid_exists(int(pid))
         parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while is_running(int(pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(int(pid))
-    subprocess.run(["rm", "-rf", base.strip()], check=True)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+    wait_for_end(int(pid))
+    shutil.rmtree(base.strip())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 from testbed import models
 from tests.newer import newer_pack
-from tests.server.conftest import TINY_MODELS
 from tests.test_workflows import load, to_prompt
 
 # Class of a loader -> index of the tiny loader's output that replaces the loader's first output. The next outputs of
@@ -43,7 +43,9 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def template_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
-    with ComfyServer(packs=[TINY_MODELS, newer_pack(tmp_path_factory.mktemp("packs"))]) as running:
+    with ComfyServer(
+        packs=[Path(__file__).with_name("tiny_models.py"), newer_pack(tmp_path_factory.mktemp("packs"))]
+    ) as running:
         Image.new("RGB", (256, 320), (90, 120, 150)).save(running.base / "input" / "example.png")
         yield running
 
@@ -65,10 +67,7 @@ def lora_file(server: ComfyServer, kind: str, name: str) -> None:
 def tiny(prompt: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the prompt with one tiny loader in place of all loaders, and with small sizes."""
     outputs: dict[tuple[str, int], list[Any]] = {}
-    loader = {"class_type": "TinyVideo", "inputs": {"kind": kind}}
-    if kind == "qwen_image21":
-        loader = {"class_type": "TinyQwenImage21", "inputs": {}}
-    made: dict[str, Any] = {"tiny": loader}
+    made: dict[str, Any] = {"tiny": {"class_type": "TinyTemplateModel", "inputs": {"kind": kind}}}
     for number, node in prompt.items():
         if (first := LOADERS.get(node["class_type"])) is None:
             made[number] = {**node, "inputs": {**node["inputs"], **SIZES.get(node["class_type"], {})}}
@@ -98,7 +97,7 @@ def test_template_runs_to_its_end(name: str, kind: str, merged: list[str], templ
         if node["class_type"].startswith("Lora"):
             lora_file(template_server, kind, node["inputs"]["lora_name"])
     before = len(template_server.log())
-    run = template_server.run(tiny(prompt, kind), timeout=240)
+    run = template_server.run(tiny(prompt, kind), timeout=900)
     assert run.status == "success", run.error
     log = template_server.log()[before:]
     assert re.findall(r"ToMA: On: 50 % of the tokens merged, 4 of 4 blocks, (\d+ of \d+) steps", log) == merged

@@ -1,4 +1,4 @@
-"""Provide nodes that load tiny models in place of checkpoints: one for plain graphs, one for videos with sound.
+"""Provide nodes that load tiny models in place of checkpoints: one for plain graphs, one for templates.
 
 Diffusion models and the latent upsampler are ComfyUI's own classes with random weights. Text encoders and VAEs, which
 do not affect merging, return random numbers of the right shape.
@@ -27,13 +27,16 @@ class Text:
     def tokenize(self, text, **_):
         return text
 
+    def encode(self, text):
+        return random(1, 7 + len(text) % 5, 48)
+
     def encode_from_tokens_scheduled(self, tokens, **_):
-        return [[random(1, 7 + len(tokens) % 5, 48), {}]]
+        return [[self.encode(tokens), {}]]
 
 
 class Pictures:
-    """A stand-in for the VAE of a video. pixel: side of a latent pixel, in pixels of the video. frames: video frames
-    per latent frame."""
+    """A stand-in for a VAE. pixel: side of a latent pixel, in pixels of the picture. frames: video frames per latent
+    frame, 0 for pictures."""
 
     def __init__(self, channels, pixel, frames):
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import processor
@@ -47,10 +50,11 @@ class Pictures:
 
     def encode(self, pixels):
         side = self.downscale_index_formula[1]
-        return random(1, self.channels, 1, pixels.shape[1] // side, pixels.shape[2] // side)
+        time = (1,) if self.frames else ()
+        return random(1, self.channels, *time, pixels.shape[1] // side, pixels.shape[2] // side)
 
     def decode(self, latent):
-        return torch.sigmoid(latent[:, :3].movedim(1, -1)).repeat_interleave(self.frames, 1)
+        return torch.sigmoid(latent[:, :3].movedim(1, -1)).repeat_interleave(self.frames or 1, 1)
 
     def decode_tiled(self, latent, **_):
         return self.decode(latent)
@@ -77,12 +81,17 @@ class Sound:
         return torch.tanh(random(1, 320 * latent.shape[-1], 2))
 
 
-class TinyVideo:
-    """Loads a tiny LTX-2 or MiniMax H3, with the VAEs, text encoder and upsampler that the model's graph needs."""
+# Model -> the arguments of its `Pictures`.
+PICTURES = {"ltx_av": (128, 32, 4), "h3": (24, 16, 4), "qwen_image21": (64, 16, 0)}
+
+
+class TinyTemplateModel:
+    """Loads a tiny LTX-2, MiniMax H3 or Qwen-Image 2.1, with the VAEs, text encoder and upsampler that the model's
+    graph needs."""
 
     RETURN_TYPES = ("MODEL", "CLIP", "VAE", "VAE", "LATENT_UPSCALE_MODEL")
     FUNCTION, CATEGORY = "load", "tests"
-    INPUT_TYPES = classmethod(lambda cls: {"required": {"kind": (["ltx_av", "h3"],)}})
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"kind": (list(PICTURES),)}})
 
     def load(self, kind):
         import comfy.model_patcher
@@ -96,8 +105,10 @@ class TinyVideo:
             parameter.requires_grad_(False)
         cpu = torch.device("cpu")
         upsampler = comfy.model_patcher.ModelPatcher(upsampler, load_device=cpu, offload_device=cpu)
-        channels, pixel = (128, 32) if kind == "ltx_av" else (24, 16)
-        return getattr(models, kind)(), Text(), Pictures(channels, pixel, 4), Sound(), upsampler
+        model = getattr(models, kind)()
+        # The node of the cache chooses its device.
+        model.model_options["transformer_options"].pop("qwen_image21_cache", None)
+        return model, Text(), Pictures(*PICTURES[kind]), Sound(), upsampler
 
 
 class TinyModel:
@@ -112,4 +123,4 @@ class TinyModel:
         return model, models.conditioning(model, seed=1), models.conditioning(model, seed=2)
 
 
-NODE_CLASS_MAPPINGS = {"TinyModel": TinyModel, "TinyVideo": TinyVideo}
+NODE_CLASS_MAPPINGS = {"TinyModel": TinyModel, "TinyTemplateModel": TinyTemplateModel}
