@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,18 +38,20 @@ def test_turns_alternate_and_warm_ups_do_not_count() -> None:
     assert timings["b"].output.item() == 6
 
 
-def test_no_turn_begins_that_would_end_after_the_limit() -> None:
+def test_no_turn_begins_that_would_end_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of this test, every turn takes one second."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(bench, "time", clock)
+
     def case() -> torch.Tensor:
-        time.sleep(0.1)
+        clock.now += 1.0
         return torch.zeros(1)
 
-    begin = time.monotonic()
-    timings = interleave({"a": case}, 50, CPU, limit=0.45)
-    assert 1 <= len(timings["a"].seconds) <= 3
-    assert time.monotonic() - begin < 0.6
-    for warmups in (0, 5):
-        assert len(interleave({"a": case}, 50, CPU, warmups, limit=0.0)["a"].seconds) == 1
-    assert time.monotonic() - begin < 1.2, "a limit holds in warm-up too"
+    for warmups, limit, counted, seconds in ((1, 4.5, 3, 4.0), (0, 0.0, 1, 1.0), (5, 0.0, 1, 2.0)):
+        clock.now = 0.0
+        assert interleave({"a": case}, 50, CPU, warmups, limit)["a"].seconds == [1.0] * counted
+        assert clock.now == seconds
 
 
 def test_speedup_is_the_median_of_the_turns_ratios() -> None:

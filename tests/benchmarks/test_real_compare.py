@@ -54,13 +54,6 @@ def test_a_missing_library_leaves_its_metric_out(monkeypatch: pytest.MonkeyPatch
     assert all("pip install" in note for note in notes)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    found = Folder(tmp_path / "out")
-    found.prepare({"device": "cpu"})
-    return found
-
-
 def made(folder: Folder) -> list[Job]:
     """Save pictures of two prompts and two seeds. Merged pictures are noisier than unmerged pictures, but one merged
     picture equals its unmerged counterpart."""
@@ -77,11 +70,14 @@ def made(folder: Folder) -> list[Job]:
     return jobs
 
 
-def test_summary_by_hand(folder: Folder) -> None:
+def test_summary_by_hand_and_report_files(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "out")
+    folder.prepare({"device": "cpu"})
     pairs = pairs_of(folder, made(folder))
     measure(pairs, {"PSNR": psnr})
-    plain, merged, other = summarise(pairs)
-    shown = [(each.setting, each.pictures, each.seconds) for each in (plain, merged, other)]
+    summaries = summarise(pairs)
+    plain, merged, _ = summaries
+    shown = [(each.setting, each.pictures, each.seconds) for each in summaries]
     # Only runs of seed 2 count: 4 and 4 s without ToMA, 2 and 3 s with ToMA.
     assert shown == [(UNMERGED, 4, 4.0), ("balanced 0.5", 4, 2.5), (OTHER_SEED, 2, None)]
     assert (plain.speedup, merged.speedup, merged.identical) == (None, pytest.approx(1.6), 1)
@@ -91,11 +87,6 @@ def test_summary_by_hand(folder: Folder) -> None:
     a, b = (np.full((16, 16, 3), grey, np.uint8) for grey in (100, 110))
     assert psnr(a, b) == pytest.approx(20 * np.log10(25.5))
 
-
-def test_report_files(folder: Folder) -> None:
-    pairs = pairs_of(folder, made(folder))
-    measure(pairs, {"PSNR": psnr})
-    summaries = summarise(pairs)
     conditions = {"device": "a card", "comfyui": "0.30.0", "pytorch": "2"}
     said = [*report.notes(summaries, conditions), "LPIPS is left out: because"]
     text = report.write(folder, pairs, summaries, conditions, said).read_text(encoding="utf-8")
@@ -105,7 +96,6 @@ def test_report_files(folder: Folder) -> None:
         assert part in text
     assert "1 of 4 pictures equal" in text
     data = json.loads((folder.path / "results.json").read_text())
-    assert data["settings"][1]["figures"] == summaries[1].figures
+    assert data["settings"][1]["figures"] == merged.figures
     assert data["conditions"]["device"] == "a card"
     assert len(data["pairs"]) == len(pairs)
-    assert all((folder.pictures / pair["picture"]).is_file() for pair in data["pairs"])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.real import BenchmarkError
-from benchmarks.real.graphs import Setting, Template, key_of, node, read_graph
+from benchmarks.real.graphs import Setting, Template, node, read_graph
 from benchmarks.real.pictures import Folder, Job, plan, read_prompts
-from tests.loop import loop
 
 BALANCED = Setting(0.5, "balanced")
+SECOND = {"14": node("PreviewImage", images=["11", 0])}
 Graph = dict[str, dict[str, Any]]
 
 
@@ -54,38 +54,52 @@ def test_fills_in_prompt_seed_and_setting(graph: Graph) -> None:
     assert all(merged[name] == plain[name] for name in plain)
 
 
-@loop(
-    ("change", "message"),
+@pytest.mark.parametrize(
+    ("change", "output", "message"),
     [
-        ({"8": node("FreeU", model=["4", 0])}, "ToMA, ToMAAdvanced; it has none"),
-        ({"18": node("ToMA", model=["4", 0])}, r"it has 2 \(8, 18\)"),
-        ({"9": node("FreeU", model=["4", 0])}, "does not lead to the picture"),
-        ({"14": node("PreviewImage", images=["11", 0])}, "Name the node with --output"),
-        ({"6": node("CLIPTextEncode", clip=["4", 1], text="a cat")}, "no %prompt%"),
-        ({"3": node("KSampler", model=["9", 0], positive=["6", 0], seed=["5", 0])}, "has no seed"),
+        ({"8": node("FreeU", model=["4", 0])}, None, "ToMA, ToMAAdvanced; it has none"),
+        ({"18": node("ToMA", model=["4", 0])}, None, r"it has 2 \(8, 18\)"),
+        ({"9": node("FreeU", model=["4", 0])}, None, "does not lead to the picture"),
+        (SECOND, None, "Name the node with --output"),
+        (SECOND, "11", "no Save Image or Preview Image"),
+        ({"6": node("CLIPTextEncode", clip=["4", 1], text="a cat")}, None, "no %prompt%"),
+        ({"3": node("KSampler", model=["9", 0], positive=["6", 0], seed=["5", 0])}, None, "has no seed"),
     ],
 )
-def test_unfit_graphs_are_explained(graph: Graph, change: Graph, message: str) -> None:
+def test_unfit_graphs_are_explained(graph: Graph, change: Graph, output: str | None, message: str) -> None:
     with pytest.raises(BenchmarkError, match=message):
-        Template(graph | change)
+        Template(graph | change, output)
 
 
 def test_output_picks_one_of_several_pictures(graph: Graph) -> None:
-    graph["14"] = node("PreviewImage", images=["11", 0])
-    assert Template(graph, "14").picture == "14"
-    assert "12" not in Template(graph, "14").graph
-    with pytest.raises(BenchmarkError, match="no Save Image or Preview Image"):
-        Template(graph, "11")
+    template = Template(graph | SECOND, "14")
+    assert template.picture == "14"
+    assert "12" not in template.graph
 
 
-def test_files_that_are_no_graph_are_explained(tmp_path: Path) -> None:
-    file = tmp_path / "graph.json"
-    for text, message in (("{", "cannot be read"), ('{"nodes": [], "links": []}', "Export"), ("[1]", "API format")):
-        file.write_text(text)
-        with pytest.raises(BenchmarkError, match=message):
-            read_graph(file)
+@pytest.mark.parametrize(
+    ("read", "text", "message"),
+    [
+        (read_graph, "{", "cannot be read"),
+        (read_graph, '{"nodes": [], "links": []}', "Export"),
+        (read_graph, "[1]", "API format"),
+        (read_prompts, "# nothing\n", "holds no prompt"),
+        (read_prompts, None, "cannot be read"),
+    ],
+)
+def test_unfit_files_are_explained(read: Callable[[Path], Any], text: str | None, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "file").write_text(text)
+    with pytest.raises(BenchmarkError, match=message):
+        read(tmp_path / "file")
+
+
+def test_files_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "file"
     file.write_text(json.dumps({"1": {**node("A", x=1), "_meta": {"title": "mine"}}}))
     assert read_graph(file) == {"1": node("A", x=1)}
+    file.write_text("\ufeff# mine\na cat\n\n  a dog, naïve  \na cat\n", encoding="utf-8")
+    assert read_prompts(file) == ["a cat", "a dog, naïve"]
 
 
 def test_runs_with_more_than_sampling_are_not_timed(graph: Graph) -> None:
@@ -100,16 +114,6 @@ def test_runs_with_more_than_sampling_are_not_timed(graph: Graph) -> None:
     assert not template.is_pure(plain, [*warm, "9", "3"])
 
 
-def test_keys_change_with_everything_that_makes_a_picture(graph: Graph) -> None:
-    template = Template(graph)
-    base = template.fill("cat", "", 1, BALANCED)
-    assert key_of(base) == key_of(copy.deepcopy(base))
-    prompts = [("dog", "", 1), ("cat", "blur", 1), ("cat", "", 2)]
-    others = [template.fill(*prompt, BALANCED) for prompt in prompts]
-    others += [template.fill("cat", "", 1, s) for s in (Setting(0.25, "balanced"), Setting(0.5, "quality"), None)]
-    assert len({key_of(other) for other in [base, *others]}) == 7
-
-
 def test_every_setting_has_its_turn_to_be_first(graph: Graph) -> None:
     jobs = plan(Template(graph), ["a", "b"], "", [1, 2], [Setting(0.25, "quality"), BALANCED])
     names = [job.name for job in jobs]
@@ -118,47 +122,36 @@ def test_every_setting_has_its_turn_to_be_first(graph: Graph) -> None:
     assert all(len({(job.prompt, job.seed) for job in jobs[i : i + 3]}) == 1 for i in range(0, 12, 3))
 
 
-def test_prompts(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("\ufeff# mine\na cat\n\n  a dog, naïve  \na cat\n", encoding="utf-8")
-    assert read_prompts(file) == ["a cat", "a dog, naïve"]
-    file.write_text("# nothing\n")
-    with pytest.raises(BenchmarkError, match="holds no prompt"):
-        read_prompts(file)
-    with pytest.raises(BenchmarkError, match="cannot be read"):
-        read_prompts(tmp_path / "missing.txt")
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    found = Folder(tmp_path)
+    found.prepare({"device": "one card"})
+    return found
 
 
 def job(prompt: str = "a cat") -> Job:
     return Job(prompt, 1, None, {"1": node("A", text=prompt)})
 
 
-def test_half_written_pictures_are_made_again(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    folder.prepare({"device": "cpu"})
-    folder.save(job(), b"png", 1.5, True)
-    record = folder.record(job())
-    assert record is not None
-    assert record["seconds"] == 1.5
-    assert folder.record(job("a dog")) is None
-    folder.picture(job()).with_suffix(".json").write_text('{"seconds": 1.')
-    assert folder.record(job()) is None
-    folder.save(job(), b"png", 1.5, True)
-    folder.picture(job()).unlink()
-    assert folder.record(job()) is None
+def test_half_written_pictures_are_made_again(folder: Folder) -> None:
+    for break_file in (lambda png: png.unlink(), lambda png: png.with_suffix(".json").write_text('{"seconds": 1.')):
+        folder.save(job(), b"png", 1.5, True)
+        record = folder.record(job())
+        assert record is not None
+        assert record["seconds"] == 1.5
+        assert folder.record(job("a dog")) is None
+        break_file(folder.picture(job()))
+        assert folder.record(job()) is None
 
 
-def test_other_conditions_are_refused(tmp_path: Path) -> None:
-    for _ in range(2):
-        Folder(tmp_path).prepare({"device": "one card"})
+def test_other_conditions_are_refused(folder: Folder) -> None:
+    folder.prepare({"device": "one card"})
     with pytest.raises(BenchmarkError, match=r"one card.*this server has.*another"):
-        Folder(tmp_path).prepare({"device": "another"})
+        folder.prepare({"device": "another"})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
-def test_full_disk_is_said_and_leaves_nothing_half(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    folder.prepare({})
+def test_full_disk_is_said_and_leaves_nothing_half(folder: Folder) -> None:
     (folder.pictures / f"{job().key}.json.part").symlink_to("/dev/full")
     with pytest.raises(BenchmarkError, match=r"\.json cannot be written \(No space left on device\)"):
         folder.save(job(), b"png", 1.0, True)

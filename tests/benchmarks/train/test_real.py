@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.real import __main__ as real
-from benchmarks.real.graphs import Setting, Template
+from benchmarks.real.graphs import Setting, Template, node
 from benchmarks.real.server import Server
 from demo.showcase_graphs import UNET, sampling_graph
 from scripts.comfy_server import ComfyServer
@@ -61,10 +59,10 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
 def graph() -> dict[str, Any]:
     """Return a graph of the demo's tiny UNet, 16 x 16 tokens, with the ToMA node. A prompt is the number of a scene."""
     found = sampling_graph(UNET, 64, 3, 0, merged=True)
-    found["toma"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.1, "preset": "quality"}}
+    found["toma"] = node("ToMA", model=["loader", 0], ratio=0.1, preset="quality")
     found["scene"]["inputs"]["seed"] = "%prompt%"
     # The seed of the random weights comes from another node, so benchmarks.real must not change it.
-    found["fixed"] = {"class_type": "PrimitiveInt", "inputs": {"value": 0}}
+    found["fixed"] = node("PrimitiveInt", value=0)
     found["loader"]["inputs"]["seed"] = ["fixed", 0]
     return found
 
@@ -73,7 +71,7 @@ def graph() -> dict[str, Any]:
 def hurdle(graph: dict[str, Any]) -> dict[str, Any]:
     """Return a graph with a node that fails if the prompt is "break", and waits if it is "wait"."""
     graph["scene"]["inputs"]["seed"] = 7
-    graph["hurdle"] = {"class_type": "TestHurdle", "inputs": {"images": ["decode", 0], "text": "%prompt%"}}
+    graph["hurdle"] = node("TestHurdle", images=["decode", 0], text="%prompt%")
     graph["picture"]["inputs"]["images"] = ["hurdle", 0]
     return graph
 
@@ -84,14 +82,11 @@ class Work:
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url, self.out = folder, url, folder / "out"
 
-    def arguments(self, graph: dict[str, Any], prompts: str, *more: str) -> list[str]:
+    def run(self, graph: dict[str, Any], prompts: str, *more: str) -> int:
         (self.folder / "graph.json").write_text(json.dumps(graph))
         (self.folder / "prompts.txt").write_text(prompts)
         files = ["--graph", str(self.folder / "graph.json"), "--prompts", str(self.folder / "prompts.txt")]
-        return ["--server", self.url, *files, "--out", str(self.out), *more]
-
-    def run(self, graph: dict[str, Any], prompts: str, *more: str) -> int:
-        return real.main(self.arguments(graph, prompts, *more))
+        return real.main(["--server", self.url, *files, "--out", str(self.out), *more])
 
 
 @pytest.fixture
@@ -100,15 +95,17 @@ def work(comfy: ComfyServer, tmp_path: Path) -> Iterator[Work]:
     yield Work(tmp_path, comfy.url)
     if comfy.process is not None:
         comfy.post("/queue", {"clear": True})
-        wait_until_idle(comfy, comfy.interrupt)
+        wait_until(lambda: idle(comfy) or comfy.interrupt())
 
 
-def wait_until_idle(comfy: ComfyServer, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Wait until the server runs no prompt, and call `meanwhile` repeatedly. Fail after 60 seconds."""
-    deadline = time.monotonic() + 60
-    while comfy.get("/queue")["queue_running"]:
-        assert time.monotonic() < deadline, "a prompt is still running"
-        meanwhile()
+def idle(comfy: ComfyServer) -> bool:
+    return not comfy.get("/queue")["queue_running"]
+
+
+def wait_until(happened: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 600
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)
 
 
@@ -117,11 +114,7 @@ def while_waiting(comfy: ComfyServer, act: Callable[[], Any]) -> threading.Threa
     seen = comfy.log().count("the hurdle waits")
 
     def watch() -> None:
-        deadline = time.monotonic() + 120
-        while comfy.log().count("the hurdle waits") == seen:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.05)
+        wait_until(lambda: comfy.log().count("the hurdle waits") > seen)
         act()
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -177,53 +170,77 @@ def test_what_the_server_refuses_is_said(work: Work, graph: dict[str, Any], caps
     assert err.count(" (node ") == 1, "the server accepts all else of the built-in graph"
 
 
-def test_error_in_a_node_is_reported_and_other_results_remain(
-    work: Work, hurdle: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert work.run(hurdle, "fine\nbreak\n", "--seeds", "1") == 1
-    err = capsys.readouterr().err
-    assert "ComfyUI failed in TestHurdle (node hurdle): cannot draw that" in err
-    assert len(list((work.out / "pictures").glob("*.json"))) == 2
-    assert work.run(hurdle, "fine\n", "--seeds", "1") == 0
-    assert "2 are there, 0 to make" in capsys.readouterr().err
-
-
-def test_interrupted_and_lost_runs_are_said(
+def test_failed_interrupted_and_lost_runs_are_said_and_other_results_remain(
     comfy: ComfyServer,
     work: Work,
     hurdle: dict[str, Any],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def error(prompts: str) -> str:
+        assert work.run(hurdle, prompts, "--seeds", "1") == 1
+        return capsys.readouterr().err
+
+    assert "ComfyUI failed in TestHurdle (node hurdle): cannot draw that" in error("fine\nbreak\n")
+    assert len(list((work.out / "pictures").glob("*.json"))) == 2
+    assert work.run(hurdle, "fine\n", "--seeds", "1") == 0
+    assert "2 are there, 0 to make" in capsys.readouterr().err
+
     thread = while_waiting(comfy, comfy.interrupt)
-    assert work.run(hurdle, "wait\n", "--seeds", "1") == 1
+    assert "interrupted on the server. Run the same command again" in error("wait\n")
     thread.join()
-    assert "interrupted on the server. Run the same command again" in capsys.readouterr().err
 
-    # The queue is cleared while another client's prompt runs.
-    monkeypatch.setattr("benchmarks.real.server.LONGEST", 3.0)
-    comfy.queue(Template(hurdle).fill("wait", "", 99, None))
-    thread = while_waiting(comfy, lambda: comfy.post("/queue", {"clear": True}))
-    assert work.run(hurdle, "fine\n", "--seeds", "1") == 1
+    # A prompt that never runs is waited for as long as a prompt that was removed from the queue.
+    monkeypatch.setattr("benchmarks.real.server.LONGEST", 1.0)
+    other = comfy.queue(Template(hurdle).fill("wait", "", 99, None))
+    assert "was the server's queue cleared?" in error("better\n")
+    assert other in json.dumps(comfy.get("/queue")), "it was not interrupted"
+
+
+def test_ctrl_c_takes_only_its_own_prompt_away(
+    comfy: ComfyServer, work: Work, hurdle: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A process that a shell runs in the background ignores Ctrl-C, so set Python's usual handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread = while_waiting(comfy, _thread.interrupt_main)
+        assert work.run(hurdle, "fine\nwait\n", "--seeds", "1") == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
-    assert "was the server's queue cleared?" in capsys.readouterr().err
-    assert comfy.get("/queue")["queue_running"]
-
-
-def test_ctrl_c_takes_only_its_own_prompt_away(comfy: ComfyServer, work: Work, hurdle: dict[str, Any]) -> None:
-    command = [sys.executable, "-m", "benchmarks.real", *work.arguments(hurdle, "fine\nwait\n", "--seeds", "1")]
-    # A shell that runs tests in the background makes all child processes ignore Ctrl-C, so restore the signal.
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
-        try:
-            while_waiting(comfy, lambda: process.send_signal(signal.SIGINT)).join()
-            _, err = process.communicate(timeout=600)
-        finally:
-            process.kill()
-    assert process.returncode == 130
-    assert "Stopped. Run the same command again to go on" in err
-    wait_until_idle(comfy)
+    assert "Stopped. Run the same command again to go on" in capsys.readouterr().err
+    wait_until(lambda: idle(comfy))
     assert len(list((work.out / "pictures").glob("*.png"))) == 2
+
+
+def test_server_without_the_pack_or_no_comfyui(comfy: ComfyServer) -> None:
+    with pytest.raises(real.BenchmarkError, match="has no node ToMANever: put ComfyUI-ToMA into its custom_nodes"):
+        Server(comfy.url).default("ToMANever", "ratio")
+    assert Server(comfy.url).default("ToMA", "ratio") == 0.5
+    with pytest.raises(real.BenchmarkError, match="not as ComfyUI does"):
+        Server(f"{comfy.url}/nowhere").conditions()
+    with pytest.raises(real.BenchmarkError, match="does not answer"):
+        Server("http://here:port").conditions()
+
+
+def test_settings_are_those_of_the_node_where_nothing_is_asked_for(graph: dict[str, Any], comfy: ComfyServer) -> None:
+    graph["toma"] = node("ToMAAdvanced", model=["loader", 0], ratio=0.4, preset="quality")
+
+    def settings(*more: str) -> list[Setting]:
+        arguments = ["--graph", "g", "--prompts", "p", *more]
+        return real.settings_of(real.parser().parse_args(arguments), Template(graph), Server(comfy.url))
+
+    assert settings() == [Setting(0.4, "quality")]
+    assert settings("--preset", "quality", "paper") == [Setting(0.4, "quality"), Setting(0.4, "paper")]
+    graph["toma"]["inputs"]["profile"] = "{}"
+    assert settings() == [Setting(0.4, "quality", "{}")]
+    assert settings("--ratio", "0.3") == [Setting(0.3, "quality")], "beside a profile it would do nothing"
+    graph["toma"]["inputs"]["profile"] = ["text", 0]
+    assert settings("--preset", "quality") == [Setting(0.4, "quality")]
+    with pytest.raises(real.BenchmarkError, match="comes from another node: paste its text"):
+        settings()
+    del graph["toma"]["inputs"]["profile"], graph["toma"]["inputs"]["ratio"]
+    assert settings() == [Setting(0.5, "quality")]
 
 
 def test_server_that_goes_away_is_said(
@@ -238,36 +255,3 @@ def test_server_that_goes_away_is_said(
     assert len(list((work.out / "pictures").glob("*.png"))) == 2
     assert work.run(hurdle, "fine\n", "--seeds", "1") == 1
     assert "Is ComfyUI running there?" in capsys.readouterr().err
-
-
-def test_server_without_the_pack_or_no_comfyui(server: ComfyServer) -> None:
-    with pytest.raises(real.BenchmarkError, match="has no node ToMANever: put ComfyUI-ToMA into its custom_nodes"):
-        Server(server.url).default("ToMANever", "ratio")
-    assert Server(server.url).default("ToMA", "ratio") == 0.5
-    with pytest.raises(real.BenchmarkError, match="not as ComfyUI does"):
-        Server(f"{server.url}/nowhere").conditions()
-    with pytest.raises(real.BenchmarkError, match="does not answer"):
-        Server("http://here:port").conditions()
-
-
-def test_settings_are_those_of_the_node_where_nothing_is_asked_for(graph: dict[str, Any], server: ComfyServer) -> None:
-    graph["toma"] = {
-        "class_type": "ToMAAdvanced",
-        "inputs": {"model": ["loader", 0], "ratio": 0.4, "preset": "quality"},
-    }
-    arguments = ["--graph", "g", "--prompts", "p"]
-
-    def settings(*more: str) -> list[Setting]:
-        return real.settings_of(real.parser().parse_args([*arguments, *more]), Template(graph), Server(server.url))
-
-    assert settings() == [Setting(0.4, "quality")]
-    assert settings("--preset", "quality", "paper") == [Setting(0.4, "quality"), Setting(0.4, "paper")]
-    graph["toma"]["inputs"]["profile"] = "{}"
-    assert settings() == [Setting(0.4, "quality", "{}")]
-    assert settings("--ratio", "0.3") == [Setting(0.3, "quality")], "beside a profile it would do nothing"
-    graph["toma"]["inputs"]["profile"] = ["text", 0]
-    assert settings("--preset", "quality") == [Setting(0.4, "quality")]
-    with pytest.raises(real.BenchmarkError, match="comes from another node: paste its text"):
-        settings()
-    del graph["toma"]["inputs"]["profile"], graph["toma"]["inputs"]["ratio"]
-    assert settings() == [Setting(0.5, "quality")]
