@@ -59,15 +59,13 @@ def naming(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, int
             return default(q, k, v, *args, **{**kwargs, "transformer_options": {}})
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
-            preference = current[-1].comfy_attention if current else None
+            preference = getattr(current[-1], "comfy_attention", None) if current else None
             overridden = "optimized_attention_override" in (kwargs.get("transformer_options") or {})
             known = preference is None or preference.function is None or overridden
             return default(*args, **kwargs) if known else preference.function(*args, **kwargs)
 
         def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
             def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if not hasattr(self, "comfy_attention"):
-                    return forward(self, *args, **kwargs)
                 current.append(self)
                 try:
                     return forward(self, *args, **kwargs)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,9 +50,8 @@ def test_forward_with_another_signature(
     (warning,) = warnings()
     assert f"{name}.forward(" in warning
     assert "Sampling goes on without merging" in warning
-    assert report_text.summary(stats_of(patched)).startswith(
-        f"Nothing was merged: unknown to this version: {name}.forward("
-    )
+    reason = f"Nothing was merged: unknown to this version: {name}.forward("
+    assert report_text.summary(stats_of(patched)).startswith(reason)
 
 
 def test_new_unused_argument_is_no_obstacle_in_flux(
@@ -86,24 +85,6 @@ def test_new_unused_argument_is_no_obstacle_in_flux(
     }
 
 
-def rename(monkeypatch: pytest.MonkeyPatch, cls: Any, old: str, owners: list[Any]) -> None:
-    """Rename the attribute `old` of the owners, also in ComfyUI's own `forward`."""
-    original, new = cls.forward, f"new_{old}"
-
-    def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # ComfyUI's `forward` still uses the old name, so restore this name while it runs.
-        move(self, new, old)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            move(self, old, new)
-
-    renamed.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    monkeypatch.setattr(cls, "forward", renamed)
-    for owner in owners:
-        move(owner, old, new)
-
-
 def move(owner: nn.Module, old: str, new: str) -> None:
     namespace = owner._modules if old in owner._modules else owner.__dict__
     namespace[new] = namespace.pop(old)
@@ -128,7 +109,20 @@ def test_attribute_with_another_name(
     model = getattr(models, kind)()
     plain = sample(model)
     owners = [m for m in model.model.diffusion_model.modules() if type(m).__name__ == owner]
-    rename(monkeypatch, type(owners[0]), attribute, owners)
+    forward, new = type(owners[0]).forward, f"new_{attribute}"
+
+    @functools.wraps(forward)
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # ComfyUI's `forward` still uses the old name, so restore this name while it runs.
+        move(self, new, attribute)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            move(self, attribute, new)
+
+    monkeypatch.setattr(type(owners[0]), "forward", renamed)
+    for each in owners:
+        move(each, attribute, new)
     assert torch.equal(sample(model), plain)
     patched = attach(model)
     assert torch.equal(sample(patched), plain)
@@ -140,13 +134,11 @@ def test_attribute_with_another_name(
 @loop(("kind", "option"), [("unet", "activations_shape"), ("flux", "img_slice")])
 def test_blocks_without_token_offsets(attach: Any, stats_of: Any, kind: str, option: str) -> None:
     model = models.unet() if kind == "unet" else models.flux(double=1)
-    names = ("BasicTransformerBlock", "SingleStreamBlock")
     plain = sample(model)
+    forget = lambda _, args, kwargs: kwargs["transformer_options"].pop(option, None) and None  # noqa: E731
     for module in model.model.diffusion_model.modules():
-        if type(module).__name__ in names:
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs: kwargs["transformer_options"].pop(option, None) and None, with_kwargs=True
-            )
+        if type(module).__name__ in ("BasicTransformerBlock", "SingleStreamBlock"):
+            module.register_forward_pre_hook(forget, with_kwargs=True)
     patched = attach(model, skip_first_blocks=1)  # skips all double blocks
     assert torch.equal(sample(patched), plain)
     assert "Nothing was merged" in report_text.summary(stats_of(patched))
@@ -165,7 +157,6 @@ MOVED: dict[str, Any] = {
 @loop("shape", MOVED)
 def test_positions_of_another_kind(monkeypatch: Any, attach: Any, stats_of: Any, granularity: str, shape: str) -> None:
     """FLUX.3 may change the RoPE argument. The patched attention turns it back into the present form."""
-
     layers, model = importlib.import_module(FLUX), models.flux()
     attention, embedder = layers.attention, type(model.model.diffusion_model.pe_embedder)
     make, back = MOVED[shape]
@@ -175,6 +166,5 @@ def test_positions_of_another_kind(monkeypatch: Any, attach: Any, stats_of: Any,
     plain = sample(model)
     patched = attach(model, granularity=granularity)
     assert torch.equal(sample(patched), plain)
-    assert set(stats_of(patched).unmerged) == {
-        Reason.ARGUMENT_IN_USE(arguments=(Reason.ARGUMENT_SHAPE(argument="pe"),))
-    }
+    shape_of_pe = Reason.ARGUMENT_SHAPE(argument="pe")
+    assert set(stats_of(patched).unmerged) == {Reason.ARGUMENT_IN_USE(arguments=(shape_of_pe,))}

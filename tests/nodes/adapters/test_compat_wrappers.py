@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +11,8 @@ import pytest
 import torch
 from comfy.patcher_extension import WrapperExecutor
 
+from scripts import comfy_pack
 from scripts.comfy_pack import pack_module
-from scripts.comfyui import ROOT
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.helpers import every_kind
@@ -28,15 +26,8 @@ def sample(model: Any) -> torch.Tensor:
     return models.sample(model, 16, 16, steps=2)
 
 
-class Request(SimpleNamespace):
-    """Holds all arguments of a call, as a later ComfyUI might pass them to wrappers."""
-
-
-TARGETS = {
-    "WrappersMP.OUTER_SAMPLE": "outer_sample",
-    "WrappersMP.CALC_COND_BATCH": "_calc_cond_batch",
-    "WrappersMP.APPLY_MODEL": "_apply_model",
-}
+# By kind of wrapper: the function that it wraps.
+TARGETS = {"OUTER_SAMPLE": "outer_sample", "CALC_COND_BATCH": "_calc_cond_batch", "APPLY_MODEL": "_apply_model"}
 
 
 @every_kind
@@ -44,16 +35,17 @@ TARGETS = {
 def test_wrapper_that_is_called_in_another_way(
     monkeypatch: Any, attach: Any, warnings: Any, model: Any, hook: str, no_state_left: None
 ) -> None:
+    """A later ComfyUI passes one object to wrappers, which holds all arguments."""
     before = WrapperExecutor.execute
 
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.original.__name__ != TARGETS[hook]:
             return before(self, *args, **kwargs)
-        if len(args) == 1 and isinstance(args[0], Request):
+        if len(args) == 1 and isinstance(args[0], SimpleNamespace):
             args, kwargs = args[0].args, args[0].kwargs
         if self.is_last:
             return self.original(*args, **kwargs)
-        return self.wrappers[self.idx](self, Request(args=args, kwargs=kwargs))
+        return self.wrappers[self.idx](self, SimpleNamespace(args=args, kwargs=kwargs))
 
     plain = sample(model)
     monkeypatch.setattr(WrapperExecutor, "execute", execute)
@@ -62,7 +54,7 @@ def test_wrapper_that_is_called_in_another_way(
     for _ in range(2):
         assert torch.equal(sample(patched), plain)
     (warning,) = warnings()
-    assert hook in warning
+    assert f"WrappersMP.{hook}" in warning
 
 
 METHODS = ("next", "observe", "evaluation", "predicted", "close")
@@ -122,17 +114,7 @@ def test_steps_after_an_own_error_are_full(
     assert len(warnings()) == 1
 
 
-def remove(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> None:
-    """Remove a kind of wrappers, or a method of the model, from ComfyUI."""
-    if name.isupper():
-        left = {key: value for key, value in vars(run.WrappersMP).items() if key.isupper() and key != name}
-        monkeypatch.setattr(run, "WrappersMP", SimpleNamespace(**left))
-    for cls in type(model).__mro__:
-        if name in vars(cls):
-            monkeypatch.delattr(cls, name)
-
-
-GONE = ("OUTER_SAMPLE", "CALC_COND_BATCH", "APPLY_MODEL", "add_wrapper_with_key", "remove_wrappers_with_key", "clone")
+GONE = (*TARGETS, "add_wrapper_with_key", "remove_wrappers_with_key", "clone")
 
 
 @every_kind
@@ -140,37 +122,30 @@ GONE = ("OUTER_SAMPLE", "CALC_COND_BATCH", "APPLY_MODEL", "add_wrapper_with_key"
 def test_what_is_gone_leaves_the_model_as_it_was(
     monkeypatch: Any, attach: Any, warnings: Any, model: Any, name: str
 ) -> None:
+    """A kind of wrapper, or a method of the model, is gone from ComfyUI."""
     plain = sample(model)
+    left = {key: value for key, value in vars(run.WrappersMP).items() if key.isupper() and key != name}
     with monkeypatch.context() as later:
-        remove(later, model, name)
+        later.setattr(run, "WrappersMP", SimpleNamespace(**left))
+        if not name.isupper():
+            later.delattr(next(cls for cls in type(model).__mro__ if name in vars(cls)), name)
         assert attach(model) is model
     (warning,) = warnings()
     assert name in warning
     assert torch.equal(sample(model), plain)
 
 
-@pytest.fixture
-def without_flux(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
-    """Load a second copy of the pack, for which ComfyUI's Flux model does not exist. Yield the copy's name."""
-    name = "pack_without_flux"
-    monkeypatch.setitem(sys.modules, "comfy.ldm.flux.model", SimpleNamespace())  # type: ignore[arg-type]
-    spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+def test_family_whose_class_has_moved(flux: Any, unet: Any, monkeypatch: Any, caplog: Any) -> None:
+    """A second copy of the pack is loaded by a ComfyUI that has no Flux model."""
+    monkeypatch.setitem(sys.modules, "comfy.ldm.flux.model", SimpleNamespace())
+    monkeypatch.setattr(comfy_pack, "PACK_NAME", "pack_without_flux")
     caplog.set_level(logging.WARNING)
-    yield name
-    for loaded in [m for m in sys.modules if m.startswith(name)]:
-        del sys.modules[loaded]
-
-
-def test_family_whose_class_has_moved(
-    without_flux: str, flux: Any, unet: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = importlib.import_module(f"{without_flux}.nodes.adapters.patch_model")
-    settings = importlib.import_module(f"{without_flux}.toma_core.config").ToMAConfig(min_tokens=4)
-    assert [r.getMessage() for r in caplog.records if "the classes of Flux" in r.getMessage()]
-    assert torch.equal(sample(other.apply_toma(flux, settings)), sample(flux))
-    assert not torch.equal(sample(other.apply_toma(unet, settings)), sample(unet))
+    try:
+        other = pack_module("nodes.adapters.patch_model")
+        settings = pack_module("toma_core.config").ToMAConfig(min_tokens=4)
+        assert [r.getMessage() for r in caplog.records if "the classes of Flux" in r.getMessage()]
+        assert torch.equal(sample(other.apply_toma(flux, settings)), sample(flux))
+        assert not torch.equal(sample(other.apply_toma(unet, settings)), sample(unet))
+    finally:
+        for loaded in [name for name in sys.modules if name.startswith("pack_without_flux")]:
+            del sys.modules[loaded]

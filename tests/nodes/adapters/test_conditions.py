@@ -72,22 +72,18 @@ def test_several_devices_that_share_no_picture_are_full_where_several_conditions
 def test_full_steps_of_several_devices_leave_no_cache_and_drop_none(pack: Any) -> None:
     """If two devices evaluate the two conditions of a step, the step is full and writes no cache."""
     cond, sigmas = {"uuid": "cond"}, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 0.0]
-    for start, end, modes in (
-        (6.5, 5.5, ["refresh", "merged cached", "full", "merged cached", "refresh", "merged cached", "full"]),
-        (8.5, 6.5, ["full", "full", "refresh", "merged cached", "refresh", "merged cached", "full"]),
-        (4.5, 3.5, ["refresh", "merged cached", "merged cached", "merged cached", "full", "refresh", "full"]),
-    ):
+    names = {"r": "refresh", "m": "merged cached", "f": "full"}
+    for start, end, modes in ((6.5, 5.5, "rmfmrmf"), (8.5, 6.5, "ffrmrmf"), (4.5, 3.5, "rmmmfrf")):
         _, step = sampling_on_two_devices(sigmas, full_step_interval=4)
         uncond = {"uuid": "uncond", "timestep_start": start, "timestep_end": end}
-        assert [step(sigma, cond, uncond) for sigma in sigmas[:-1]] == modes
+        assert [step(sigma, cond, uncond) for sigma in sigmas[:-1]] == [names[mode] for mode in modes]
 
 
 def test_tiles_on_several_devices_are_full(pack: Any) -> None:
     """The first evaluations get the full latent, the third gets only a tile of it."""
     conds = {"uuid": "cond"}, {"uuid": "uncond"}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0], similarity_from="prediction")
-    assert [step(3.0, *conds), step(2.0, *conds)] == ["full", "merged"]
-    assert step(1.0, *conds, width=4) == "full"
+    assert [step(3.0, *conds), step(2.0, *conds), step(1.0, *conds, width=4)] == ["full", "merged", "full"]
     stats = sampling.run.stats
     assert (stats.evaluations, stats.merged_evaluations, set(stats.merged_steps)) == (3, 1, {1})
     assert stats.full_reasons == {SEVERAL_DEVICES: {2}}

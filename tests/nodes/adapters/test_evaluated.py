@@ -132,7 +132,7 @@ def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
     assert parts(guider_of(CFGGuider, guided, 3.0)) == [3] * 5
 
 
-def turns(model: Any, entries: int, prompts: int = 2) -> list[Any]:
+def turns(model: Any, entries: int, prompts: int) -> list[Any]:
     """Return `entries` entries, each active in its own part of the run. The entries have `prompts` different prompts,
     which take turns."""
     conds = list[Any]()
@@ -145,15 +145,19 @@ def turns(model: Any, entries: int, prompts: int = 2) -> list[Any]:
 @loop("cfg", [1.0, 3.0])
 @loop(("entries", "prompts", "more"), [(10, 2, 1.5), (4, 4, 1.0), (2, 2, 1.0)])
 def test_prompts_that_take_turns(
-    entries: int, prompts: int, more: float, cfg: float, flux: Any, stats_of: Any, requested: list[int]
+    entries: int, prompts: int, more: float, cfg: float, flux: Any, stats_of: Any, requested: Any, monkeypatch: Any
 ) -> None:
     """Only the caches of recently used prompts are held. Two prompts that were evaluated in one call share a tensor. If
     the entries of one prompt become too old, the tensor is held for the other prompt: more than was requested."""
-    merged = balanced(flux)
-    models.sample(merged, HEIGHT, WIDTH, steps=20, cfg=cfg, positive=turns(flux, entries, prompts))
-    stats = stats_of(merged)
+    merged, conds = balanced(flux), turns(flux, entries, prompts)
+    models.sample(merged, HEIGHT, WIDTH, steps=20, cfg=cfg, positive=conds)
+    stats, needed = stats_of(merged), requested[0]
     assert stats.merged_steps
-    assert stats.cache_bytes / more <= requested[0] <= 1.01 * stats.cache_bytes
+    assert stats.cache_bytes / more <= needed <= 1.01 * stats.cache_bytes
+    # With exactly this memory, a second run merges the same steps.
+    monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: float(needed))
+    models.sample(merged, HEIGHT, WIDTH, steps=20, cfg=cfg, positive=conds)
+    assert (requested, stats_of(merged).merged_steps) == ([needed, needed], stats.merged_steps)
 
 
 @loop("cfg", [1.0, 3.0])
@@ -174,15 +178,3 @@ def test_areas_count_by_their_size(
     stats = stats_of(merged)
     assert stats.merged_steps
     assert stats.cache_bytes <= requested[0] <= 1.01 * stats.cache_bytes
-
-
-def test_prompts_that_take_turns_fit_where_two_prompts_fit(
-    flux: Any, stats_of: Any, requested: list[int], monkeypatch: Any
-) -> None:
-    """With exactly the memory that a first run requested, a second run merges as many steps as the first."""
-    merged, conds = balanced(flux), turns(flux, 10)
-    models.sample(merged, HEIGHT, WIDTH, steps=20, positive=conds)
-    steps, needed = len(stats_of(merged).merged_steps), requested[0]
-    monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: float(needed))
-    models.sample(merged, HEIGHT, WIDTH, steps=20, positive=conds)
-    assert (requested, len(stats_of(merged).merged_steps)) == ([needed, needed], steps)

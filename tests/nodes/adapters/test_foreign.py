@@ -17,8 +17,10 @@ from tests.loop import loop
 Reason = pack_module("toma_core.reasons").Reason
 
 SIZE = 20, 28
-LISTS = {"flux": "double_blocks", "z_image": "layers", "krea2": "blocks", "qwen_image": "transformer_blocks"}
-every_list = loop("family", list(LISTS))
+LISTS = {
+    "flux": "double_blocks", "z_image": "layers", "krea2": "blocks", "qwen_image": "transformer_blocks",
+    "unet": "middle_block.1.transformer_blocks",
+}  # fmt: skip
 
 
 class Own(nn.Module):
@@ -38,47 +40,32 @@ def sample(model: Any, steps: int = 1) -> torch.Tensor:
     return models.sample(model, *SIZE, steps=steps, cfg=1.0)
 
 
-def blocks_of(model: Any, family: str) -> Any:
-    return getattr(model.model.diffusion_model, LISTS[family])
+def block_of(model: Any, family: str, place: int) -> tuple[str, nn.Module]:
+    """Return a block, and its name as an object patch."""
+    blocks = f"diffusion_model.{LISTS[family]}"
+    place %= len(model.get_model_object(blocks))
+    return f"{blocks}.{place}", model.get_model_object(f"{blocks}.{place}")
 
 
-@every_list
+@loop("family", LISTS)
 @loop("place", [0, 1, -1])
 def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, stats_of: Any) -> None:
     """One chain ends before the replaced block, another begins behind it. ComfyUI's own block is merged again."""
-    model = models.TRANSFORMERS[family]()
-    blocks = blocks_of(model, family)
-    place %= len(blocks)
-    seen: list[int] = []
+    model, seen, all_tokens = getattr(models, family)(), list[int](), list[int]()
+    name, block = block_of(model, family, place)
     merged = attach(model)
-    foreign = merged.clone()
-    foreign.add_object_patch(f"diffusion_model.{LISTS[family]}.{place}", Own(blocks[place], seen))
-    plain = model.clone()
-    plain.add_object_patch(f"diffusion_model.{LISTS[family]}.{place}", Own(blocks[place], all_tokens := []))
+    foreign, plain = merged.clone(), model.clone()
+    foreign.add_object_patch(name, Own(block, seen))
+    plain.add_object_patch(name, Own(block, all_tokens))
     sample(plain)
-    out = sample(foreign)
-    assert out.isfinite().all()
+    assert sample(foreign).isfinite().all()
     assert seen == all_tokens
     stats = stats_of(foreign)
     (left,) = stats.unmerged_names()[Reason.BLOCK_REPLACED()]
-    assert left.endswith(f".{place}")
+    assert left.endswith(name[-2:])
     assert len(stats.merged_blocks) == len(stats.blocks) - 1
     again = sample(attach(model))
     assert torch.equal(sample(merged), again)
-    assert Reason.BLOCK_REPLACED() not in stats_of(merged).unmerged
-
-
-@loop("place", [0, 1])
-def test_a_replaced_block_of_a_unet_is_not_merged(place: int, unet: Any, attach: Any, stats_of: Any) -> None:
-    stack = unet.model.diffusion_model.middle_block[1].transformer_blocks
-    seen: list[int] = []
-    foreign = attach(unet).clone()
-    foreign.add_object_patch(f"diffusion_model.middle_block.1.transformer_blocks.{place}", Own(stack[place], seen))
-    assert sample(foreign).isfinite().all()
-    assert len(set(seen)) == 1
-    assert stats_of(foreign).unmerged_names()[Reason.BLOCK_REPLACED()] == {f"middle.0.{place}"}
-    merged = attach(unet)
-    sample(merged)
     assert stats_of(merged).unmerged == {}
 
 
@@ -100,8 +87,9 @@ def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stat
     """When ToMA first inspects the model, its blocks are still replaced by those of another node."""
     model = models.flux()
     replaced = model.clone()
-    for index, block in enumerate(blocks_of(model, "flux")):
-        replaced.add_object_patch(f"diffusion_model.double_blocks.{index}", Own(block, []))
+    for place in range(3):
+        name, block = block_of(model, "flux", place)
+        replaced.add_object_patch(name, Own(block, []))
     sample(replaced)
     merged = attach(model)
     out = sample(merged)

@@ -17,10 +17,6 @@ SIDE = 24
 PRESETS = ("balanced", "quality", "paper")
 
 
-def merged_with(model: Any, name: str) -> Any:
-    return balanced(model, name, skip_first_blocks=1)
-
-
 @contextmanager
 def short_of_memory(model: Any) -> Iterator[None]:
     """Make ComfyUI evaluate every condition in a separate call, without changing the estimate of memory."""
@@ -46,44 +42,33 @@ def late(model: Any, start: float = 0.45) -> list[Any]:
     return [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3, start_percent=start)]
 
 
-@pytest.fixture(scope="module")
-def unmerged(pack: Any) -> dict[tuple[str, str], torch.Tensor]:
-    """Return an empty dict, in which tests store pictures without ToMA by kind of model and prompts."""
-    return {}
-
-
 RUNS = [("balanced", "two"), ("quality", "late"), ("paper", "two")]
 
 
 @every_kind
 @pytest.mark.compat
 @loop(("name", "prompts"), RUNS)
-def test_joined_and_split_calls_give_one_picture(model: Any, kind: str, unmerged: Any, name: str, prompts: str) -> None:
+def test_joined_and_split_calls_give_one_picture(model: Any, name: str, prompts: str) -> None:
     options: dict[str, Any] = {"steps": 6} if prompts == "two" else {"steps": 6, "positive": late(model)}
-    patched = merged_with(model, name)
-    joined = models.sample(patched, SIDE, SIDE, **options)
+    patched = balanced(model, name, skip_first_blocks=1)
+    joined, plain = (models.sample(each, SIDE, SIDE, **options) for each in (patched, model))
     with short_of_memory(model):
-        split = models.sample(patched, SIDE, SIDE, **options)
-    if (kind, prompts) not in unmerged:
-        plain = models.sample(model, SIDE, SIDE, **options)
-        with short_of_memory(model):
-            assert distance(models.sample(model, SIDE, SIDE, **options), plain) < 5e-6
-        unmerged[kind, prompts] = plain
+        split, plain_split = (models.sample(each, SIDE, SIDE, **options) for each in (patched, model))
+    assert distance(plain_split, plain) < 5e-6
     assert distance(split, joined) < 2e-5
-    assert distance(joined, unmerged[kind, prompts]) > 1e-3, "nothing was merged"
+    assert distance(joined, plain) > 1e-3, "nothing was merged"
 
 
 @loop(("kind", "name"), [("unet", "paper"), ("flux", "balanced")])
 def test_the_number_of_threads_does_not_matter(model: Any, name: str) -> None:
-    patched, before = merged_with(model, name), torch.get_num_threads()
+    patched, before, pictures = balanced(model, name, skip_first_blocks=1), torch.get_num_threads(), []
     try:
-        pictures = []
         for threads in (1, 3):
             torch.set_num_threads(threads)
             pictures.append(models.sample(patched, SIDE, SIDE, steps=6))
     finally:
         torch.set_num_threads(before)
-    assert max(distance(picture, pictures[0]) for picture in pictures) < 2e-5
+    assert distance(*pictures) < 2e-5
 
 
 def modes(decisions: list[Any]) -> str:
@@ -93,15 +78,14 @@ def modes(decisions: list[Any]) -> str:
 
 def test_a_late_prompt_makes_one_step_full(flux: Any, decisions: Any, stats_of: Any) -> None:
     """In the first step of a prompt that begins between two full steps, all conditions refresh their caches."""
-    models.sample(merged_with(flux, "balanced"), SIDE, SIDE, steps=9)
+    patched = balanced(flux, skip_first_blocks=1)
+    models.sample(patched, SIDE, SIDE, steps=9)
     assert modes(decisions) == "rmmmrmmmf"
     decisions.clear()
-    patched = merged_with(flux, "balanced")
     out = models.sample(patched, SIDE, SIDE, steps=9, positive=late(flux, 0.2))
-    begins = [d.step for d in decisions if d.mode.value == "refresh" and d.step % 4]
-    assert len(begins) == 1, f"full steps: {modes(decisions)}"
+    (begins,) = [d.step for d in decisions if d.mode.value == "refresh" and d.step % 4]
     assert "p" not in modes(decisions)
-    assert begins[0] not in stats_of(patched).merged_steps
+    assert begins not in stats_of(patched).merged_steps
     assert out.isfinite().all()
 
 
@@ -114,7 +98,7 @@ def test_a_controlnet_that_begins_late_makes_one_step_full(flux: Any, decisions:
     positive, negative = models.conditioning(flux, seed=1), models.conditioning(flux, seed=2)
     positive[0][1].update(control=control, control_apply_to_uncond=not apart)
     options = {"steps": 9, "positive": positive, "negative": negative}
-    patched = merged_with(flux, "balanced")
+    patched = balanced(flux, skip_first_blocks=1)
     joined = models.sample(patched, SIDE, SIDE, **options)
     assert len([d for d in decisions if d.mode.value == "refresh" and d.step % 4]) == 1
     with short_of_memory(flux):

@@ -11,7 +11,7 @@ from comfy.model_management import InterruptProcessingException
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.cards import a_card, compared, sampled
-from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH
+from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH, noise
 from tests.nodes.adapters.helpers import balanced, prompts_of, split_calls_when
 from tests.nodes.adapters.kv_helpers import failing, several_calls
 
@@ -29,26 +29,25 @@ def test_the_picture_is_the_same_wherever_they_lie(kind: str, n: int, model_of: 
     assert 0.2 < on_card / (on_card + in_main) < 0.7 if share else on_card == 0
 
 
-RUNS: dict[str, dict[str, Any]] = {
-    "a batch without guidance": {"batch": 2, "cfg": 1.0},
-    "a sampler with two evaluations a step": {"sampler": "heun", "steps": 4},
-    "a sampler that remembers": {"sampler": "dpmpp_2m"},
+# By run: kind of model, settings, and options of the run.
+RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "a batch without guidance": ("z_image", {}, {"batch": 2, "cfg": 1.0}),
+    "a sampler with two evaluations a step": ("z_image", {}, {"sampler": "heun", "steps": 4}),
+    "a sampler that remembers": ("z_image", {}, {"sampler": "dpmpp_2m"}),
+    "references that are merged": ("flux", {"merge_references": True}, {}),
 }
 
 
 @loop("run", RUNS)
 @loop("quantized", [False, True])
 def test_in_other_runs_too(run: str, quantized: bool, model_of: Any, stats_of: Any) -> None:
-    merged = balanced(model_of("z_image"))
-    compared("z_image", merged, quantized, **RUNS[run])
+    kind, settings, options = RUNS[run]
+    model = model_of(kind)
+    if kind == "flux":
+        options = prompts_of(model, reference_latents=[noise(1, 16, HEIGHT, WIDTH)])
+    merged = balanced(model, **settings)
+    compared(kind, merged, quantized, **options)
     assert stats_of(merged).merged_steps
-
-
-@loop("quantized", [False, True])
-def test_with_references_that_are_merged(quantized: bool, flux: Any) -> None:
-    reference = torch.randn(1, 16, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(9))
-    merged = balanced(flux, merge_references=True)
-    compared("flux", merged, quantized, **prompts_of(flux, reference_latents=[reference]))
 
 
 @loop("split", [False, True])

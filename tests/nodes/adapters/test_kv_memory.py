@@ -12,20 +12,13 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
+from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH, noise
 from tests.nodes.adapters.helpers import balanced, prompts_of, split_calls, split_calls_when
 from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, failing, several_calls
 
 Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
 kv_memory = pack_module("nodes.adapters.kv_memory")
-VIDEO: dict[str, Any] = {"frames": 3, "steps": 4, "cfg": 5.0}
-
-
-@pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantize every KV cache to 4 bits."""
-    monkeypatch.setattr(kv_memory, "memory_left", lambda *_: 0)
 
 
 @pytest.mark.compat
@@ -50,10 +43,11 @@ def test_where_room_is_short_they_are_packed(
 
 @loop("at", [-2, 0, 1, 2, 7])
 def test_where_packing_runs_out_of_memory_all_steps_are_full(
-    at: int, model_of: Any, attach: Any, stats_of: Any, packed: None, monkeypatch: Any
+    at: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
     """at: the number of tensors of keys or values that a merged step quantizes before memory runs out. At -2, memory
     runs out before the last two tensors of the refresh. The evaluation is repeated as a full evaluation."""
+    monkeypatch.setattr(kv_memory, "memory_left", lambda *_: 0)  # so the cache has 4 bits
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
     calls, quantize = list[int](), trial.quantize
     kept_whole = 2 * len(model.model.diffusion_model.blocks)
@@ -75,19 +69,21 @@ def test_where_packing_runs_out_of_memory_all_steps_are_full(
     assert str(report_text.headline(stats)) == f"Nothing was merged: {Reason.KV_CACHE_DISABLED()}"
 
 
-@loop("call", [3, 4, 5, 6])
-def test_after_out_of_memory_of_one_condition_the_other_is_full_too(
-    call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: Any
+@loop(("several", "call"), [(False, 3), (False, 4), (False, 5), (False, 6), (True, 3), (True, 4)])
+def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
+    several: bool, call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
-    """Otherwise guidance would amplify the error of the merged condition."""
-    model = model_of("wan")
-    merged = attach(model, **KEYS)
-    split_calls(monkeypatch, model)
+    """If one of two calls remained merged, guidance would amplify its error. several: whether another node adds the
+    second call, which else has the second condition."""
+    model = several_calls(model_of("wan")) if several else model_of("wan")
+    merged, step = attach(model, **KEYS), (call - 1) // 2
+    if not several:
+        split_calls(monkeypatch, model)
     failing(monkeypatch, model.model.diffusion_model.blocks[-1], call, torch.OutOfMemoryError())
-    found = evaluated(merged, frames=3)
-    own, step = evaluated(model, frames=3)[0], (call - 1) // 2
+    found, own = evaluated(merged, frames=3), evaluated(model, frames=3)[0]
     assert all(torch.equal(clip, own) for clip in found[step:])
-    assert stats_of(merged).merged_evaluations == step - 1
+    stats = stats_of(merged)
+    assert (stats.evaluations, stats.merged_evaluations) == (4 * (1 + several), step - 1)
 
 
 @loop("quantized", [False, True])
@@ -107,25 +103,13 @@ def test_conditions_that_are_split_after_the_full_step_hold_no_more(
     torch.testing.assert_close(found, wanted, rtol=0, atol=(1e-2 if quantized else 1e-4) * float(wanted.abs().max()))
 
 
-@loop("call", [3, 4])
-def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
-    call: int, model_of: Any, stats_of: Any, monkeypatch: Any
-) -> None:
-    model = several_calls(model_of("wan"))
-    own, merged = models.sample(model, HEIGHT, WIDTH, **VIDEO), balanced(model)
-    failing(monkeypatch, model.model.diffusion_model.blocks[-1], call, torch.OutOfMemoryError())
-    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **VIDEO), own)
-    stats = stats_of(merged)
-    assert (stats.evaluations, stats.merged_evaluations, stats.merged_steps) == (8, 0, {})
-
-
 @loop("schedule", ["standard_static", "standard_uniform", "looped_uniform"])
 def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, stats_of: Any) -> None:
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode as Windows
 
     windowed = Windows.execute(model_of("wan"), 17, 8, schedule, 1, False, "pyramid", False).result[0]
     merged, without = balanced(windowed), balanced(windowed, kv_cache=False)
-    asked: dict[str, Any] = {"frames": 13, "steps": 8, "cfg": 5.0}
+    asked: dict[str, Any] = {"frames": 13, "steps": 4, "cfg": 5.0}
     found = models.sample(merged, HEIGHT, WIDTH, **asked)
     moves = stats_of(merged).without_kv_cache == Reason.KV_CONTEXT_WINDOWS()
     assert moves == (schedule != "standard_static")
@@ -172,30 +156,28 @@ def test_comfyui_receives_the_size_before_it_loads_the_model(flux: Any, monkeypa
     assert "memory_required" not in vars(flux.model)
 
 
-def test_room_is_asked_for_with_references_that_are_merged(
-    flux: Any, attach: Any, stats_of: Any, requested: list[int]
-) -> None:
-    reference = torch.randn(1, 16, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(9))
-    merged = attach(flux, **KEYS, merge_references=True)
-    models.sample(merged, HEIGHT, WIDTH, steps=4, **prompts_of(flux, reference_latents=[reference]))
-    assert requested == [stats_of(merged).cache_bytes]
-
-
 @loop("cfg", [1.0, 3.0])
-@loop("broken", ["", "vace", "animate", "shown", "replaced"])
-def test_room_is_asked_for_every_chain(broken: str, cfg: float, attach: Any, stats_of: Any, requested: Any) -> None:
-    """Chains of blocks end where the model or another node reads all tokens. Each chain caches a residual."""
+@loop("broken", ["", "vace", "animate", "shown", "replaced", "references"])
+def test_room_is_asked_for_every_chain(
+    broken: str, cfg: float, flux: Any, attach: Any, stats_of: Any, requested: Any
+) -> None:
+    """Chains of blocks end where the model or another node reads all tokens. Each chain caches a residual. Merged
+    references have entries of their own."""
     kinds: dict[str, dict[str, Any]] = {
         "vace": {"base": "WAN21_Vace", "kind": "WAN21_Vace", "vace_layers": 3, "vace_in_dim": 96},
         "animate": {"base": "WAN22_Animate", "kind": "WAN22_Animate"},
     }
     model = models.wan(**{"layers": 6, "model_type": broken, **kinds[broken]} if broken in kinds else {})
+    settings, asked = KEYS, {"frames": 3, "steps": 4, "cfg": cfg}
     if broken == "shown":
         model.set_model_patch(lambda args: args, "double_block")
     elif broken == "replaced":
         model.set_model_patch_replace(lambda args, more: more["original_block"](args), "dit", "double_block", 1)
-    merged = attach(model, **KEYS)
-    models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=cfg)
+    elif broken == "references":
+        model, settings = flux, {**KEYS, "merge_references": True}
+        asked = {"steps": 4, "cfg": cfg, **prompts_of(model, reference_latents=[noise(1, 16, HEIGHT, WIDTH)])}
+    merged = attach(model, **settings)
+    models.sample(merged, HEIGHT, WIDTH, **asked)
     assert requested == [stats_of(merged).cache_bytes]
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.loop import loop
 from tests.nodes.adapters import test_golden as quick
 
-golden, model_of, sureness = quick.golden, quick.model_of, quick.sureness
+golden, model_of, unsure = quick.golden, quick.model_of, quick.unsure
 
 OTHERS = [case for case in quick.CASES if case not in quick.QUICK]
 pytestmark = pytest.mark.skipif(quick.WRITE, reason="test_golden.py writes all cases")

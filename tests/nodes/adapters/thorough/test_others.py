@@ -18,7 +18,7 @@ from tests.nodes.adapters import test_tiled_sampling as tiled
 from tests.nodes.adapters.helpers import every_kind
 
 trained, plain_run, plain, usual = evaluations.trained, evaluations.plain_run, evaluations.plain, evaluations.usual
-unmerged, lab, received, own_reads = free_memory.unmerged, public_reports.lab, sigmas.received, sigmas.own_reads
+lab, received, own_reads = public_reports.lab, sigmas.received, sigmas.own_reads
 compat = pytest.mark.compat
 
 
