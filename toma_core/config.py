@@ -73,8 +73,7 @@ class SimilarityFrom(str, Enum):
 
 
 class KVCache(str, Enum):
-    """Whether merged blocks attend to all tokens, and where cached keys and values may lie. Converts from and to
-    bool."""
+    """Whether merged blocks attend to all tokens, and where cached keys and values lie. Converts from and to bool."""
 
     ON = "on"
     CARD_ONLY = "on the card only"
@@ -136,7 +135,6 @@ class ToMAConfig:
 
 
 def setting_spec(name: str) -> SettingSpec:
-    """Return the `SettingSpec` of a field of `ToMAConfig`."""
     spec: SettingSpec = ToMAConfig.__dataclass_fields__[name].metadata["spec"]
     return spec
 

@@ -51,8 +51,7 @@ class Block:
         return (self.launches + self.added[order.index(granularity)]) * LAUNCH
 
     def flops(self, tokens: int, images: int, width: int, keys: int | None = None) -> float:
-        """Return the FLOPs of linear layers and self-attention; a multiply-add counts as two. keys: number of tokens
-        attended to."""
+        """Return the FLOPs of linear layers and self-attention, two per multiply-add. keys: tokens attended to."""
         attended = (tokens if keys is None else keys) + self.beside
         return 2.0 * images * (tokens + self.beside) * width * (self.weights * width + 2.0 * attended)
 

@@ -37,7 +37,6 @@ class CudaCopier:
     unpin: Callable[[Tensor], Any]
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream on which the model computes."""
         return torch.cuda.current_stream(device)
 
     @staticmethod
@@ -169,8 +168,7 @@ class Lane:
         return self.copier.current(self.device)
 
     def copied(self, stream: torch.cuda.Stream, targets: list[Tensor], sources: list[Tensor], pinned: bool) -> Any:
-        """Copy on a stream; return an event after the copies. Device memory is freed only after all copies, even if a
-        copy fails."""
+        """Copy on a stream; return an event after all copies. Device memory is freed only then, even if one fails."""
         try:
             for target, source in zip(targets, sources, strict=True):
                 self.copier.copy(stream, target, source, pinned)
@@ -247,8 +245,7 @@ class HostMemory:
         sizes = [part.nbytes for part in parts_of(t)]
         chunks = zip(memory[: t.nbytes].split(sizes), parts_of(t), strict=True)
         tensor = joined([chunk.view(part.dtype).view(part.shape) for chunk, part in chunks])
-        # Do not try to pin again after one failure: later attempts would fail too, and each one would make ComfyUI wait
-        # for the card.
+        # Do not try to pin again after one failure: each attempt that fails makes ComfyUI wait for the card.
         self.pinned = self.pinned and self.copier.pin(memory)
         self._buffers.append(Buffer(self._lanes[t.device], memory, tensor, self.pinned))
         return self._buffers[-1]

@@ -34,8 +34,7 @@ class History:
         return next((picture for _, picture in reversed(self._recent) if picture.shape == shape), None)
 
     def note(self, latent: Tensor, prediction: Tensor) -> None:
-        """Note an evaluation. latent, prediction: (B, C, ..., H, W), the model's input and the clean picture that it
-        predicts."""
+        """Note an evaluation: the model's input and the clean picture that it predicts, both (B, C, ..., H, W)."""
         # Clone, because the sampler may overwrite its latent.
         self._recent.append((latent.clone() if self.compared else prediction, prediction))
         if not self.compared and len(self._recent) > 1:

@@ -41,9 +41,8 @@ _LEAST_DESTINATIONS = 2  # per feature; with fewer, the regression would overfit
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The rotary matrices of keys. The change of keys is regressed and shared before rotation, because tokens have
-    different positions. A head has P pairs of adjacent channels. The matrices have any float dtype, and the matrices of
-    one token are contiguous."""
+    """The rotary matrices of keys, contiguous for each token, for the P pairs of adjacent channels of a head. The
+    change of keys is regressed and shared before rotation, because tokens have different positions."""
 
     tokens: Tensor  # (B or 1, N, 1, P, 2, 2)
     destinations: Tensor  # (B or 1, D, 1, P, 2, 2)
@@ -51,9 +50,8 @@ class Rotation:
 
     @classmethod
     def of(cls, tokens: Tensor, destinations: Tensor, like: Tensor) -> Rotation | None:
-        """Return the rotation of keys that are (B, T, C) like `like`. Return None unless C is a multiple of 2 P, the
-        channels of a head, and tokens and destinations are (B or 1, T, ..., P, 2, 2), with axes of length 1 in place of
-        `...`."""
+        """Return the rotation of keys (B, T, C) like `like`; None unless C is a multiple of 2 P, the channels of a
+        head, and tokens and destinations are (B or 1, T, ..., P, 2, 2), with axes of length 1 in place of `...`."""
         if any(t.shape[2:-3].numel() != 1 for t in (tokens, destinations)) or like.shape[2] % (2 * tokens.shape[-3]):
             return None
         tokens, destinations = (t.reshape(*t.shape[:2], 1, *t.shape[-3:]) for t in (tokens, destinations))
@@ -116,8 +114,7 @@ class LatentChange:
     _regressions: dict[int, tuple[MergePlan, Regression | None]] = field(default_factory=dict)  # by the plan's id
 
     def regression(self, plan: MergePlan) -> Regression | None:
-        """Return the regression for a plan; None if the plan has too few destinations or its tokens are not the
-        latent's."""
+        """Return the regression for a plan; None if it has too few destinations or its tokens are not the latent's."""
         if id(plan) not in self._regressions:
             self._regressions[id(plan)] = plan, self._regression(plan)
         return self._regressions[id(plan)][1]

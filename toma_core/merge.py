@@ -48,10 +48,9 @@ class MergePlan(WithTensors):
 
     @cached_property
     def strips(self) -> tuple[Tensor, Tensor] | None:
-        """Merge weights M, (B * R, D / R, N / R), and unmerge weights A^T, (B * R, N / R, D / R), for each of the R
-        rows of windows. Weights between different windows are zero. A row is one span of memory, which PyTorch
-        multiplies without a copy. None where windows differ in size or budget, or a row has more than `_MAX_IN_ROW`
-        windows."""
+        """Merge weights M, (B * R, D / R, N / R), and unmerge weights A^T, (B * R, N / R, D / R), of the R rows of
+        windows, with zeros between windows. A row is one span of memory, which PyTorch multiplies without a copy. None
+        where windows differ in size or budget, or a row has more than `_MAX_IN_ROW` windows."""
         tiles = self.windows.tiles
         if self.kernels is not None or self.windows.contiguous or tiles is None or self.budget.compact is not None:
             return None
@@ -129,8 +128,7 @@ def _rows(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def kernels_for(plan: MergePlan, *tensors: Tensor) -> TritonKernels | None:
-    """Return the plan's kernels if the tensors have the dtype of its weights and need no gradients. Return None
-    otherwise."""
+    """Return the plan's kernels; None if a tensor has another dtype than the weights, or needs gradients."""
     if plan.kernels is None or any(t.dtype is not plan.merge_weights.dtype for t in tensors):
         return None
     return None if torch.is_grad_enabled() and any(t.requires_grad for t in tensors) else plan.kernels
@@ -165,8 +163,7 @@ class MergeMap:
 
 
 def draw_map(plan: MergePlan) -> MergeMap:
-    """Return the map of a plan's first image. Call the function at the end of a run, because it copies from device to
-    host."""
+    """Return the map of a plan's first image. Call this at the end of a run, because it copies from device to host."""
     windows, frames = plan.windows, plan.windows.frames
     count = len(windows.counts) // frames
     nearest = plan.unmerge_weights[0, :count].float().argmax(-1)  # the destination with a token's largest weight

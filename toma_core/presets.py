@@ -23,8 +23,7 @@ class ModelKind(Enum):
 
 
 _EVERY_3, _EVERY_2, _EVERY_1 = ({"selection_interval": n, "weight_interval": n} for n in (3, 2, 1))
-# Plans from the predicted picture, with more destinations in its detailed parts, have a smaller error than plans from
-# tokens for equal work.
+# Plans from the predicted picture have a smaller error than plans from tokens, for equal work.
 _PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
 # With a KV cache no block is skipped and every step selects destinations. Small windows then have a smaller error than
 # large ones, if each has enough destinations. So windows have the side `WIDE` only above the ratio `WIDE_ABOVE`.
@@ -76,7 +75,6 @@ class UserSettings:
 
     @property
     def off(self) -> bool:
-        """Whether nothing is merged whatever the model and the step."""
         return self.resolved().off
 
     def resolved(

@@ -82,7 +82,7 @@ def entry_of(names: Sequence[str]) -> str:
 def parsed(text: Any) -> Profile:
     """Read a profile. Raises `ConfigError`, which names the fault."""
     if not isinstance(text, str) or len(text) > _MAX_TEXT:
-        raise _unused(Refusal.PROFILE_NOT_TEXT())
+        raise _refused(Refusal.PROFILE_NOT_TEXT())
     try:
         content = json.loads(text)
         schema = content["toma_profile"]
@@ -93,30 +93,28 @@ def parsed(text: Any) -> Profile:
             ratios = {blocks: tuple(ratios) for blocks, ratios in content["ratios"].items()}
             return Profile(content["model"], ToMAConfig(**content["settings"]), above, ratios)
     except KeyError as error:
-        raise _damaged(f"{error} is missing") from None
+        raise _refused(f"{error} is missing") from None
     except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise _damaged(error) from None
+        raise _refused(error) from None
     raise ConfigError(Refusal.PROFILE_NEWER(schema=shown(schema), known=SCHEMA))
 
 
 def fitted(profile: Profile, model: str, names: Sequence[str]) -> RatioSchedule:
     """Return the ratios of a profile for a model with this fingerprint and these blocks. Raises `ConfigError`."""
     if profile.model != model:
-        raise _unused(Refusal.PROFILE_OTHER_MODEL(made=_one_line(profile.model), model=_one_line(model)))
+        raise _refused(Refusal.PROFILE_OTHER_MODEL(made=_one_line(profile.model), model=_one_line(model)))
     try:
         return profile.ratio_schedule(names)
     except ValueError as error:
-        raise _damaged(error) from None
+        raise _refused(error) from None
 
 
-def _unused(problem: Message) -> ConfigError:
-    return ConfigError(Refusal.PROFILE_UNUSED(problem=problem))
-
-
-def _damaged(what: object) -> ConfigError:
-    return _unused(Refusal.PROFILE_DAMAGED(what=_one_line(str(what).removeprefix(ConfigError.prefix).rstrip("."))))
+def _refused(why: Message | Exception | str) -> ConfigError:
+    """Return the error for a profile that is not used. why: a message, or how the profile is damaged."""
+    if not isinstance(why, Message):
+        why = Refusal.PROFILE_DAMAGED(what=_one_line(str(why).removeprefix(ConfigError.prefix).rstrip(".")))
+    return ConfigError(Refusal.PROFILE_UNUSED(problem=why))
 
 
 def _one_line(text: str) -> str:
-    """Return text, shortened to one line of a node."""
     return textwrap.shorten(text, _MAX_LINE, placeholder="...")

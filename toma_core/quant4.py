@@ -45,7 +45,6 @@ class Int4Tensor(NamedTuple):
         return [Int4Tensor(*parts) for parts in zip(*(part.chunk(count) for part in self), strict=True)]
 
     def clone(self) -> Int4Tensor:
-        """Return a copy that shares no memory."""
         return Int4Tensor(*(part.clone() for part in self))
 
     def copy_(self, other: Int4Tensor) -> None:

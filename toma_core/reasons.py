@@ -23,8 +23,7 @@ class MessageId(str, Enum):
 
 
 class Reason(MessageId):
-    """Why a block, a step or a run is not merged, or a cache is not used. Comments describe the parameters of
-    messages."""
+    """Why a block, a step or a run is not merged, or a cache not used. Comments describe the parameters of messages."""
 
     # Settings and profile.
     SETTING = "setting"  # setting: its id; value: its value
@@ -87,7 +86,6 @@ class Message:
     params: tuple[tuple[str, Value], ...] = ()
 
     def __str__(self) -> str:
-        """Return the message as text, formatted by `reader`."""
         return reader(self)
 
 
@@ -95,9 +93,10 @@ def plain(value: Value) -> str:
     """Return a message as its id and parameters, `out_of_range: setting=ratio, value=2`; other values as a string."""
     if isinstance(value, tuple):
         return f"({', '.join(map(plain, value))})"
-    if not isinstance(value, Message) or not value.params:
-        return value.id.value if isinstance(value, Message) else str(value)
-    return f"{value.id.value}: {', '.join(f'{name}={plain(each)}' for name, each in value.params)}"
+    if not isinstance(value, Message):
+        return str(value)
+    params = ", ".join(f"{name}={plain(each)}" for name, each in value.params)
+    return f"{value.id.value}: {params}" if params else value.id.value
 
 
 def json_of(value: Value) -> Any:

@@ -43,8 +43,8 @@ class RunState:
     stats: RunStats = field(default_factory=RunStats)
     dispatch: Dispatch = field(default_factory=Dispatch)
     _plans: dict[_PlanKey, tuple[MergePlan, int]] = field(default_factory=dict)  # plan, generation of its weights
-    # Plans and their concatenation, by (scope, grid, ratio, plan keys, images per key, dtype, device).
-    _stacks: dict[tuple[Hashable, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
+    # Plans and their concatenation, by the plans' ids.
+    _stacks: dict[tuple[int, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, Layout] = field(default_factory=dict)
     # The last destinations that were selected after the last refresh, (B, D), by the plan's key without its generation.
     _recent: dict[_PlanKey, Tensor] = field(default_factory=dict)
@@ -125,10 +125,9 @@ class RunState:
         plans = [by_key[key] for key in plan_keys]
         if len(plans) == 1:
             return plans[0]
-        at = (scope, grid, step.ratio, plan_keys, chunk, x.dtype, x.device)
-        stack = self._stacks.get(at)
-        if stack is None or any(old is not new for old, new in zip(stack[0], plans, strict=True)):
-            stack = self._stacks[at] = plans, stacked(plans)
+        at = tuple(map(id, plans))
+        stack = self._stacks.get(at) or (plans, stacked(plans))
+        self._stacks[at] = stack
         return stack[1]
 
     def _tile_plan(self, tile: TileBatch, x: Tensor, grid: Grid, scope: Hashable, step: StepPlan) -> MergePlan:
@@ -143,7 +142,6 @@ class RunState:
         return tile.plans[key]
 
     def num_destinations(self, grid: Grid, step: StepPlan, device: torch.device) -> int:
-        """Return the number of destinations of a grid at this step."""
         return self._layout(grid, step, device)[1].total
 
     def _plan(
@@ -180,18 +178,15 @@ class RunState:
         rivals = [each for each in list(self._plans) if (each.grid, each.selection == LASTING) == (key.grid, lasts)]
         old = [each for each in rivals if each.selection != key.selection or each.ratio not in ratios]
         # The plan goes to the end of the dict, so that `draw` finds the latest plan of each grid.
-        for other in (*old, key):
-            self._plans.pop(other, None)
+        gone = {id(self._plans.pop(each, (None, 0))[0]) for each in (*old, key)}
         self._plans[key] = plan, step.weighing
-        if gone := {(other.scope[0], other.grid, other.ratio) for other in old}:
-            self._stacks = {at: stack for at, stack in list(self._stacks.items()) if at[:3] not in gone}
+        self._stacks = {at: stack for at, stack in list(self._stacks.items()) if gone.isdisjoint(at)}
 
     def _selected(
         self, x: Tensor, features: Tensor, grid: Grid, step: StepPlan, even: bool, recent: Tensor | None = None
     ) -> MergePlan:
-        """Return a plan with new destinations. even: give each window destinations in proportion to its number of
-        tokens, whatever the settings say. recent: destinations of lower priority, (B, D), only in runs with a KV
-        cache."""
+        """Return a plan with new destinations. even: give each window destinations in proportion to its tokens,
+        whatever the settings say. recent: destinations of lower priority, (B, D), only in runs with a KV cache."""
         config, priority = self.config, None
         if self.kv_cache:  # runs with a KV cache compile only the kernel with a priority
             priority = torch.ones(len(features), prod(grid), device=features.device)
@@ -214,8 +209,7 @@ class RunState:
         return MergePlan(*layout, *plan.kernels.weigh(features, slots, *layout, sharpness), plan.kernels)
 
     def _choose(self, x: Tensor, features: Tensor, layout: Layout, even: bool) -> Choice:
-        """Return the kernels that compute a plan. In the first step, also compile and try the kernels of later
-        steps."""
+        """Return the kernels that compute a plan. In the first step, also try the kernels of later steps."""
         config, dispatch, grid = self.config, self.dispatch, layout[0].grid
         weighs = config.weight_interval % config.selection_interval != 0
         choice = dispatch.choose(x, features, layout, weighs, self.kv_cache)

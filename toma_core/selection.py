@@ -25,8 +25,7 @@ TIE = 1e-5
 # priority 1. Tokens thus take turns at being computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
 
-# The most elements held in fp32 at a time; with intermediates they take 1 GB. Tokens of Flux at 2048 x 2048 have 50
-# million elements.
+# The most elements held in fp32 at a time: with intermediates 1 GB. Flux at 2048 x 2048 has 50 million.
 MAX_ELEMENTS = 1 << 26
 
 _MIN_SPREAD = 1e-5  # a variance below this is a rounding error, in any dtype
@@ -45,8 +44,7 @@ def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tenso
 
 
 def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Tensor:
-    """Sort slots, (B, W, K), by position; they are given best first. A window with a budget below K keeps its best
-    slots."""
+    """Sort slots, (B, W, K), given best first, by position. A window with a budget below K keeps its best slots."""
     if budget.valid is None:
         return dest_slots.sort(-1).values
     dest_slots = dest_slots.masked_fill(~budget.valid, windows.slots).sort(-1).values
@@ -151,8 +149,7 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool 
     due = (density if by_latents else density.sqrt()) * sizes
     claims = due[..., None] / (rank + 0.5)
     claims = claims.masked_fill(rank >= sizes[:, None], -1.0).masked_fill(rank == 0, torch.inf)
-    # Give one destination to each of the largest claims. The sort is stable, so that every device prefers the first of
-    # equal claims.
+    # Give one destination to each of the largest claims; the stable sort prefers the first of equal claims everywhere.
     chosen = claims.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, :total]
     taken = torch.zeros(claims.shape, dtype=torch.bool, device=device).flatten(1).scatter_(1, chosen, True)
     return Budget.of(budget.counts, taken.view(images, -1, K).sum(-1, keepdim=True), rank)

@@ -39,8 +39,7 @@ class RunStats:
     kv_place: tuple[int, int] = (0, 0)  # peak bytes of keys and values, on the card and in main memory
     kv_pinned: bool = True  # whether main memory for keys and values could be pinned
     kv_skipped: float = 0.0  # share of blocks, counted from the first, that run unmerged because memory is short
-    # Of attention that another node overrides: (whether tokens are merged, whether that node calls ComfyUI's
-    # attention).
+    # Of attention that another node overrides: (whether tokens are merged, whether it calls ComfyUI's attention).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of an unmerged run divided by the FLOPs of this run; None if unknown
     comfyui: tuple[Message, ...] = ()  # messages on the installed ComfyUI
@@ -98,8 +97,7 @@ class RunStats:
         return {step: ratio for step, ratio in self.merged_steps.items() if step in found}
 
     def not_merged(self, block: str | None, reason: Message, part: str = "") -> None:
-        """Record why a block, or a named part of it, ran on all tokens. If block is None, part names a reference
-        image."""
+        """Record why a block, or a part of it, ran on all tokens. If block is None, part names a reference image."""
         if block is not None:
             self.blocks.add(block)
         self.unmerged.setdefault(reason, set()).add((block, part))
@@ -114,7 +112,6 @@ class RunStats:
 
     def unmerged_reasons(self) -> list[Message]:
         """Return why blocks and reference images were not merged, the most frequent reason first."""
-        # Without a merged step, leave out blocks that the profile skips: these would not merge without the profile
-        # either.
+        # Without a merged step, leave out blocks that the profile skips: they would not merge without it either.
         found = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]
         return sorted(found, key=lambda reason: -len(self.unmerged[reason]))

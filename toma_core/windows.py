@@ -92,8 +92,7 @@ class Windows(WithTensors):
 @dataclass(frozen=True, eq=False)
 class Budget(WithTensors):
     """The number of destinations in each window: at most K = `slots` per window, D = `total` altogether. A budget is
-    the same for all images, or it is adaptive and has counts for each image. Tensors are None if every slot is in
-    use."""
+    the same for all images, or adaptive, with counts for each image. Tensors are None if every slot is in use."""
 
     counts: tuple[int, ...]  # destinations of each window, before an adaptive budget reallocates them
     compact: Tensor | None  # (D,) int64, the slots in use in the flattened (W * K), ascending; adaptive (B, D)
@@ -122,8 +121,7 @@ class Budget(WithTensors):
 
     @staticmethod
     def of(counts: tuple[int, ...], used: Tensor, rank: Tensor) -> Budget:
-        """Return the budget in which each window uses its first slots. used: number of these slots, (W, 1) or,
-        adaptive, (B, W, 1). rank: arange(K)."""
+        """Return the budget in which windows use their first slots. used: (W, 1) or (B, W, 1). rank: arange(K)."""
         valid, first = rank < used, used.cumsum(-2) - used
         expand = torch.where(valid, first + rank, first).flatten(-2)
         compact = (~valid).flatten(-2).to(torch.uint8).argsort(dim=-1, stable=True)[..., : sum(counts)]

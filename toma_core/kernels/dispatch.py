@@ -55,7 +55,6 @@ class Choice:
 
     @property
     def message(self) -> Message:
-        """The message by which the report names the choice."""
         name = "torch" if self.kernels is None else self.kernels.name
         if self.reason:
             return KernelName.KERNEL_BECAUSE(name=name, reason=self.reason)
@@ -157,33 +156,33 @@ def _merges(
         # Use the first slots of each window as given destinations.
         slots = (torch.arange(budget.slots, device=x.device) * used).expand(len(x), -1, -1)
         weights.append(kernels.weigh(features, slots, *layout, 1.0)[1])
-    fast = replace(plan, kernels=kernels)
-    theirs = merge(x, plan)
     pairs = [(M.sum(-1), used.to(x.dtype).expand_as(plan.dest_slots)) for M in weights]
-    # Test two launches: the first call of a `Launch` goes through Triton, later calls go directly to the binary.
-    for _ in range(2):
-        ours = merge(x, fast)
-        pairs.append((ours, theirs))
-        pairs.append((unmerge_residual(2 * ours, ours, x, fast), unmerge_residual(2 * theirs, theirs, x, plan)))
+    reduced = merge(x, plan)
+    calls = [partial(merge, x), partial(unmerge_residual, 2 * reduced, reduced, x)]
     if propagates:
-        pairs += _propagated(2 * theirs, x, fast)
+        calls += [partial(_propagated, x, 2 * reduced, R) for R in _rotations(x, plan)]
+    fast = replace(plan, kernels=kernels)
+    # Test two launches: the first call of a `Launch` goes through Triton, later calls go directly to the binary.
+    pairs += [(call(fast), call(plan)) for call in 2 * calls]
     return all(_close(*pair) for pair in pairs)
 
 
-def _propagated(fresh: Tensor, cached: Tensor, plan: MergePlan) -> list[tuple[Tensor, Tensor]]:
-    """Propagate by kernels and by PyTorch, without a rotation and, if C allows it, with a rotation. Return pairs of
-    results, (B, N, C). fresh: (B, D, C)."""
-    batch, N, C = cached.shape
-    features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES).expand(batch, -1, -1)
-    fast = regress(features, plan)
-    plain = replace(fast, plan=replace(fast.plan, kernels=None))
-    rotations = list[Rotation | None]([None])
-    if P := gcd(C // 2, _PAIRS) if C % 2 == 0 else 0:
-        angles = torch.arange(N * P, device=cached.device).view(1, N, 1, P).float()
-        R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
-        rotations.append(Rotation.of(R, R[0, plan.destinations], cached))
-    rotations.append(rotations[-1])  # test two launches, as in `_merges`
-    return [(fast.propagate(cached, fresh, R), plain.propagate(cached, fresh, R)) for R in rotations]
+def _rotations(cached: Tensor, plan: MergePlan) -> list[Rotation | None]:
+    """Return the rotations to try: none and, if the number of channels allows it, one. cached: (B, N, C)."""
+    _, N, C = cached.shape
+    if C % 2:
+        return [None]
+    P = gcd(C // 2, _PAIRS)
+    angles = torch.arange(N * P, device=cached.device).view(1, N, 1, P).float()
+    R = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
+    return [None, Rotation.of(R, R[0, plan.destinations], cached)]
+
+
+def _propagated(cached: Tensor, fresh: Tensor, rotation: Rotation | None, plan: MergePlan) -> Tensor:
+    """Propagate (B, N, C) by a regression on features that every process makes alike. fresh: (B, D, C)."""
+    N = cached.shape[1]
+    features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES)
+    return regress(features.expand(len(cached), -1, -1), plan).propagate(cached, fresh, rotation)
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:

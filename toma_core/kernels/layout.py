@@ -34,15 +34,13 @@ def variant(channels: int, windows: Windows, budget: Budget) -> Hashable:
 
 
 def room(like: Tensor, *shape: int) -> Tensor:
-    """Return an uninitialised tensor of this shape, with the dtype and device of `like`. Rows of the tensor start at
-    multiples of _ROW_MULTIPLE elements."""
+    """Return an uninitialised tensor like `like`, whose rows start at multiples of _ROW_MULTIPLE elements."""
     columns = cdiv(shape[-1], _ROW_MULTIPLE) * _ROW_MULTIPLE
     return torch.empty(*shape[:-1], columns, device=like.device, dtype=like.dtype)[..., : shape[-1]]
 
 
 def joined(weights: list[Tensor]) -> Tensor:
-    """Concatenate tensors (B, W, rows, columns) along the batch. Keep the padding of rows if all tensors have the
-    same."""
+    """Concatenate (B, W, rows, columns) along the batch. Keep the padding of rows if all tensors have the same."""
     columns, strides = weights[0].shape[-1], {t.stride(-2) for t in weights}
     rows = strides.pop()
     if strides or rows <= columns or rows % _ROW_MULTIPLE or any(t.stride(-1) != 1 for t in weights):

@@ -36,15 +36,13 @@ class TritonKernels:
         return launch(x, weights, budget.valid, budget.expand)
 
     def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget, *others: Tensor | None) -> Tensor:
-        """Return a sum that `product.unmerge` lists, (B, N, C). others: reduced, x, spread, answer and R; tensors that
-        are missing at the end are None."""
+        """Return a sum of `product.unmerge`, (B, N, C). others: reduced, x, spread, answer, R, or only the first."""
         others += (None,) * (5 - len(others))
         launch = self._prepared(product.unmerge, windows, budget, y, weights, *others)
         return launch(y, weights, budget.expand, *others)
 
     def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
-        """Return fresh - cached at destinations, with the rotation R undone if one is given: (B, D, C), (B, N, C) ->
-        (B, D, C)."""
+        """Return R^-1 (fresh - cached at destinations), without R if it is None: (B, D, C), (B, N, C) -> (B, D, C)."""
         return self._prepared(product.change, fresh, cached, destinations, R)(fresh, cached, destinations, R)
 
     def _prepared(self, prepare: Callable[..., Launch], *args: Any) -> Launch:

@@ -22,8 +22,7 @@ def _nothing():
     pass
 
 
-# Whether kernels run in Triton's interpreter. TRITON_INTERPRET is not read, because it may have changed since Triton
-# read it.
+# Whether kernels run in Triton's interpreter. TRITON_INTERPRET may have changed since Triton read it.
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 
@@ -33,8 +32,7 @@ def upcast(dtype: torch.dtype) -> bool:
 
 
 def turns(count: int) -> Any:
-    """Return a loop bound as a run-time argument, so that one binary serves all counts. The interpreter needs a
-    constant instead."""
+    """Return a loop bound as a run-time argument, so that one binary serves all; the interpreter needs a constant."""
     return tl.constexpr(count) if INTERPRETED else count
 
 
@@ -63,8 +61,7 @@ def require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:
 
 
 def budget_stride(part: Tensor | None, dims: int) -> int:
-    """Return the stride of a budget's tensor between images; 0 without a tensor, or if all images share it. dims:
-    dimensions of a shared tensor."""
+    """Return the stride between images of a budget's tensor, 0 if it is None or shared. dims: dimensions if shared."""
     return 0 if part is None or part.ndim == dims or len(part) == 1 else part.stride(0)
 
 

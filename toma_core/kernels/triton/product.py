@@ -209,8 +209,7 @@ def unmerge(windows: Windows, budget: Budget, y: Tensor, weights: Tensor, *other
         raise ValueError(f"answers with strides {answer.stride()} are not contiguous")
     block_s, block_k, block_c, warps = blocks(y, slots, K)
     grid = (batch * count, cdiv(slots, block_s) * cdiv(C, block_c))
-    of_reduced = (0, 0, 0) if reduced is None else reduced.stride()
-    of_x = (0, 0, 0) if x is None else x.stride()
+    of_reduced, of_x = ((0, 0, 0) if t is None else t.stride() for t in (reduced, x))
     of_weights = (*weight_strides(weights, batch), budget_stride(budget.expand, 1))
     *rotation, P = _rotation_strides(R, batch, windows.tokens, C)
     sizes = (count, slots, K, C, windows.tokens, by_image, by_token, *rotation, F, turns(cdiv(F, _BLOCK_F)), P)
@@ -241,9 +240,8 @@ def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None
 
 
 def _rotation_strides(R: Tensor | None, batch: int, tokens: int, channels: int) -> tuple[int, int, int]:
-    """Return the strides of R between images (0 if all images share one R) and tokens, and P, the channel pairs of a
-    head that R rotates. R: (B or 1, T, 1, P, 2, 2), any dtype, the matrices of a token contiguous; or None. Raises
-    ValueError."""
+    """Return the strides of R between images (0 if they share one R) and tokens, and P, the channel pairs of a head. R:
+    (B or 1, T, 1, P, 2, 2), any dtype, the matrices of a token contiguous; or None. Raises ValueError."""
     if R is None:
         return 0, 0, 1
     images, rows, _, P = R.shape[:4]

@@ -19,11 +19,10 @@ from ..layout import DOT_MIN, cdiv, padded, room
 from .launch import budget_stride, on_device, require, turns, upcast
 
 MAX_SLOTS = 128  # per window: the matrix S of a larger window does not fit into registers
+
+
 # Triton does not specialise on these arguments, so that one binary serves all values.
-_ANY_SIZE = ("stride_u", "windows", "slots", "K", "rounds", "steps", "tokens")
-
-
-@triton.jit(do_not_specialize=_ANY_SIZE)
+@triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "rounds", "steps", "tokens"))
 def _select_kernel(
     x, source, valid, used, priority, dest_slots, M, back, stride_b, stride_n, stride_c,
     pitch_s, pitch_k, stride_u, windows, slots, K, C, sharpness, tie, rounds, steps, tokens,
