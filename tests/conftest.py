@@ -1,13 +1,10 @@
-"""Provide fixtures for all tests: ComfyUI on the import path, the pack loaded as ComfyUI loads it, and one real
-server."""
+"""Provide fixtures for all tests: ComfyUI on the import path, the loaded pack, and one real server."""
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +16,6 @@ from scripts import archive
 from scripts.comfy_pack import load_pack, use_comfyui
 from scripts.comfy_server import ComfyServer
 from testbed.stand_ins import use_newer_models
-from tests import progress
 
 TESTS = Path(__file__).parent
 # Folders of tests that `make test` leaves out because they take long, with their content. The longest tests come first,
@@ -38,25 +34,9 @@ TIERS = {
     "demo": "the demo and its scenes",
     "browser": "the web page in Chromium",
 }
-# Top-level modules of ComfyUI.
-COMFYUI_MODULES = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "nodes", "server"}
-HOW_TO = "this test needs a real ComfyUI: run it with `make test`, or set COMFYUI_PATH to the folder of ComfyUI"
-
-
-class NoComfyUI:
-    """Import hook that replaces the error "No module named 'comfy'" by an error that names the remedy."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name.partition(".")[0] in COMFYUI_MODULES:
-            raise ModuleNotFoundError(HOW_TO, name=name)
-        return None
-
-
 if os.environ.get("COMFYUI_PATH"):
     use_comfyui()
     use_newer_models()
-else:
-    sys.meta_path.insert(0, NoComfyUI())  # type: ignore[arg-type]
 
 # Without a GPU, Triton's interpreter runs the kernels. TRITON_INTERPRET must be set before ComfyUI imports Triton.
 if find_spec("torch"):
@@ -77,8 +57,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Include the long tests if the user selects tests by path or marker. Print the progress of the run."""
-    progress.register(config)
+    """Include the long tests if the user selects tests by path or marker."""
+    if not os.environ.get("COMFYUI_PATH"):
+        raise pytest.UsageError("tests need ComfyUI: run them with `make test`, or set COMFYUI_PATH to its folder")
     paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if config.option.tiers == "none" and (config.option.markexpr or all(TESTS in path.parents for path in paths)):
         config.option.tiers = "all"
@@ -125,14 +106,12 @@ def quick_garbage_collection() -> None:
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
     """Return the pack's root module, loaded as ComfyUI does. For submodules use `scripts.comfy_pack.pack_module`."""
-    require_comfyui()
     return load_pack()
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ComfyServer]:
     """Run one ComfyUI with the pack for all tests. Tests must leave its queue empty."""
-    require_comfyui()
     with ComfyServer() as running:
         yield running
 
@@ -141,9 +120,3 @@ def server() -> Iterator[ComfyServer]:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the archive that is uploaded to the registry."""
     return archive.pack(tmp_path_factory.mktemp("packed"))
-
-
-def require_comfyui() -> None:
-    """Fail the test if there is no ComfyUI, because a skipped test would not be noticed."""
-    if not os.environ.get("COMFYUI_PATH"):
-        pytest.fail(HOW_TO, pytrace=False)

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from PIL import Image
 
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
-NODES = ("QwenImage21Cache", "TextEncodeQwenImage21")
-# The content of prestartup_script.py, which ComfyUI runs before it loads packs.
-FIRST = """import sys
-sys.path.append({root!r})
-from testbed.stand_ins import use_newer_models
-use_newer_models()
-"""
-
-
-def newer_pack(folder: Path) -> Path:
-    """Write a pack with the nodes of newer_nodes.py into a folder, and return the path of the pack."""
-    made = folder / "newer"
-    made.mkdir(parents=True)
-    (made / "prestartup_script.py").write_text(FIRST.format(root=str(ROOT)))
-    (made / "__init__.py").write_text(Path(__file__).with_name("newer_nodes.py").read_text())
-    return made
+PACK, NODES = ROOT / "tests" / "newer_nodes", ("QwenImage21Cache", "TextEncodeQwenImage21")
 
 
 def place_templates(server: ComfyServer) -> None:

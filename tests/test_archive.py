@@ -80,11 +80,9 @@ def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     alone, comfy_node = threading.Lock(), archive._comfy_node
 
     def watched(command: str, root: Path) -> str:
-        assert alone.acquire(blocking=False)
-        try:
+        assert not alone.locked()
+        with alone:
             return comfy_node(command, root)
-        finally:
-            alone.release()
 
     monkeypatch.setattr(archive, "_comfy_node", watched)
     with ThreadPoolExecutor(2) as pool:

@@ -120,17 +120,12 @@ def test_presets_on_pages_exist() -> None:
 
 def test_the_table_of_settings_is_the_codes() -> None:
     config, core = pack_module("toma_core.config"), pack_module("toma_core")
-    kinds = core.ModelKind.UNET, core.ModelKind.TRANSFORMER
     rows = []
-    for item in fields(config.ToMAConfig):
-        if config.setting_spec(item.name).internal:
-            continue
-        row = [pack_module("nodes.adapters.report_text").label(item.name)]
-        for kind in kinds:
-            values = [getattr(core.UserSettings(name).resolved(kind), item.name) for name in core.PRESETS]
-            shown = [_shown(value) for value in values]
-            row.append(shown[0] if len(set(shown)) == 1 else ", ".join(shown))
-        rows.append(row)
+    for name in (item.name for item in fields(config.ToMAConfig) if not config.setting_spec(item.name).internal):
+        rows.append([pack_module("nodes.adapters.report_text").label(name)])
+        for kind in (core.ModelKind.UNET, core.ModelKind.TRANSFORMER):
+            shown = [_shown(getattr(core.UserSettings(preset).resolved(kind), name)) for preset in core.PRESETS]
+            rows[-1].append(shown[0] if len(set(shown)) == 1 else ", ".join(shown))
     assert [row[:3] for row in table(DOCS / "settings.md", "| setting | UNets |")] == rows
 
 
@@ -148,7 +143,7 @@ def test_tables_of_the_readme_are_the_counted_ones() -> None:
 
 
 def test_the_chinese_readme_is_the_english_one() -> None:
-    english, theirs = (read(ROOT / name) for name in ("README.md", "README.zh.md"))
+    english, theirs = read(ROOT / "README.md"), read(CHINESE)
     assert "[中文](README.zh.md)" in english
     assert "[English](README.md)" in theirs
 
@@ -164,7 +159,7 @@ def test_the_chinese_readme_is_the_english_one() -> None:
     figure = re.compile(r"(?<![\w.])\d+\.\d+|\d+ (?:GB|MB|%)")
     assert set(figure.findall(theirs)) == set(figure.findall(english))
     nodes = json.loads(read(ROOT / "locales" / "zh" / "nodeDefs.json"))
-    joined = re.sub(r"\n", " ", theirs)
+    joined = theirs.replace("\n", " ")
     assert [n["display_name"] for n in nodes.values() if n["display_name"] not in joined] == []
 
 
@@ -186,10 +181,9 @@ def test_what_code_and_pages_name_exists() -> None:
 
 
 def test_add_a_model_names_what_a_family_has() -> None:
-    signature, family = pack_module("nodes.adapters.signature"), pack_module("nodes.adapters.family")
-    example = pack_module("nodes.adapters.families.sd3")
-    with_fits = pack_module("nodes.adapters.families.wan")
-    known = {*dir(signature.BlockSignature), *dir(family.Transformer), *dir(family), *dir(example), *dir(with_fits)}
+    modules = ("signature", "family", "families.sd3", "families.wan")
+    signature, family, example, wan = (pack_module(f"nodes.adapters.{name}") for name in modules)
+    known = {*dir(signature.BlockSignature), *dir(family.Transformer), *dir(family), *dir(example), *dir(wan)}
     answers = [row[1] for row in table(DOCS / "add-a-model.md", "| question | answer in |")]
     named = {name for cell in answers for name in re.findall(r"`(\w+)`", cell)}
     assert set() < named <= known, named - known

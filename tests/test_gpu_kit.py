@@ -1,8 +1,7 @@
-"""Test the GPU kit: CUDA libraries that are cut to one architecture, and the files of ComfyUI that benchmarks need."""
+"""Test the GPU kit: CUDA libraries that are cut to one architecture, and the script of a visit."""
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import subprocess
@@ -51,8 +50,7 @@ touch "$2/results.json"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux")
 def test_a_visit_finds_a_kit_and_results_of_visits_before_it(tmp_path: Path) -> None:
-    """A visit runs visit.sh. It unpacks a new kit beside earlier kits, and keeps earlier results. Folders have spaces
-    in their names."""
+    """A visit runs visit.sh. It unpacks a new kit beside earlier kits, and keeps earlier results."""
     tree, out, temporary, python = (tmp_path / name for name in ("a tree", "the out", "its tmp", "a python"))
     for folder in (tree / ".gpu", out, temporary):
         folder.mkdir(parents=True)
@@ -66,11 +64,9 @@ def test_a_visit_finds_a_kit_and_results_of_visits_before_it(tmp_path: Path) -> 
 
     assert visit() == 9
     for number in range(3):
+        (tmp_path / "main.py").write_text(f"kit {min(number, 1)}")
         with tarfile.open(tree / ".gpu" / gpu_kit.ARCHIVE, "w:gz") as tar:
-            content = f"kit {min(number, 1)}".encode()
-            member = tarfile.TarInfo("ComfyUI/main.py")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+            tar.add(tmp_path / "main.py", "ComfyUI/main.py")
         if number:
             (out / "results.json").write_text(f"before {number}")
         assert visit() == 0

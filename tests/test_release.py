@@ -1,5 +1,4 @@
-"""Test publishing. Tag, version and changelog must agree, and the workflow must use the same versions of tools as the
-tests."""
+"""Test that tag, version and changelog agree, and that publishing uses the tools that the tests use."""
 
 from __future__ import annotations
 
@@ -15,38 +14,22 @@ from scripts import release
 from scripts.comfyui import ROOT
 from scripts.console import SetupError
 
-CHANGELOG = """# Changelog
-
-## [Unreleased]
-
-## [1.2.3] - 2026-01-31
-
-### Fixed
-
-- A thing.
-
-## [1.2.2] - 2026-01-01
-
-- Older.
-"""
+CHANGELOG = (
+    "## [Unreleased]\n\n## [1.2.3] - 2026-01-31\n\n### Fixed\n\n- A thing.\n\n## [1.2.2] - 2026-01-01\n\n- Older.\n"
+)
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def test_notes_are_the_section_of_the_version(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\nversion = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
-    return tmp_path
-
-
-def test_notes_are_the_section_of_the_version(checkout: Path) -> None:
-    assert release.notes("v1.2.3", checkout) == "### Fixed\n\n- A thing."
+    assert release.notes("v1.2.3", tmp_path) == "### Fixed\n\n- A thing."
     for tag in ("1.2.3", "v1.2.4", "v1.2"):
         with pytest.raises(SetupError, match=r"tag v1\.2\.3"):
-            release.notes(tag, checkout)
+            release.notes(tag, tmp_path)
     for text in ("## [Unreleased]\n\n- New.\n", "## [1.2.3] - 2026-01-31\n\n## [1.2.2]\n\n- Old.\n"):
-        (checkout / "CHANGELOG.md").write_text(text)
+        (tmp_path / "CHANGELOG.md").write_text(text)
         with pytest.raises(SetupError, match=r"no text for 1\.2\.3"):
-            release.notes("v1.2.3", checkout)
+            release.notes("v1.2.3", tmp_path)
 
 
 def test_publishing_installs_the_pins_of_the_tests() -> None:

@@ -8,21 +8,20 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from scripts import cache, comfyui, environment
-from scripts.console import SetupError, run_stage
+from scripts.console import SetupError, last_line, run_stage
 from scripts.pip_progress import pip_status
-
-OUTSIDE = ("COMFYUI_PATH", "TOMA_PYTHON", "TOMA_CACHE", "XDG_CACHE_HOME", "MAKEFLAGS", "COMFYUI", "ARGS")
 
 
 @pytest.fixture(autouse=True)
 def empty_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Simulate a machine on which nothing is set up."""
-    for name in OUTSIDE:
+    for name in ("COMFYUI_PATH", "TOMA_PYTHON", "TOMA_CACHE", "XDG_CACHE_HOME", "MAKEFLAGS", "COMFYUI", "ARGS"):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
     home.mkdir()
@@ -46,16 +45,13 @@ def nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfyui.ComfyUI:
 
 
 def make(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", *words]
-    return subprocess.run(
-        command, cwd=comfyui.ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
-    )
+    command, environ = ["make", "--no-print-directory", f"PYTHON={sys.executable}", *words], {**os.environ, **variables}
+    return subprocess.run(command, cwd=comfyui.ROOT, env=environ, capture_output=True, text=True, check=False)
 
 
 class TestFind:
     def test_first_match_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_home: Path) -> None:
-        """The variable COMFYUI_PATH comes first, then the ComfyUI around the checkout, then the workspace of
-        comfy-cli."""
+        """COMFYUI_PATH comes first, then the ComfyUI around the checkout, then the workspace of comfy-cli."""
         workspace = fake_comfyui(empty_home / "comfy" / "ComfyUI")
         monkeypatch.setattr(comfyui, "ROOT", tmp_path / "custom_nodes" / "ComfyUI-ToMA")
         assert comfyui.find().path == workspace, "a folder custom_nodes without ComfyUI does not count"
@@ -63,9 +59,8 @@ class TestFind:
         monkeypatch.setattr(comfyui, "ROOT", around / "custom_nodes" / "ComfyUI-ToMA")
         assert comfyui.find().path == around
         monkeypatch.setenv("COMFYUI_PATH", str(fake_comfyui(tmp_path / "mine", "1.2.3")))
-        found = comfyui.find()
-        assert (found.path, found.version) == (tmp_path / "mine", "1.2.3")
-        assert found.requirements == tmp_path / "mine" / "requirements.txt"
+        found, mine = comfyui.find(), tmp_path / "mine"
+        assert (found.path, found.version, found.requirements) == (mine, "1.2.3", mine / "requirements.txt")
         monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "nowhere"))
         with pytest.raises(SetupError, match=r"nowhere holds no ComfyUI .* Point it at"):
             comfyui.find()
@@ -112,10 +107,9 @@ class TestEnvironment:
 
     def test_name_follows_the_requirements(self, tmp_path: Path) -> None:
         found = comfyui.ComfyUI(fake_comfyui(tmp_path / "c"), "test", tmp_path / "c" / "requirements.txt")
-        before = environment.environment_name(environment.requirements(found))
-        assert environment.environment_name(environment.requirements(found)) == before
+        names = [environment.environment_name(environment.requirements(found)) for _ in range(2)]
         found.requirements.write_text("numpy\n")
-        assert environment.environment_name(environment.requirements(found)) != before
+        assert names[0] == names[1] != environment.environment_name(environment.requirements(found))
 
     def test_given_python_is_used_as_it_is(self, monkeypatch: pytest.MonkeyPatch, nothing: comfyui.ComfyUI) -> None:
         monkeypatch.setenv("TOMA_PYTHON", sys.executable)
@@ -186,21 +180,32 @@ def test_stage_shows_that_it_is_alive_and_why_it_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """On a terminal, one line shows the progress and is overwritten. Otherwise each state gets a new line."""
-    monkeypatch.setattr("scripts.console.HEARTBEAT_SECONDS", 0.2)
-    monkeypatch.setattr("scripts.console.TERMINAL_SECONDS", 0.1)
-    program = "import time; print('halfway', flush=True); time.sleep(1.5); raise SystemExit('no luck')"
-    assert not run_stage("A long stage", [sys.executable, "-c", program], log=tmp_path / "log")
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "==> A long stage"
-    assert any(line.endswith("halfway") for line in lines[1:-2])
-    assert lines[-2:] == ["no luck", "    failed after 2 s"]
+    monkeypatch.setattr("scripts.console.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("scripts.console.TERMINAL_SECONDS", 0.01)
+    # The program ends when its status has been shown five times.
+    program = "import os, time\nprint('halfway', flush=True)\nwhile not os.path.exists({!r}): time.sleep(0.01)\n{}"
+
+    def staged(name: str, ending: str) -> tuple[bool, list[str]]:
+        shown, end = list[str](), tmp_path / name
+
+        def status(lines: Sequence[str]) -> str:
+            shown.extend(lines[-1:])
+            if len(shown) == 5:
+                end.touch()
+            return last_line(lines)
+
+        command = [sys.executable, "-c", program.format(str(end), ending)]
+        return run_stage(name, command, log=tmp_path / "log", status=status), capfd.readouterr().err.split("\n")[:-1]
+
+    done, (title, *lines, why, last) = staged("A long stage", "raise SystemExit('no luck')")
+    assert (done, title, why) == (False, "==> A long stage", "no luck")
+    assert sum(line.endswith("halfway") for line in lines) >= 4
+    assert last.startswith("    failed after ")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    command = [sys.executable, "-c", "import time; time.sleep(1)"]
-    assert run_stage("A stage", command, log=tmp_path / "log", status=lambda lines: "at work")
-    title, line, _ = capfd.readouterr().err.split("\n")
-    assert title == "==> A stage"
+    done, (title, line) = staged("A stage", "")
+    assert (done, title) == (True, "==> A stage")
     assert line.count("\r") > 3
-    assert "s  at work" in line
+    assert "s  halfway" in line
     assert line.rpartition("\r")[2].startswith("    done after")
 
 

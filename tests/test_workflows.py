@@ -1,5 +1,4 @@
-"""Test that the shipped workflows and blueprints have the format of ComfyUI's page, that a real server accepts them,
-and that each workflow has a thumbnail."""
+"""Test the format of the shipped workflows and blueprints, their thumbnails, and that a real server accepts them."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from tests import newer
 
 EXAMPLES = sorted((ROOT / "workflows").glob("*.json"))
 DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
+BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
+INPUT, OUTPUT = -10, -20  # ids of the subgraph's input and output nodes
 NOTES = {"Note", "MarkdownNote"}  # the page has these nodes, the server does not
-# Largest allowed heights of nodes. A node that shows text after a run must have room for it. A node that shows a
-# picture grows automatically.
+# Largest allowed heights. A node that shows text after a run must have room for it; for a picture it grows by itself.
 MOST_HEIGHT = {"ToMA": 250, "ToMAAdvanced": 350, "ToMAReport": 290, "ToMABenchmark": 370, "ToMACalibrate": 370}
-# The type of an input whose choices add widgets to the node. The choice "auto" adds none.
-CHOICE_WITH_MORE = "COMFY_DYNAMICCOMBO_V3"
-# After the widget of a seed, ComfyUI's page adds a widget for changes of the seed. It does not send the value of the
-# added widget.
+# The choices of the last type add widgets to the node. The choice "auto" adds none.
+WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3")
+# After the widget of a seed, ComfyUI's page adds a widget for changes of the seed, whose value it does not send.
 SEEDS = ("seed", "noise_seed")
 AFTER_SEED = ("fixed", "increment", "decrement", "randomize")
 
@@ -48,10 +47,8 @@ def node_inputs(definition: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str
 
 
 def is_widget(kind: Any) -> bool:
-    """Return whether an input of this type is shown as a widget. If an input has several types, the first type
-    counts."""
-    simple = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", CHOICE_WITH_MORE)
-    return isinstance(kind, list) or kind.partition(",")[0] in simple
+    """Return whether an input of this type is shown as a widget. Of several types, the first one counts."""
+    return isinstance(kind, list) or kind.partition(",")[0] in WIDGETS
 
 
 def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
@@ -73,19 +70,16 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
             inputs.setdefault(name, value)
             if options.get("control_after_generate", name in SEEDS):
                 assert values.pop(0) in AFTER_SEED
-        # Only these nodes may have unused values. These are the values of widgets that the page does not send.
-        assert not values or node["type"] in ("PreviewAny", "LoadImage"), (
-            f"{node['type']} has more widget values than inputs: {values}"
-        )
+        # These nodes have widgets whose values the page does not send.
+        assert not values or node["type"] in ("PreviewAny", "LoadImage"), f"{node['type']}: unused {values}"
         prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
     return prompt
 
 
 @pytest.fixture(scope="module")
-def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """Run a server with the demo nodes, nodes of a newer ComfyUI, and an empty file for every model that a workflow
-    names."""
-    server = ComfyServer(packs=[ROOT / "demo", newer.newer_pack(tmp_path_factory.mktemp("packs"))])
+def demo_server() -> Iterator[ComfyServer]:
+    """Run a server with the demo nodes, nodes of a newer ComfyUI, and an empty file for every named model."""
+    server = ComfyServer(packs=[ROOT / "demo", newer.PACK])
     try:
         newer.place_templates(server)
         (server.base / "models" / "diffusion_models").mkdir(exist_ok=True)
@@ -109,6 +103,22 @@ def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
     return set(answer["node_errors"]) - {"wrong"} if "wrong" in answer["node_errors"] else {"nothing was checked"}
 
 
+def check_links(links: list[Any], nodes: dict[int, Any], within: dict[str, Any] | None = None) -> None:
+    """Check that outputs, inputs and links name each other. within: the subgraph that the nodes are in."""
+    for link_id, source, out, target, into, kind in links:
+        if source == INPUT and within:
+            assert within["inputs"][out]["linkIds"] == [link_id]
+        else:
+            output = nodes[source]["outputs"][out]
+            assert (output["type"], link_id in output["links"]) == (kind, True)
+        if target == OUTPUT and within:
+            assert within["outputs"][into]["linkIds"] == [link_id]
+        else:
+            slot = nodes[target]["inputs"][into]
+            assert slot["link"] == link_id
+            assert slot["type"] in (kind, "*")
+
+
 @every_workflow
 def test_links_fit_and_it_opens_readable(path: Path) -> None:
     """Below a scale of 0.5 the page would draw nodes as grey boxes. Our nodes have no colour, because it would make
@@ -118,12 +128,7 @@ def test_links_fit_and_it_opens_readable(path: Path) -> None:
     nodes = {node["id"]: node for node in workflow["nodes"]}
     assert len(nodes) == len(workflow["nodes"])
     assert workflow["last_node_id"] >= max(nodes)
-    for link_id, source, out, target, into, kind in workflow["links"]:
-        output, slot = nodes[source]["outputs"][out], nodes[target]["inputs"][into]
-        assert link_id in output["links"]
-        assert slot["link"] == link_id
-        assert output["type"] == kind
-        assert slot["type"] in (kind, "*")
+    check_links(workflow["links"], nodes)
     links = {link[0] for link in workflow["links"]}
     assert {slot["link"] for node in nodes.values() for slot in node["inputs"]} - {None} == links
     assert 0.5 <= workflow["extra"]["ds"]["scale"] <= 1.0
@@ -168,7 +173,7 @@ def test_server_accepts_it(path: Path, demo_server: ComfyServer) -> None:
         assert node["properties"]["cnr_id"] == ("toma-token-merge" if ours else "comfy-core")
         if node["type"] not in NOTES:
             module = demo_server.object_info(node["type"])["python_module"]
-            newest = "custom_nodes.newer" if node["type"] in newer.NODES else "comfy_extras."
+            newest = "custom_nodes.newer_nodes" if node["type"] in newer.NODES else "comfy_extras."
             known = (f"custom_nodes.{PACK_FOLDER}",) if ours else ("nodes", "comfy_extras.", newest)
             assert module.startswith(known), module
 
@@ -199,10 +204,6 @@ def test_thumbnail_is_of_this_workflow(path: Path) -> None:
     assert not thumbnail.runs or not counts or list(thumbnail.runs) == counts
 
 
-BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
-INPUT, OUTPUT = -10, -20  # ids of the subgraph's input and output nodes
-
-
 def test_blueprint_is_consistent_and_exposes_what_people_change() -> None:
     (path,) = BLUEPRINTS
     (outside, *_), (inside,) = load(path)["nodes"], load(path)["definitions"]["subgraphs"]
@@ -213,17 +214,8 @@ def test_blueprint_is_consistent_and_exposes_what_people_change() -> None:
     assert {"prompt", "negative_prompt", "ratio", "preset", "width", "height", "seed", "steps"} <= {*names}
     nodes = {node["id"]: node for node in inside["nodes"]}
     assert inside["description"]
-    for link in inside["links"]:
-        if link["origin_id"] == INPUT:
-            assert inside["inputs"][link["origin_slot"]]["linkIds"] == [link["id"]]
-        else:
-            output = nodes[link["origin_id"]]["outputs"][link["origin_slot"]]
-            assert (output["type"], link["id"] in output["links"]) == (link["type"], True)
-        if link["target_id"] == OUTPUT:
-            assert inside["outputs"][link["target_slot"]]["linkIds"] == [link["id"]]
-        else:
-            slot = nodes[link["target_id"]]["inputs"][link["target_slot"]]
-            assert (slot["type"], slot["link"]) == (link["type"], link["id"])
+    order = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
+    check_links([[link[key] for key in order] for link in inside["links"]], nodes, inside)
     for node_id, widget in outside["properties"]["proxyWidgets"]:
         assert widget in {slot["name"] for slot in nodes[int(node_id)]["inputs"]} | {"control_after_generate"}
 

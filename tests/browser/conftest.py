@@ -20,8 +20,8 @@ from PIL import Image
 from demo.showcase_graphs import place_dit
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
+from tests import newer
 from tests.browser.graphs import PLAIN, to_workflow
-from tests.newer import newer_pack, place_templates
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--use-gl=angle", "--use-angle=swiftshader"]
 # Settings of the page: no tour at the start, and no minimap and no statistics over the nodes.
@@ -196,12 +196,11 @@ class Page:
 
 
 @pytest.fixture(scope="session")
-def workshop(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+def workshop(chromium: str) -> Iterator[ComfyServer]:
     """Run a server with the demo's nodes, stand-ins for nodes that the tested ComfyUI lacks, and a placeholder for
     every file that a template names."""
-    packs = [ROOT / "demo", newer_pack(tmp_path_factory.mktemp("packs"))]
-    server = ComfyServer(packs=packs, flags=["--use-pytorch-cross-attention"])
-    place_templates(server)
+    server = ComfyServer(packs=[ROOT / "demo", newer.PACK], flags=["--use-pytorch-cross-attention"])
+    newer.place_templates(server)
     place_dit(server.base / "models")
     with server:
         yield server

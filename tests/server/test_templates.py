@@ -16,7 +16,7 @@ from PIL import Image
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 from testbed import models
-from tests.newer import newer_pack
+from tests import newer
 from tests.test_workflows import load, to_prompt
 
 # Class of a loader -> index of the tiny loader's output that replaces the loader's first output. The next outputs of
@@ -42,10 +42,8 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def template_server(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Iterator[ComfyServer]:
-    with ComfyServer(
-        packs=[Path(__file__).with_name("tiny_models.py"), newer_pack(tmp_path_factory.mktemp("packs"))]
-    ) as running:
+def template_server(pack: Any) -> Iterator[ComfyServer]:
+    with ComfyServer(packs=[Path(__file__).with_name("tiny_models.py"), newer.PACK]) as running:
         Image.new("RGB", (256, 320), (90, 120, 150)).save(running.base / "input" / "example.png")
         yield running
 

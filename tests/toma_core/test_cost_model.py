@@ -76,25 +76,25 @@ def test_everyday_sizes(card: Card, side: int, width: int, block: Block, merged:
     assert too_little(side**2, 1, width, dtype, card, block, STACK) == (None if merged else WORK)
 
 
-@loop("pixels", [(1152, 896), (1216, 832), (1344, 768), (1536, 640)], ids=str)
-def test_every_shape_that_sdxl_was_trained_on_is_merged_on_an_h100(pixels: tuple[int, int]) -> None:
-    for side, width in ((16, 640), (32, 1280)):
-        tokens = (pixels[0] // side) * (pixels[1] // side)
-        assert too_little(tokens, 1, width, torch.float16, H100, UNET_BLOCK, STACK) is None
-
-
-def test_more_images_and_slower_formats_are_more_work() -> None:
-    """On an H100, SDXL at 512 x 512 is not merged for one image in fp16, but for eight images, or for one in fp32."""
-    assert too_little(256, 1, 1280, torch.float16, H100, UNET_BLOCK, STACK) == WORK
-    assert too_little(256, 8, 1280, torch.float16, H100, UNET_BLOCK, STACK) is None
-    assert too_little(256, 1, 1280, torch.float32, H100, UNET_BLOCK, STACK) is None
-
-
-def test_a_stack_of_one_block_is_a_block() -> None:
-    """On an H100, SD1.5 at 584 x 584 is merged around stacks but not around blocks. A stack of
-    one block counts as a block."""
-    reasons = [too_little(73**2, 1, 320, torch.float16, H100, UNET_BLOCK, g) for g in (STACK, Granularity.BLOCK)]
-    assert reasons == [None, WORK]
+@loop(
+    ("tokens", "images", "width", "dtype", "granularity", "merged"),
+    [
+        # SDXL at 512 x 512 is not merged for one image in fp16, but for eight images, or for one in fp32.
+        (256, 1, 1280, torch.float16, STACK, False),
+        (256, 8, 1280, torch.float16, STACK, True),
+        (256, 1, 1280, torch.float32, STACK, True),
+        # SD1.5 at 584 x 584 is merged around stacks but not around blocks.
+        (73**2, 1, 320, torch.float16, STACK, True),
+        (73**2, 1, 320, torch.float16, Granularity.BLOCK, False),
+        # SDXL is merged at every shape that it was trained on. 1536 x 640 has the fewest tokens.
+        (96 * 40, 1, 640, torch.float16, STACK, True),
+        (48 * 20, 1, 1280, torch.float16, STACK, True),
+    ],
+)
+def test_sizes_on_an_h100(
+    tokens: int, images: int, width: int, dtype: torch.dtype, granularity: Granularity, merged: bool
+) -> None:
+    assert too_little(tokens, images, width, dtype, H100, UNET_BLOCK, granularity) == (None if merged else WORK)
 
 
 @loop(

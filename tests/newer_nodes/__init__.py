@@ -1,15 +1,14 @@
-"""Provide nodes of a ComfyUI newer than the tested one. newer.py makes a pack of this file."""
+"""Provide, as a pack, nodes of a ComfyUI newer than the tested one."""
 
 import torch
 
 
 class QwenImage21Cache:
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "place", "tests"
-
-    @classmethod
-    def INPUT_TYPES(cls):  # noqa: N802 - ComfyUI's name
-        places, dtypes = ["auto", "gpu", "cpu", "off"], ["default", "int8", "int4"]
-        return {"required": {"model": ("MODEL",), "device": (places,), "dtype": (dtypes,)}}
+    PLACES, DTYPES = (["auto", "gpu", "cpu", "off"],), (["default", "int8", "int4"],)
+    INPUT_TYPES = classmethod(
+        lambda cls: {"required": {"model": ("MODEL",), "device": cls.PLACES, "dtype": cls.DTYPES}}
+    )
 
     def place(self, model, device, dtype):
         model = model.clone()
