@@ -141,6 +141,8 @@ def test_installed_pack_brings_its_pages(fresh_server: ComfyServer, installed: P
         assert fresh_server.fetch(f"/extensions/{NAME}/{path}") == page.read_bytes()
     templates = {path.stem for path in (installed / "workflows").glob("*.json")}
     assert set(fresh_server.get("/api/workflow_templates")[NAME]) == templates != set()
-    assert fresh_server.get("/i18n")["fr"]["nodeDefs"]["ToMA"]["inputs"]["ratio"]
+    served = fresh_server.get("/i18n")
+    for path in (installed / "locales").rglob("nodeDefs.json"):
+        assert json.loads(path.read_text(encoding="utf-8")).items() <= served[path.parent.name]["nodeDefs"].items()
     blueprints = [entry["info"]["node_pack"] for entry in fresh_server.get("/global_subgraphs").values()]
     assert f"custom_nodes.{NAME}" in blueprints

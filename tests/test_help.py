@@ -1,12 +1,10 @@
-"""Test that every node has a help page in every language. The page must describe the node's settings, and ComfyUI must
-serve it."""
+"""Test that every node has a help page in every language, which describes the node's settings."""
 
 from __future__ import annotations
 
 import json
 
 from scripts.comfy_pack import pack_module
-from scripts.comfy_server import PACK_FOLDER, ComfyServer
 from scripts.comfyui import ROOT
 
 PAGES = ROOT / "web" / "docs"
@@ -22,7 +20,7 @@ def test_no_page_is_missing_or_left_over() -> None:
         assert (PAGES / f"{node_id}.md").read_bytes() == (PAGES / node_id / "en.md").read_bytes()
 
 
-def test_pages_speak_of_every_input_and_output_and_are_served(server: ComfyServer) -> None:
+def test_pages_speak_of_every_input_and_output() -> None:
     """Advanced inputs are described by tooltips, not by help pages."""
     front = ("preset", "ratio", *pack_module("nodes.widgets")._FRONT)
     for language, nodes in NODES.items():
@@ -35,4 +33,3 @@ def test_pages_speak_of_every_input_and_output_and_are_served(server: ComfyServe
             assert (node_id, language, missing) == (node_id, language, set())
             assert text.startswith("# ")
             assert "ToMA" in text.splitlines()[0]
-            assert server.fetch(f"/extensions/{PACK_FOLDER}/docs/{node_id}/{language}.md").decode() == text

@@ -239,9 +239,8 @@ class TestMake:
     def test_lint_passes_in_a_folder_called_as_clones_are(self, tmp_path: Path) -> None:
         """ruff counts the folder of a checkout as a package, and `ComfyUI-ToMA` is not a valid name of a package."""
         clone = tmp_path / "ComfyUI-ToMA"
-        shutil.copytree(comfyui.ROOT / "scripts", clone / "scripts", ignore=shutil.ignore_patterns("*.json", "*cache*"))
+        clone.mkdir()
         for name in ("__init__.py", "pyproject.toml"):
             shutil.copyfile(comfyui.ROOT / name, clone / name)
         check = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "INP,N"]
-        done = subprocess.run(check, cwd=clone, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
+        assert subprocess.run(check, cwd=clone, check=False).returncode == 0

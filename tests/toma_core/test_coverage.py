@@ -19,7 +19,9 @@ def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
     assert modes(run_of(), (0, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (4, "ab")) == "rrmmrrm"
     assert modes(run_of(), (0, "a"), (2, "a"), (4, "a"), (5, "a")) == "rmrm", "the scheduled one was skipped"
     assert modes(run_of(), (0, "a"), (8, "a"), (1, "a"), (1, "a")) == "rrrm", "a step that goes back"
-    assert modes(run_of(), (0, "ab"), (1, "ab"), (1, "abc"), (2, "cba")) == "rmrm"
+    run = run_of()
+    assert modes(run, (0, "ab"), (1, "b"), (1, "abc"), (2, "cba")) == "rmrm", "all are refreshed for c"
+    assert run.stats.full_reasons == {Reason.NOT_CACHED(): {1}}
 
 
 def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() -> None:

@@ -10,10 +10,9 @@ from torch import Tensor
 from tests.loop import loop
 from tests.toma_core.cached_runs import GRID, at, block, features, merging, passed, run_of
 from tests.toma_core.plans import plan_for
-from toma_core import StepMode, merge, reduce, restore, unmerge
+from toma_core import merge, reduce, restore, unmerge
 from toma_core.merge import MergePlan, gather_destinations
 from toma_core.pipeline import DELTA_WEIGHT, Cached
-from toma_core.reasons import Reason
 
 
 def merged(x: Tensor, plan: MergePlan) -> Tensor:
@@ -106,21 +105,6 @@ def test_the_next_full_step_replaces_everything() -> None:
     _, plan = passed(x, at(run, 3, "cond"))
     torch.testing.assert_close(passed(later, at(run, 4, "cond"))[0], reused(later, x, plan))
     torch.testing.assert_close(passed(later, at(run, 4, "cond"), "gone later")[0], merged(later, plan))
-
-
-def test_a_condition_without_a_cache_makes_a_step_a_refresh_for_all_and_the_next_is_merged() -> None:
-    run, x = run_of(), features(0, 2)
-    passed(x, at(run, 0, "cond", "uncond"))
-    assert at(run, 1, "uncond").step_plan.mode is StepMode.MERGED_CACHED, "one less needs no cache"
-    evaluation = at(run, 1, "cond", "late")
-    assert evaluation.step_plan.mode is StepMode.REFRESH
-    out, _ = passed(x, evaluation)
-    assert torch.equal(out, block(x))
-    later, following = features(4, 2), at(run, 2, "cond", "late")
-    assert following.step_plan.mode is StepMode.MERGED_CACHED
-    out, plan = passed(later, following)
-    torch.testing.assert_close(out, reused(later, x, plan))
-    assert run.stats.full_reasons == {Reason.NOT_CACHED(): {1}}
 
 
 def test_propagated_residuals_are_within_the_limits_of_half_precision() -> None:

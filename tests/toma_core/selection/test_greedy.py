@@ -25,12 +25,10 @@ seeds = st.integers(0, 2**31)
 def test_padding_is_never_picked_and_never_counts(seed: int, slots: int, dest_slots: int, padding: int) -> None:
     dest_slots = min(dest_slots, slots)
     S = torch.rand(2, slots, slots, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-    padded = torch.ones(2, slots + padding, slots + padding)
-    padded[:, :slots, :slots] = S
+    padded = torch.nn.functional.pad(S, (0, padding, 0, padding), value=1.0)
     valid = (torch.arange(slots + padding) < slots).expand(2, -1)
-    assert torch.equal(
-        greedy_facility_location(padded, valid, dest_slots), greedy_facility_location(S, None, dest_slots)
-    )
+    alone = greedy_facility_location(S, None, dest_slots)
+    assert torch.equal(greedy_facility_location(padded, valid, dest_slots), alone)
     # If the budget exceeds the number of tokens, the search repeats valid slots.
     every = greedy_facility_location(padded, valid, slots + padding)
     assert every.max() < slots
@@ -53,15 +51,17 @@ def test_ragged_windows_of_a_batch_each_as_good_as_the_loops(height: int, width:
             assert naive_value(alone, chosen) == pytest.approx(best, rel=1e-5)
 
 
-@given(seeds, st.integers(2, 9), st.integers(1, 4), st.sampled_from([2, 5]))
-def test_within_1_minus_1_over_e_of_the_best(seed: int, slots: int, dest_slots: int, channels: int) -> None:
-    dest_slots = min(dest_slots, slots)
+@given(seeds, st.integers(2, 9), st.sampled_from([2, 5]), st.just(1.0) | st.floats(0.1, 1.0))
+def test_within_1_minus_1_over_e_of_the_best(seed: int, slots: int, channels: int, least: float) -> None:
+    """With priorities, the bound follows the least priority."""
     S = cosine_similarity(randn(seed, 1, slots, channels))
-    value = facility_location(S, greedy_facility_location(S, None, dest_slots)).item()
-    best = best_value(S[0], dest_slots)
-    assert (1 - 1 / math.e) * best - 1e-4 <= value <= best + 1e-4
-    if dest_slots in (1, slots):
-        assert value == pytest.approx(best, rel=1e-5)
+    priority = least + (1 - least) * torch.rand(1, slots, generator=torch.Generator().manual_seed(seed))
+    for number in range(1, slots + 1):
+        order = greedy_facility_location(S, None, number, None if least == 1.0 else priority)
+        value, best = facility_location(S, order).item(), best_value(S[0], number)
+        assert (1 - math.exp(-least)) * best - 1e-4 <= value <= best + 1e-4
+        if least == 1.0 and number in (1, slots):
+            assert value == pytest.approx(best, rel=1e-5)
 
 
 @loop("smooth", [False, True], ids=["noise", "smooth"])
@@ -77,31 +77,15 @@ def test_as_good_as_apricot_at_every_budget(smooth: bool) -> None:
     assert values == pytest.approx(outside.gains.cumsum().tolist(), rel=1e-5)
 
 
-@given(seeds, st.integers(2, 9), st.floats(0.1, 1.0))
-def test_with_priorities_the_bound_follows_the_least(seed: int, slots: int, least: float) -> None:
-    S = cosine_similarity(randn(seed, 1, slots, 4))
-    priority = least + (1 - least) * torch.rand(1, slots, generator=torch.Generator().manual_seed(seed))
-    for number in range(1, slots + 1):
-        value = facility_location(S, greedy_facility_location(S, None, number, priority)).item()
-        assert value >= (1 - math.exp(-least)) * best_value(S[0], number) - 1e-4
-
-
-def test_priority_decides_between_twins() -> None:
-    twins = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]]))
-    recent = torch.tensor([[RECENT, 1.0, 1.0, RECENT]])
-    assert greedy_facility_location(twins, None, 2, recent).tolist() == [[1, 2]]
-
-
 def test_ties_go_to_the_lowest_slot() -> None:
+    """A slot is selected before a lower slot only if its gain is larger by more than the tie step. Priorities decide
+    between equal tokens."""
     S = torch.eye(6).expand(2, -1, -1)
     assert greedy_facility_location(S, None, 6).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-    # There are two pairs of equal tokens. The lower token of each pair is selected first.
     twins = cosine_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]]))
     assert greedy_facility_location(twins, None, 4).tolist() == [[0, 1, 2, 3]]
-
-
-def test_nearly_equal_gains_are_ties() -> None:
-    """A slot is selected before a lower slot only if its gain is larger by more than the tie step."""
+    recent = torch.tensor([[RECENT, 1.0, 1.0, RECENT]])
+    assert greedy_facility_location(twins, None, 2, recent).tolist() == [[1, 2]]
     S = torch.eye(4)
     S[0, 2] = S[2, 0] = 0.5
     for more, order in ((0.0, [0, 1]), (1e-6, [0, 1]), (1e-3, [1, 0])):
@@ -134,9 +118,8 @@ def test_ties_fall_by_slot_for_any_rounding(side: int, dest_slots: int) -> None:
     for other in (x * (1 + 1e-7 * randn(9, *x.shape)), x[..., shuffled], 3.0 * x):
         assert torch.equal(greedy_facility_location(cosine_similarity(other), None, dest_slots), expected)
     assert torch.equal(greedy_facility_location(S.mT.contiguous(), None, dest_slots), expected)
-    for g in range(len(x)):
-        alone = greedy_facility_location(cosine_similarity(x[g : g + 1]), None, dest_slots)
-        assert torch.equal(alone, expected[g : g + 1])
+    alone = [greedy_facility_location(cosine_similarity(one), None, dest_slots) for one in x.split(1)]
+    assert torch.equal(torch.cat(alone), expected)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
