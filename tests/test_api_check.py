@@ -44,8 +44,7 @@ def all_of_it() -> Pack:
 
 @pytest.mark.compat
 def test_this_comfyui_has_what_the_pack_uses(all_of_it: Pack) -> None:
-    """Every method that runs a model's blocks must be listed. If a step cache replaced an unlisted method, the pack
-    would not notice."""
+    """Every method that runs a model's blocks must be listed, or a step cache could replace it unnoticed."""
     uses, _, known, facts, here = all_of_it
     version = ComfyUI(here, "", here).version
     known_version = compare.nearest(known, version)
@@ -80,8 +79,7 @@ def test_data_has_every_release_and_nothing_else(all_of_it: Pack) -> None:
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_blocks_are_those_that_hooks_stand_in_for(kind: str, all_of_it: Pack) -> None:
-    """The classes and signatures of blocks are read from ComfyUI's source code. They must equal those of a real model,
-    and `compat.check` must accept both."""
+    """The signatures that are read from ComfyUI's source code must equal those of a real model."""
     registry, contract = pack_module("nodes.adapters.registry"), pack_module("nodes.adapters.compat")
     try:
         model = (models.unet if kind == "unet" else models.TRANSFORMERS[kind])().model.diffusion_model

@@ -57,8 +57,7 @@ def test_holds_what_a_user_needs_and_no_more(packed: Path) -> None:
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git makes clones, and it is not here")
 def test_clones_are_light(tmp_path: Path) -> None:
-    """The sparse clone that the README describes has every folder of the archive. GitHub's ZIP has no weights of the
-    demo."""
+    """The README's sparse clone has every folder of the archive. GitHub's ZIP has no weights of the demo."""
     (folders,) = re.findall(r"sparse-checkout set ([\w ]+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert {*folders.split()} == {name for name in FOR_USERS if (ROOT / name).is_dir()}
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -75,8 +74,7 @@ def test_clones_are_light(tmp_path: Path) -> None:
 
 
 def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In CI two runs of these tests share a checkout. They may not call comfy-cli at once, because both would write the
-    same archive."""
+    """Two runs in one checkout may not call comfy-cli at once, because both would write the same archive."""
     alone, comfy_node = threading.Lock(), archive._comfy_node
 
     def watched(command: str, root: Path) -> str:

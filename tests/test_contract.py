@@ -1,5 +1,4 @@
-"""Test the options and shapes that ComfyUI passes to blocks. Signatures do not show them, and neither do runs without
-other patches."""
+"""Test the options and shapes that ComfyUI passes to blocks, which signatures do not show."""
 
 from __future__ import annotations
 

@@ -82,9 +82,7 @@ def violations(file: str, source: str) -> list[str]:
 
 
 def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
-    """Yield the modules of `known` that a file imports relatively. Imports inside functions and for type checking
-    count, because they can hide a circle. A module's import also imports its package. This implicit import does not
-    count."""
+    """Yield the modules of `known` that a file imports relatively, also in functions and for type checking."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = "/".join([*file.split("/")[: -node.level], *(node.module.split(".") if node.module else [])])
@@ -95,8 +93,7 @@ def reached(file: str, source: str, known: Collection[str]) -> Iterator[str]:
 
 
 def circle(sources: Mapping[str, str]) -> list[str]:
-    """Return modules that import each other in a circle, with the first module also at the end. Return [] if there is
-    no circle."""
+    """Return modules that import each other in a circle, the first one also at the end, or [] without a circle."""
     try:
         TopologicalSorter({file: set(reached(file, text, sources)) for file, text in sources.items()}).prepare()
     except CycleError as error:
@@ -114,8 +111,7 @@ def test_contract() -> None:
 
 
 def test_one_copy_of_the_core_per_test_file() -> None:
-    """`import toma_core` and the pack's own toma_core are two modules, whose classes do not match. A test file may use
-    only one of the two."""
+    """The classes of `import toma_core` and of the pack's own toma_core do not match, so a test file uses only one."""
     both = []
     for path in (ROOT / "tests").rglob("*.py"):
         modules = {module for level, module, _, _ in imports(ast.parse(path.read_text(encoding="utf-8"))) if not level}

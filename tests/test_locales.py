@@ -20,9 +20,7 @@ every_translation = pytest.mark.parametrize("language", LANGUAGES[1:])
 
 
 def english() -> dict[str, Any]:
-    """Return the nodes' own texts in the format of nodeDefs.json. Outputs that are named after their type have no text,
-    because ComfyUI translates names of types. Choices of a list have no text, because the page does not translate
-    them."""
+    """Return the nodes' own texts in the format of nodeDefs.json, but no names of types and no choices of lists."""
 
     async def listed() -> list[Any]:
         extension = await load_pack().comfy_entrypoint()
@@ -110,8 +108,7 @@ def test_every_text_is_translated(language: str) -> None:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_page_can_read_every_text(language: str) -> None:
-    """Texts must not contain characters that vue-i18n interprets. Messages name inputs by the labels of their
-    widgets."""
+    """Texts have no characters that vue-i18n interprets. Messages name inputs by the labels of their widgets."""
     assert [path for path, text in leaves(texts(language)) if set(text) & set("{}@|")] == []
     shown: dict[str, str] = {}
     for node in texts(language).values():

@@ -55,8 +55,7 @@ def test_tooltips_and_pages_recommend_them() -> None:
 
 
 def test_templates_recommend_them() -> None:
-    """The note of a template has ratios for the model that the template loads. Notes of templates that benchmark or
-    calibrate have no ratios."""
+    """Notes have the ratios for the template's model, but none in templates that benchmark or calibrate."""
     for path in sorted((ROOT / "workflows").glob("*.json")):
         graph = json.loads(path.read_text(encoding="utf-8"))["nodes"]
         is_unet = "SD" in path.stem and "CheckpointLoaderSimple" in {node["type"] for node in graph}

@@ -121,8 +121,7 @@ def check_links(links: list[Any], nodes: dict[int, Any], within: dict[str, Any] 
 
 @every_workflow
 def test_links_fit_and_it_opens_readable(path: Path) -> None:
-    """Below a scale of 0.5 the page would draw nodes as grey boxes. Our nodes have no colour, because it would make
-    their labels unreadable."""
+    """The page draws nodes as grey boxes below a scale of 0.5. On coloured nodes their labels would be unreadable."""
     workflow = load(path)
     assert workflow["version"] == 0.4
     nodes = {node["id"]: node for node in workflow["nodes"]}
@@ -144,8 +143,7 @@ LINKS = re.compile(r"\(https:[^)]*\)|\*\*models/[^*]*")
 
 @every_example
 def test_note_says_where_its_models_come_from(path: Path) -> None:
-    """The page opens a template with the note of its language (web/notes.js). The notes of all languages name the same
-    files."""
+    """The notes of all languages (web/notes.js) name the same files."""
     nodes = load(path)["nodes"]
     (of_note,) = [node for node in nodes if node["type"] in NOTES]
     note, theirs = of_note["widgets_values"][0], of_note["properties"]["toma_note"]

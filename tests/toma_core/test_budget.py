@@ -14,8 +14,7 @@ from toma_core.windows import Budget, Windows, make_budget, make_windows
 
 
 def picture(height: int, width: int, batch: int = 2, seed: int = 0, flat: float = 0.01) -> torch.Tensor:
-    """Return random tokens (B, N, 6), whose standard deviation is `flat` in the left half of the grid and 1 in the
-    right half."""
+    """Return random tokens (B, N, 6), with a standard deviation of `flat` in the left half of the grid."""
     x = randn(seed, batch, height, width, 6)
     x[:, :, : width // 2] = 1 + flat * x[:, :, : width // 2]
     return x.flatten(1, 2)

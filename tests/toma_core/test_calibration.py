@@ -1,5 +1,4 @@
-"""Test the choice of ratios from a table of errors, against a search of all combinations and against examples worked
-out by hand."""
+"""Test the choice of ratios from a table of errors, against a search of all combinations and by hand."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def test_saves_enough_at_the_smallest_error_but_for_one_piece(table: Table, shar
 
 
 def test_the_cheap_site_is_merged_first_and_the_broken_one_not_at_all() -> None:
-    """There are two ways to save 0.3. Merging the cheap site at 0.75 has an error of 0.09. Merging both the cheap and
-    the dear site has an error of 0.03 + 0.1. The first error is smaller."""
+    """To save 0.3, merging the cheap site at 0.75 has an error of 0.09, merging both sites one of 0.03 + 0.1."""
     table = {("cheap", 0): CHEAP, ("dear", 0): DEAR, ("broken", 0): [Option(0.5, 30.0, 0.5)]}
     assert choose(table, 0.3) == {("cheap", 0): CHEAP[2]}
     assert ("broken", 0) not in choose(table, 0.5)

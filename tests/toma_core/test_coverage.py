@@ -25,8 +25,7 @@ def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
 
 
 def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() -> None:
-    """If every step has a new condition, only one step between two scheduled refreshes becomes a refresh. The steps
-    after this refresh are merged without caches."""
+    """Only one step between two scheduled refreshes becomes a refresh. Later steps are merged without caches."""
     run = run_of(skip_first_blocks=1)
     assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
     assert Evaluation(run, at(run, 2, "x").step_plan).cached("block", features(0)) is None
@@ -82,8 +81,7 @@ def test_the_oldest_goes_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the caches of videos have a limit (`bounded`). A cache that exceeds its limit is disabled. Steps that would
-    need the cache are full."""
+    """Only caches of videos have a limit (`bounded`). Steps that would need the disabled cache are full."""
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 2 * features(0).nbytes)
     picture = run_of()
     for name in ("a", "b", "c"):
@@ -104,8 +102,7 @@ def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the cache were disabled in the middle of a step, a block could get keys of all tokens but values of
-    destinations only."""
+    """Otherwise a block could get keys of all tokens but values of destinations only."""
     run, keys = run_of(), (("", "key"),)
     run.cache.bounded = True
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 1)
@@ -117,8 +114,7 @@ def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluation_refreshes() -> None:
-    """A node that skips model calls, such as a step cache, may skip a refresh. Blocks are then not called, so nothing
-    new is cached."""
+    """If a step cache skips a refresh, blocks are not called, so nothing new is cached."""
     run, x = run_of(), features(0)
     passed(x, at(run, 0, "cond"))
     for step in (3, 4):

@@ -1,5 +1,4 @@
-"""Test that keys and values in main memory are read as they were written, also when memory is full, when pinning or
-waiting fails, and when a condition changes. Simulated streams report races between copies and computation."""
+"""Test that keys and values in main memory are read as they were written, also when memory or pinning fails."""
 
 from __future__ import annotations
 

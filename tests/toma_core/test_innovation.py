@@ -44,8 +44,7 @@ def test_its_share_of_the_noise_is_found() -> None:
 
 
 def test_predictions_that_hardly_differ_do_not_hide_it() -> None:
-    """Late in a run, predictions of successive steps differ by little more than rounding. Noise that is small beside
-    the picture counts for little."""
+    """Late predictions differ by little more than rounding. Noise that is small beside the picture counts little."""
     found, picture = History(), drawn(1)
     for n in range(3):
         found.note(picture + 1e-7 * n, picture)

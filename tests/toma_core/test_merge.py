@@ -88,8 +88,7 @@ def test_equal_to_the_dense_matrices_of_each_image(
 @loop("dtype", [torch.bfloat16, torch.float16], ids=str)
 @loop("sharpness", [300.0, 10_000.0])
 def test_weights_are_fp32_math_then_cast(dtype: torch.dtype, sharpness: float) -> None:
-    """Weights are computed in fp32 and rounded once, at the end. If cosines near 1 were rounded to half precision, a
-    logit would change by 0.1 or more."""
+    """If cosines near 1 were rounded to half precision, a logit would change by 0.1 or more."""
     x = (1 + 0.05 * randn(2, 2, 117, 16)).to(dtype)
     low, high = plan_of(x, 13, 9, sharpness=sharpness), plan_of(x.float(), 13, 9, sharpness=sharpness)
     assert torch.equal(low.dest_slots, high.dest_slots)
@@ -111,8 +110,7 @@ def test_zero_and_constant_images_give_finite_plans() -> None:
 def test_rows_of_windows_at_once_are_windows_one_by_one(
     height: int, width: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a row of the grid has few windows, all of equal size, one matrix product merges the row. Its results must
-    equal the results of one product per window."""
+    """If a row of the grid has few windows, all of equal size, one matrix product merges the row."""
     x = randn(13, 2, height * width, 6).to(dtype)
     plan = plan_of(x, height, width, size=size, ratio=0.25)
     out = randn(14, 2, plan.num_destinations, 6).to(dtype)
@@ -151,8 +149,7 @@ def test_a_broken_token_stays_in_its_row_of_windows() -> None:
 @loop("adaptive", [False, True])
 @loop("images", [1, 2])
 def test_a_plan_serves_a_larger_batch(images: int, adaptive: bool, height: int, width: int) -> None:
-    """A plan of two images is stacked twice, for two images of cond, then two of uncond. A plan of one image serves
-    four images as it is."""
+    """A plan of two images is stacked twice, for cond and uncond. A plan of one image serves four as it is."""
     x = randn(10, 4, height * width, 6)
     plan = plan_of(x[:images], height, width, adaptive=adaptive)
     used = stacked([plan, plan]) if images == 2 else plan

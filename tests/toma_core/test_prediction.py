@@ -35,8 +35,7 @@ def test_a_prediction_is_trusted_from_the_same_share_of_noise_on() -> None:
 
 @loop(("side", "channels"), [(4, 12), (8, 3), (2, 12)])
 def test_a_token_is_described_by_the_cells_that_it_covers(side: int, channels: int) -> None:
-    """A token has at most four numbers per channel. If it covers more than four cells, each number is a mean of several
-    cells."""
+    """A token has at most four numbers per channel, each the mean of one or several cells."""
     clean = picture()
     tokens = picture_tokens(clean, (side, side), clean)
     assert tokens.shape == (2, side**2, channels)

@@ -28,8 +28,7 @@ def still(fresh: Tensor, old: Tensor) -> Tensor:
 
 
 def reused(later: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
-    """Return the tokens `later` after a merged step, computed in plain PyTorch. The cache of this step holds the
-    residuals of x."""
+    """Return the tokens `later` after a merged step in plain PyTorch, with the cached residuals of x."""
     kept, reduced = block(x) - x, gather_destinations(later, plan)
     fresh, old = block(reduced) - reduced, gather_destinations(kept, plan)
     left = still(fresh, old)
@@ -49,8 +48,7 @@ def test_a_full_step_is_the_block_itself_and_merged_ones_start_from_its_residual
 
 @loop(("factor", "size"), [(1.0, 1.0), (0.6, 1.0), (0.0, 1.0), (-2.0, 1.0), (3.0, 1.0), (1.0, 0.0)])
 def test_as_much_is_reused_as_destinations_still_show(factor: float, size: float) -> None:
-    """The new residual at the destinations is `factor` times the cached residual. The step then scales the cached
-    residual of all tokens by `factor`, clamped to 0 to 1."""
+    """If the residual at destinations is `factor` times the cached one, all are scaled by it, clamped to 0 to 1."""
     run, x = run_of(), features(0, 2)
     update = size * features(7, 2)
     passed(x, at(run, 0, "cond", "uncond"), body=lambda x: x + update)
@@ -108,8 +106,7 @@ def test_the_next_full_step_replaces_everything() -> None:
 
 
 def test_propagated_residuals_are_within_the_limits_of_half_precision() -> None:
-    """A propagated value beyond the largest fp16 number would become infinite. It would become NaN when a later step
-    subtracts it."""
+    """Beyond the largest fp16 number a value would be infinite, and NaN when a later step subtracts it."""
     run = run_of()
     plan = plan_for(features(0).half(), GRID, "scope", merging(run, 1, "a"))
     assert plan is not None

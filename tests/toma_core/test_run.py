@@ -58,8 +58,7 @@ def test_plans_equal_those_of_a_run_without_sharing(seed: int) -> None:
 
 
 def test_unused_plans_are_dropped() -> None:
-    """Plans of earlier selections are dropped when their grid gets new plans. The plan of a grid that is no longer used
-    remains, because it will be drawn."""
+    """New plans replace earlier ones of their grid. The plan of an unused grid remains, because it will be drawn."""
     run, x = run_of(), features(0)
     run.plan(x, (9, 7), "a", step_of(), (None,))
     for selection in range(4):
@@ -154,8 +153,7 @@ def test_threads_of_one_run_get_good_plans() -> None:
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises if a solver waits for the device to report success. No other operation that waits works on the meta
-    device."""
+    """Raises if a solver waits for the device. Other operations that wait do not work on the meta device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "check_errors" in str(func):

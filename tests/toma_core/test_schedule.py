@@ -128,8 +128,7 @@ def modes(plans: list[StepPlan]) -> str:
     ],
 )
 def test_modes(settings: dict[str, Any], given: dict[str, Any], expected: str) -> None:
-    """The range includes its start sigma but not its end sigma. Full steps are counted from the first step of the
-    range."""
+    """The range excludes its end sigma. Full steps are counted from the first step of the range."""
     assert modes(plans_of(ToMAConfig(**settings), **given)) == expected
 
 
@@ -146,8 +145,7 @@ LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 
 @loop(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
 def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[int]) -> None:
-    """In a run whose first sigmas are nearly equal, the first full step stays where it is. All other full steps move to
-    the end. Their number does not change."""
+    """If the first sigmas are nearly equal, all full steps but the first move to the end of the run."""
     config = ToMAConfig(full_step_interval=every)
 
     def full_of(sigmas: tuple[float, ...], **given: Any) -> list[int]:
@@ -221,8 +219,7 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
 
 
 def test_blocks_keep_their_ratio_between_full_steps() -> None:
-    """Steps 0, 3, 6 and 9 are full. A full step has the ratios of the merged steps that follow it. So step 6, at sigma
-    4, has the ratios for sigmas below 3.5."""
+    """A full step has the ratios of the merged steps after it: step 6, at sigma 4, those below sigma 3.5."""
     config = ToMAConfig(full_step_interval=3)
     decisions = plans_of(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4

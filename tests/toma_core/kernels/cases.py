@@ -51,8 +51,7 @@ class Case:
         return torch.randn(self.batch, tokens, self.channels, generator=generator).to(DEVICE, self.dtype)
 
     def layout(self) -> tuple[Windows, Budget]:
-        """Return windows and budget. An adaptive budget is computed from tokens that hardly differ in the left half of
-        the grid."""
+        """Return windows and budget. For an adaptive budget, tokens hardly differ in the left half of the grid."""
         device = torch.device(DEVICE)
         windows = make_windows(self.height, self.width, self.size).to(device)
         budget = make_budget(windows.counts, self.ratio).to(device)

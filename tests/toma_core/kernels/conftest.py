@@ -1,5 +1,4 @@
-"""Provide fixtures for kernels, which run on a CUDA device if there is one, otherwise in Triton's interpreter (see
-tests/conftest.py)."""
+"""Provide fixtures for kernels, which run on a CUDA device if there is one, otherwise in Triton's interpreter."""
 
 from __future__ import annotations
 

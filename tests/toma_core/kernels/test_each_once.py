@@ -1,5 +1,4 @@
-"""Test selection, merging and four-bit kernels once, on small windows. The tests in the folder `triton` cover all
-kernels at many sizes."""
+"""Test kernels once, on small windows. The tests in the folder `triton` cover them at many sizes."""
 
 from __future__ import annotations
 

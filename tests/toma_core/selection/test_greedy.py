@@ -103,8 +103,7 @@ def smooth(seed: int, windows: int, side: int, channels: int = 16) -> torch.Tens
 
 @loop(("side", "dest_slots"), [(5, 12), (8, 32), (8, 48), (16, 128)])
 def test_ties_fall_by_slot_for_any_rounding(side: int, dest_slots: int) -> None:
-    """Late in a search, nearly every window has two tokens that represent only each other. The gains of these two
-    differ only by rounding. The search must select the same slots, however features are rounded."""
+    """Late in a search, gains of mutual nearest neighbours differ only by rounding, which must not decide."""
     x = smooth(3, 8, side)
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     exact = [exact_greedy(S, dest_slots, tie_step(side * side)) for S in unit @ unit.mT]

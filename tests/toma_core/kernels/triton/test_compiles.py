@@ -1,5 +1,4 @@
-"""Test that every kernel compiles for three generations of NVIDIA GPUs. Triton's interpreter checks neither types nor
-the limits of a GPU."""
+"""Test that kernels compile for three generations of GPUs, because the interpreter checks no types and limits."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ print(json.dumps(found))
 
 
 def test_weights_are_read_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """A window has 56 tokens and 28 destinations. Without padding (`close`), rows of 28 weights are not aligned to 16
-    bytes, and the kernels read two bytes at a time."""
+    """Rows of 28 weights without padding (`close`) are not aligned to 16 bytes, and are read two bytes at a time."""
     *close, merge, unmerge = json.loads(printed(WEIGHTS, tmp_path))
     assert min(close) > 0
     assert len(close) == 2

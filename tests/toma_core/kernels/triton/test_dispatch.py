@@ -41,8 +41,7 @@ def plan_of(x: torch.Tensor, where: Evaluation, scope: str = "a") -> MergePlan:
 
 
 def test_unasked(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, a run uses kernels on a GPU and PyTorch on a CPU, even if Triton's interpreter is available. A run
-    chooses once."""
+    """By default, a run chooses once: kernels on a GPU, PyTorch on a CPU, also if Triton's interpreter is on."""
     asked, obstacle, where = list[Any](), dispatch._obstacle, evaluation()
     monkeypatch.setattr(dispatch, "_obstacle", lambda *args: asked.append(args) or obstacle(*args))
     for scope in "abc":

@@ -139,8 +139,7 @@ def test_a_plan_of_one_image_serves_a_batch_without_a_copy(case: Case, kernels: 
 
 @each(Case(13, 19, 8, 0.5, 8, FULL, batch=2, adaptive=True))
 def test_budgets_of_their_own_share_launches(case: Case, kernels: Any) -> None:
-    """Launches are prepared once for all plans, although each plan has its own budget. In the second plan, the two
-    images have swapped their budgets."""
+    """Launches are prepared once for all plans. In the second plan, two images have swapped their budgets."""
     first, x = random_plan(case), case.tokens()
     budget = first.budget
     assert budget.adaptive

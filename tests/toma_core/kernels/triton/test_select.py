@@ -57,8 +57,7 @@ def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, window
 
 
 def check_objective(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Check that the destinations represent each window as well as the destinations that PyTorch selects. The two
-    selections may differ where gains are nearly equal."""
+    """Check that destinations represent each window as well as PyTorch's, which may differ where gains are close."""
     similarity = cosine_similarity(windows.split(x.float()))
     expected = select(similarity, windows, budget)
     valid = None if windows.valid is None else windows.valid.repeat(x.shape[0], 1)
@@ -89,8 +88,7 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(11, 11, 11, 0.7, 24, FULL))
 def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
-    """If two tokens are each other's nearest neighbours, their gains differ only by rounding. The kernel must select
-    the first of the two, however features are rounded."""
+    """Gains of two mutual nearest neighbours differ only by rounding. The kernel must select the first one."""
     x, (windows, budget) = case.tokens(1), case.layout()
     similarity = cosine_similarity(windows.split(x))
     expected = select(similarity, windows, budget)
