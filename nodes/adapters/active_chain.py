@@ -1,8 +1,8 @@
 """One chain of blocks in one evaluation: whether the chain is merged, with which plans, and how.
 
-    reduction, reduced = chain.reduce(x)        merge
-    out = blocks(reduced)                       the model's own blocks
-    y = reduction.restore(out, reduced, x)      unmerge
+    reduced = chain.reduce(x)                       merge
+    out = blocks(reduced)                           the model's own blocks
+    y = chain.restore(out, reduced, x, attends)     unmerge
 
 `chain.ChainSite` calls these methods: directly in eager mode, and through the operators of `compile_ops` in a graph of
 torch.compile.
@@ -31,7 +31,7 @@ from .model_hooks import unmerge
 from .signature import BlockSignature
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ActiveChain:
     """Consecutive blocks that may keep their tokens merged from the first block to the last, in one evaluation."""
 
@@ -41,6 +41,15 @@ class ActiveChain:
     names: Sequence[str]  # names of the blocks, as in the report
     work: tuple[Block, Granularity]  # cost of one block, and the granularity at which the chain is merged
     evaluation: Evaluation
+    # Set by `reduce`, for each grid: the plan, None in an evaluation that only refreshes the cache; the chain's cache
+    # entry, None where nothing is cached; (N, D), the counts of tokens before and after merging.
+    plans: tuple[MergePlan | None, ...] = ()
+    cached: tuple[Refresh | Cached | None, ...] = ()
+    lengths: tuple[tuple[int, int], ...] = ()
+    attended: set[str] = field(default_factory=set)  # blocks whose attention has read or stored keys and values
+    # Rotary positions of the image's N tokens, then of its D destinations: (B or 1, N or D, ..., channel pairs, 2, 2).
+    positions: tuple[Tensor, Tensor] | None = None
+    _rotations: dict[tuple[int, torch.dtype], Rotation | None] = field(default_factory=dict)  # by the keys' C and dtype
 
     @property
     def tokens(self) -> list[int]:
@@ -51,16 +60,13 @@ class ActiveChain:
         """The name of the chain in the caches."""
         return "-".join(dict.fromkeys((self.names[0], self.names[-1])))
 
-    def prepare(self, like: Tensor, width: int) -> tuple[tuple[int, int], ...]:
-        """Before the tokens exist, return (N, D) of each grid, the counts of tokens before and after merging. Return ()
-        if the chain is not merged. like: a tensor with the tokens' batch, dtype and device. width: the tokens' C."""
+    def counts(self, device: torch.device) -> tuple[tuple[int, int], ...]:
+        """Return the `lengths` that `reduce` will set, before the tokens exist."""
         evaluation, counts = self.evaluation, self.tokens
-        if not self.merges(like.new_empty(()).expand(len(like), counts[0], width)):
-            return ()
         for n, grid in enumerate(self.grids):
             if is_merged(grid) and not evaluation.refreshes:
                 plan = evaluation.lasting if n else evaluation.step_plan
-                counts[n] = evaluation.run.num_destinations(grid, plan, like.device)
+                counts[n] = evaluation.run.num_destinations(grid, plan, device)
         return tuple(zip(self.tokens, counts, strict=True))
 
     def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
@@ -78,61 +84,47 @@ class ActiveChain:
                 evaluation.run.stats.not_merged(name, reason, part)
         return reason is None
 
-    def reduce(self, x: Tensor) -> tuple[Reduction, Tensor]:
+    def reduce(self, x: Tensor) -> Tensor:
         """Merge the (B, N, C) tokens of all grids. A refresh returns the tokens unchanged."""
         evaluation, name, parts = self.evaluation, self.name, split(x, self.tokens)
         plans = [evaluation.plan(parts[0], self.grids[0], self.scope)]
-        cached = list[Refresh | Cached | None]()
-        for n, (part, grid) in enumerate(zip(parts, self.grids, strict=True)):
+        cached = [evaluation.cached(name, parts[0])]
+        for n, (part, grid) in enumerate(zip(parts[1:], self.grids[1:], strict=True)):
             merged = is_merged(grid)
-            if n:
-                plans.append(evaluation.lasting_plan(part, grid, (self.scope, n - 1)) if merged else None)
-            block = f"{name} reference {n - 1}" if n else name
-            cached.append(evaluation.cached(block, part, of_latent=not n) if merged else None)
+            plans.append(evaluation.lasting_plan(part, grid, (self.scope, n)) if merged else None)
+            cached.append(evaluation.cached(f"{name} reference {n}", part, of_latent=False) if merged else None)
         if not evaluation.refreshes:
             for block in self.names:
                 evaluation.run.stats.merged(block, evaluation.step_plan.step)
         reduced = list(map(reduce, parts, plans, cached))
-        lengths = tuple((a.shape[1], b.shape[1]) for a, b in zip(parts, reduced, strict=True))
-        return Reduction(self, tuple(plans), tuple(cached), lengths), self.signature.clamp_fp16(joined(reduced))
-
-
-@dataclass(eq=False)
-class Reduction:
-    """How the tokens of a chain are merged, from its first block to its last."""
-
-    chain: ActiveChain
-    plans: tuple[MergePlan | None, ...]  # one for each grid; None in an evaluation that only refreshes the cache
-    cached: tuple[Refresh | Cached | None, ...]  # the chain's cache entry for each grid; None where nothing is cached
-    lengths: tuple[tuple[int, int], ...]  # (N, D) of each grid: counts of tokens before and after merging
-    attended: set[str] = field(default_factory=set)  # blocks whose attention has read or stored keys and values
-    # Rotary positions of the image's N tokens, then of its D destinations: (B or 1, N or D, ..., channel pairs, 2, 2).
-    positions: tuple[Tensor, Tensor] | None = None
-    _rotations: dict[tuple[int, torch.dtype], Rotation | None] = field(default_factory=dict)  # by the keys' C and dtype
+        self.plans, self.cached = tuple(plans), tuple(cached)
+        self.lengths = tuple((a.shape[1], b.shape[1]) for a, b in zip(parts, reduced, strict=True))
+        self.attended, self.positions = set(), None
+        return self.signature.clamp_fp16(joined(reduced))
 
     def restore(self, out: Tensor, reduced: Tensor, x: Tensor, attends: bool) -> Tensor:
         """Unmerge out, the (B, D, C) output of the last block, to (B, N, C). reduced: input of the first block, (B, D,
         C). x: the tokens before merging, (B, N, C). attends: whether the blocks attend to all tokens."""
-        counts, exact = [count for _, count in self.lengths], attends and self.attended.issuperset(self.chain.names)
+        counts, exact = [count for _, count in self.lengths], attends and self.attended.issuperset(self.names)
         if attends:
-            run = self.chain.evaluation.run
+            run = self.evaluation.run
             run.attention_hook_called = bool(run.attention_hook_called or self.attended)
-        parts = split(out, counts), split(reduced, counts), split(x, self.chain.tokens)
+        parts = split(out, counts), split(reduced, counts), split(x, self.tokens)
         restored = list(map(restore, *parts, self.plans, self.cached, repeat(exact)))
-        return self.chain.signature.clamp_fp16(joined(restored))
+        return self.signature.clamp_fp16(joined(restored))
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
         """Return the keys or values of all tokens, (B, before + N + rest, C). t: the keys or values of the merged
         tokens, (B, before + D + rest, C). If axis is 2, both are (B, heads, T, C). A refresh caches t and returns it. A
         merged step propagates the change at its destinations to the cached tensor. If nothing is cached, return t; if
         `always`, return t unmerged."""
-        evaluation, lengths = self.chain.evaluation, [count for _, count in self.lengths]
+        evaluation, lengths = self.evaluation, [count for _, count in self.lengths]
         quantized, total = evaluation.run.cache.quantized, sum(lengths)
         tokens_btc = to_btc(t.narrow(axis, before, total), axis)
         own = quantized or (tokens_btc.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
         parts, seen = split(tokens_btc, lengths), []
         for n, (part, (tokens, _), plan) in enumerate(zip(parts, self.lengths, self.plans, strict=True)):
-            if not is_merged(self.chain.grids[n]):
+            if not is_merged(self.grids[n]):
                 seen.append(part)
                 continue
             shape = part[:, :1].expand(-1, tokens, -1)
@@ -157,19 +149,21 @@ class Reduction:
     def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
         """Note the image's rows of rotary positions: of rope, [before | N | rest], and of merged, [before | D | rest].
         If rotation pairs distant channels, nothing is noted, and keys are propagated without undoing the rotation."""
-        axis, (tokens, destinations) = self.chain.signature.rope_token_dim, self.lengths[0]
+        axis, (tokens, destinations) = self.signature.rope_token_dim, self.lengths[0]
         pairs = rope.ndim >= 5 and rope.shape[-2:] == (2, 2) and axis < rope.ndim - 3
-        if pairs and not self.chain.signature.rope_split_half:
+        if pairs and not self.signature.rope_split_half:
             mine = merged.narrow(axis, before, destinations).movedim(axis, 1)
             self.positions, self._rotations = (rope.narrow(axis, before, tokens).movedim(axis, 1), mine), {}
 
     def _rotation(self, keys: Tensor, head: tuple[int, ...]) -> Rotation | None:
         """Return the rotation of (B, T, C) keys, None if unknown. head: (channels of a head,), () if unknown."""
+        if self.positions is None:
+            return None
         kind = keys.shape[2], keys.dtype
-        if self.positions is not None and kind not in self._rotations:
+        if kind not in self._rotations:
             whole = not head or head[0] == 2 * self.positions[0].shape[-3]
             self._rotations[kind] = Rotation.of(*self.positions, keys) if whole else None
-        return self._rotations.get(kind)
+        return self._rotations[kind]
 
     def rope(self, rope: Tensor, before: int) -> Tensor:
         """Return the positions of [before | D | rest]. rope: the positions of [before | N | rest], (B or 1, ..., T,
@@ -182,7 +176,7 @@ class Reduction:
                 each = plan.destinations
             parts.append(each + tokens if tokens else each)
             tokens += count
-        destinations, axis = joined(parts), self.chain.signature.rope_token_dim
+        destinations, axis = joined(parts), self.signature.rope_token_dim
         rope = rope.expand(len(destinations), *rope.shape[1:])
         first, image, last = rope.split([before, tokens, rope.shape[axis] - before - tokens], axis)
         index = destinations.view(-1, *[1] * (axis - 1), destinations.shape[1], *[1] * (rope.ndim - axis - 1))

@@ -13,7 +13,7 @@ Eager mode and graphs merge in different ways, because the arguments of blocks a
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -23,17 +23,25 @@ from torch import Tensor, nn
 from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from . import compile_ops
-from .active_chain import ActiveChain, Reduction
+from .active_chain import ActiveChain
 from .attention_override import KVOverride, preferences_of
 from .model_hooks import Hook, eager, outside_graph
 from .signature import BlockSignature, CallArguments, TokenReduction
+
+
+class RopeCache:
+    """What all chains of a model share in an evaluation."""
+
+    # (Rotary positions and other rows of all tokens, then plans), and the rows of merged tokens made from them.
+    entry: tuple[tuple[Any, ...], tuple[Tensor, ...]] | None = None
+    image_start: int | None = None  # where the image begins in positions, noted by chains with a text stream
 
 
 class ChainSite:
     """A block at which a chain may begin. It lives as long as the model. Graphs guard on its plain values."""
 
     signature: BlockSignature  # how the blocks take and return tokens
-    shared: RopeCache  # rotary positions, shared by all chains of the model in an evaluation
+    shared: RopeCache
     number: int  # the id by which operators find the site
     image: int  # N, the number of image tokens without references
     references: int  # number of tokens of the reference images in the chain
@@ -44,7 +52,6 @@ class ChainSite:
     in_graph: bool  # whether `prepare` has set the token counts; if not, the chain decides outside of the graph
     attends: bool  # whether blocks attend to all tokens; False if a graph leaves merging to run time
     chain: ActiveChain | None  # the chain of this evaluation
-    reduction: Reduction | None  # how the chain's tokens are merged
     pair: tuple[Tensor, ...]  # (merged tokens, all tokens) until `leave`, then empty; both have N tokens in a refresh
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
     reached: bool  # whether the model has reached the chain in this evaluation
@@ -55,70 +62,64 @@ class ChainSite:
 
     def release(self) -> None:
         """Drop all state of an evaluation."""
-        self.chain = self.reduction = None
+        self.chain = None
         self.pair, self.lengths, self.rows = (), (), {}
         self.image = self.references = self.before = self.tokens = self.destinations = 0
         self.in_graph = self.attends = self.reached = False
         self.shared.entry = self.shared.image_start = None
 
     def begin(self, chain: ActiveChain) -> None:
-        self.attends = chain.evaluation.run.kv_cache and chain.evaluation.step_plan.mode.caches
-        self.activate(chain)
-
-    def activate(self, chain: ActiveChain) -> None:
         self.chain, self.image, self.references = chain, chain.tokens[0], sum(chain.tokens[1:])
+        self.attends = chain.evaluation.run.kv_cache and chain.evaluation.step_plan.mode.caches
 
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Set the token counts for a graph in which blocks like `module` get (B, N, width) tokens for a latent of B
         images. Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks.
-        Return True if the counts are set, or if the decision must wait for the tokens: the chain is not set, the width
-        is unknown (0), or B is no multiple of the number of plan keys."""
+        Return True if the counts are set, or if the decision must wait for the tokens: the width is unknown (0), or B
+        is no multiple of the number of plan keys."""
         chain = self.chain
         if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
             self.attends = False  # compiled code cannot depend on a decision at run time
             return True
         weight = next(module.parameters(), latent)
         dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
-        self._set_lengths(chain.prepare(latent.new_empty(len(latent), dtype=dtype), width))
-        self.in_graph = bool(self.lengths)
+        self.in_graph = chain.merges(latent.new_empty((), dtype=dtype).expand(len(latent), self.image, width))
+        if self.in_graph:
+            self._set_lengths(chain.counts(latent.device))
         return self.in_graph
 
     def _set_lengths(self, lengths: tuple[tuple[int, int], ...]) -> None:
         self.lengths = lengths
-        self.tokens, self.destinations = (sum(each) for each in zip(*lengths, strict=True)) if lengths else (0, 0)
+        self.tokens, self.destinations = (sum(each) for each in zip(*lengths, strict=True))
 
     def reach(self) -> ActiveChain | None:
         """Note that the model has reached the chain, and return the chain. If another node calls the model a second
         time in one evaluation, the second call gets separate caches. If `pair` is still set, this is no second call: a
         call that ran out of memory is repeated with fewer images."""
         if self.chain is not None and self.reached and not self.pair:
-            self.chain = replace(self.chain, evaluation=self.chain.evaluation.again())
+            self.chain.evaluation = self.chain.evaluation.again()
         self.reached = True
         return self.chain
 
-    @eager
     def start(self, call_args: CallArguments) -> None:
         """Decide outside of a graph whether the chain is merged; if it is, reduce the tokens of its first block."""
-        self.reach()
+        chain = self.reach()
         self.in_graph, self.pair = False, ()
         reason = self.reason(call_args)
         images = self.signature.tokens(call_args)[:, self.before : self.before + self.image + self.references]
-        if self.chain is not None and self.chain.merges(images[:, : self.image], reason):
-            self.reduction, reduced = self.chain.reduce(images)
-            self._set_lengths(self.reduction.lengths)
-            self.pair = reduced, images
+        if chain is not None and chain.merges(images[:, : self.image], reason):
+            self.pair = chain.reduce(images), images
+            self._set_lengths(chain.lengths)
 
     def reason(self, call_args: CallArguments) -> Message | None:
         """Return why the chain is not merged, from the arguments of its first block; None if it may be merged."""
         chain, signature = self.chain, self.signature
-        if chain is None:
-            return None
-        grid = signature.grid(call_args, chain.grids[0])
-        if grid is None:
+        grid = None if chain is None else signature.grid(call_args, chain.grids[0])
+        if chain is None or grid is None:
             return Reason.UNKNOWN_GRID()
         # Leave reference tokens unmerged if ComfyUI's options do not give their number, as in older versions.
-        grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
-        self.activate(replace(chain, grids=grids))
+        chain.grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
+        self.image, self.references = chain.tokens[0], sum(chain.tokens[1:])
         reason = self.obstacle(call_args)
         if signature.text_arg:
             known = reason != Reason.UNKNOWN_IMAGE_POSITION()
@@ -139,9 +140,6 @@ class ChainSite:
 
     def enter(self, x: Tensor) -> Tensor:
         """Merge the N image tokens of x: (B, before + N + rest, C) -> (B, before + D + rest, C)."""
-        return self._enter(x) if self.in_graph else self._enter_eagerly(x)
-
-    def _enter(self, x: Tensor) -> Tensor:
         before = self.before
         if self.in_graph:
             image = x[:, before : before + self.tokens]
@@ -154,54 +152,33 @@ class ChainSite:
 
     def leave(self, out: Tensor) -> Tensor:
         """Unmerge the D merged tokens of `out`: (B, before + D + rest, C) -> (B, before + N + rest, C)."""
-        return self._leave(out) if self.in_graph else self._leave_eagerly(out)
-
-    def _leave(self, out: Tensor) -> Tensor:
         before, after, (reduced, image) = self.before, self.before + self.destinations, self.pair
         self.pair, self.rows, self.before = (), {}, 0  # reset, so that the graph need not return them
         unmerge = compile_ops.operators.leave if self.in_graph else compile_ops.leave
         x = unmerge(out[:, before:after], reduced, image, self.number)
         return x if out.shape[1] == self.destinations else torch.cat([out[:, :before], x, out[:, after:]], 1)
 
-    _enter_eagerly = eager(_enter)
-    _leave_eagerly = eager(_leave)
-
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int) -> Tensor:
-        """Return the keys or values of all tokens, see `Reduction.attend`."""
-        if not self.in_graph and self.reduction is not None:
-            return self.reduction.attend(block, t, what, before, axis)
+        """Return the keys or values of all tokens, see `ActiveChain.attend`."""
+        if not self.in_graph and self.chain is not None:
+            return self.chain.attend(block, t, what, before, axis)
         sizes = before, self.tokens, self.destinations, axis
         return compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
 
     def merge_rows(self, rows: dict[str, Any], before: int) -> None:
         """Set `self.rows` for the merged tokens, made from `rows`, the rows of [before | N | rest]."""
-        sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
-        if not self.in_graph:
-            rows = self.shared.of(rows, self, before)
-        elif self.destinations != self.tokens:
-            rows = {n: compile_ops.operators.rope(each, self.pair[0], *sizes) for n, each in rows.items()}
-        self.rows = rows
-
-
-class RopeCache:
-    """Rotary positions of merged tokens, and other tensors with a row per token, shared by all blocks of a model."""
-
-    # (rows of all tokens, then plans), and the rows of merged tokens made from them.
-    entry: tuple[tuple[Any, ...], tuple[Tensor, ...]] | None = None
-    image_start: int | None = None  # where the image begins in positions, noted by chains with a text stream
-
-    @eager
-    def of(self, rows: dict[str, Any], site: ChainSite, before: int) -> dict[str, Any]:
-        """Return the rows of the merged tokens, by argument; in a refresh, return `rows`, the rows of all tokens."""
-        reduction = site.reduction
-        if not rows or reduction is None or reduction.chain.evaluation.refreshes:
-            return rows
-        source = *rows.values(), *reduction.plans
-        if self.entry is None or list(map(id, self.entry[0])) != list(map(id, source)):
-            self.entry = source, tuple([reduction.rope(each, before) for each in rows.values()])
-        for all_rows, merged in zip(rows.values(), self.entry[1], strict=True):
-            reduction.note_positions(all_rows, merged, before)
-        return dict(zip(rows, self.entry[1], strict=True))
+        self.rows, chain, shared = rows, self.chain, self.shared
+        if self.in_graph:
+            sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
+            if self.destinations != self.tokens:
+                self.rows = {n: compile_ops.operators.rope(each, self.pair[0], *sizes) for n, each in rows.items()}
+        elif rows and chain is not None and not chain.evaluation.refreshes:
+            source = *rows.values(), *chain.plans
+            if shared.entry is None or list(map(id, shared.entry[0])) != list(map(id, source)):
+                shared.entry = source, tuple([chain.rope(each, before) for each in rows.values()])
+            self.rows = dict(zip(rows, shared.entry[1], strict=True))
+            for name, all_rows in rows.items():
+                chain.note_positions(all_rows, self.rows[name], before)
 
 
 @dataclass(eq=False, repr=False)
@@ -232,8 +209,8 @@ class BlockHook(Hook):
         if self.site.in_graph:
             call_args = self.signature.call_args(args, kwargs)
             if self.signature.has_image(call_args) and self._in_graph(call_args):
-                return self._merged(len(args), call_args)
-        return self.outside(*args, **kwargs)
+                return self._unmerged(self._call_original(len(args), self._merged(call_args)))
+        return self._outside(*args, **kwargs)
 
     def _in_graph(self, call_args: CallArguments) -> bool:
         """Whether the block is in a chain that is merged inside the graph being traced."""
@@ -242,19 +219,24 @@ class BlockHook(Hook):
         return torch.compiler.is_compiling() and self.site.obstacle(call_args) is None
 
     @outside_graph
-    def outside(self, *args: Any, **kwargs: Any) -> Any:
+    def _outside(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block outside of a graph, where its chain decides on merging as soon as the tokens are known."""
-        site, signature = self.site, self.signature
-        call_args = signature.call_args(args, kwargs)
-        if not signature.has_image(call_args):
-            return self._call_original(len(args), call_args)
-        if site is self.own_site:
-            site.start(call_args)
-        if not site.pair:
-            return self._call_original(len(args), call_args)
-        return self._merged_outside(len(args), call_args)
+        call_args, merged = self._started(args, kwargs)
+        out = self._call_original(len(args), call_args)
+        return self._unmerged_eagerly(out) if merged else out
 
-    def _merged(self, positional: int, call_args: CallArguments) -> Any:
+    @eager
+    def _started(self, args: tuple[Any, ...], kwargs: CallArguments) -> tuple[CallArguments, bool]:
+        """Return the arguments with which the block is called, and whether they are those of merged tokens."""
+        call_args = self.signature.call_args(args, kwargs)
+        if not self.signature.has_image(call_args):
+            return call_args, False
+        if self.site is self.own_site:
+            self.site.start(call_args)
+        return (self._merged(call_args), True) if self.site.pair else (call_args, False)
+
+    def _merged(self, call_args: CallArguments) -> CallArguments:
+        """Return the arguments for merged tokens. The chain's first block merges its tokens."""
         site, signature, x = self.site, self.signature, self.signature.tokens(call_args)
         before = site.before
         if site is self.own_site:
@@ -264,16 +246,20 @@ class BlockHook(Hook):
         reduction = TokenReduction(before, site.lengths)
         if reduction.removed:
             merged = {**merged, **signature.merged_args(merged, reduction)}
-        if site.attends:
-            spans = signature.attention_spans(merged, before)
-            masked = partial(signature.mask_of_all, removed=reduction.removed)
-            noted = None if site.in_graph or site.chain is None else site.chain.evaluation.run.stats.attentions
-            override = KVOverride(partial(site.attend, self.name), spans, masked, self.preferences, noted)
-            merged = override.given_to(merged, signature.attention_arg)
-        out = self._call_original(positional, merged)
-        return signature.with_output(out, site.leave(signature.output(out))) if self.last else out
+        if not site.attends:
+            return merged
+        spans = signature.attention_spans(merged, before)
+        masked = partial(signature.mask_of_all, removed=reduction.removed)
+        noted = None if site.in_graph or site.chain is None else site.chain.evaluation.run.stats.attentions
+        override = KVOverride(partial(site.attend, self.name), spans, masked, self.preferences, noted)
+        return override.given_to(merged, signature.attention_arg)
 
-    _merged_outside = outside_graph(_merged)
+    def _unmerged(self, out: Any) -> Any:
+        """Return the block's result, with all tokens if its chain ends with the block."""
+        signature = self.signature
+        return signature.with_output(out, self.site.leave(signature.output(out))) if self.last else out
+
+    _unmerged_eagerly = eager(_unmerged)
 
     def _call_original(self, positional: int, call_args: CallArguments) -> Any:
         """Call the block's own `forward`, with as many positional arguments as ComfyUI passed."""

@@ -57,14 +57,12 @@ def numbered(site: Any) -> int:
 
 
 def enter(x: Tensor, site: int, destinations: int) -> Tensor:
-    there = _sites[site]
-    there.reduction, reduced = there.reach().reduce(x)
-    return _own(reduced, x)
+    return _own(_sites[site].reach().reduce(x), x)
 
 
 def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
     """Unmerge out, (B, D, C), to (B, N, C). reduced, (B, D, C), and x, (B, N, C): result and input of `enter`."""
-    return _sites[site].reduction.restore(out, reduced, x, _sites[site].attends)
+    return _sites[site].chain.restore(out, reduced, x, _sites[site].attends)
 
 
 def _leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
@@ -73,7 +71,7 @@ def _leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
 
 def _attend(t: Tensor, what: str, site: int, before: int, tokens: int, destinations: int, axis: int) -> Tensor:
     block, _, what = what.partition(" ")
-    return _own(_sites[site].reduction.attend(block, t, what, before, axis, always=True), t)
+    return _own(_sites[site].chain.attend(block, t, what, before, axis, always=True), t)
 
 
 def _own(result: Tensor, *inputs: Tensor) -> Tensor:
@@ -84,9 +82,9 @@ def _own(result: Tensor, *inputs: Tensor) -> Tensor:
 
 
 def _rope(rope: Tensor, reduced: Tensor, site: int, before: int, tokens: int, destinations: int, axis: int) -> Tensor:
-    reduction = _sites[site].reduction
-    merged = reduction.rope(rope, before)
-    reduction.note_positions(rope, merged, before)
+    chain = _sites[site].chain
+    merged = chain.rope(rope, before)
+    chain.note_positions(rope, merged, before)
     return merged
 
 

@@ -70,7 +70,7 @@ def test_positions_follow_the_destinations() -> None:
     x, pe = torch.randn(2, TOKENS, 8), torch.randn(1, 1, BEFORE + TOKENS, 3, 2, 2)
     site.enter(x)
     site.merge_rows({"pe": pe}, BEFORE)
-    assert torch.equal(site.rows["pe"], site.reduction.rope(pe, BEFORE))
+    assert torch.equal(site.rows["pe"], site.chain.rope(pe, BEFORE))
     numbers = (site.number, BEFORE, TOKENS, 30, 2)
     torch.library.opcheck(graphs.operators.rope.default, (pe, site.pair[0], *numbers))
     site.leave(torch.randn(2, 30, 8))
