@@ -156,8 +156,8 @@ def _counted(
     merges = planned if case.merged is None else case.merged
     skipped = {
         hook.name
-        for group, hooks_of in zip(hooks.groups, hooks.hooks, strict=True)
-        for n, hook in enumerate(hooks_of)
+        for group in hooks.groups
+        for n, hook in enumerate(group.hooks)
         if hooks.skipped_by_settings(group, n, config)
     }
     facts, conditions = list(hooks.blocks(latent)), 1 if case.cfg == 1.0 else 2

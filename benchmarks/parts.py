@@ -13,7 +13,7 @@ import torch
 from scripts.comfy_pack import pack_module
 
 # Modules of the adapters that call the functions in `PARTS`.
-ADAPTERS = ("active_chain", "families.unet_layers")
+ADAPTERS = ("active_chain", "families.unet")
 # Function that the adapters call -> the part of a step to which it belongs.
 PARTS = {"plan": "plan", "merge": "merge", "reduce": "merge", "unmerge": "unmerge", "restore": "unmerge"}
 

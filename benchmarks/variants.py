@@ -161,7 +161,7 @@ def _todo_flux(model: Any, rows: int, columns: int) -> Any:
         grid = (0, 0)
 
     def note(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        Held.grid = pack_module("nodes.adapters.blocks").token_grid(x, executor.class_obj.diffusion_model.patch_size)
+        Held.grid = pack_module("nodes.adapters.family").token_grid(x, executor.class_obj.diffusion_model.patch_size)
         return executor(x, *args, **kwargs)
 
     def attention(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

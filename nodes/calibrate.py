@@ -28,7 +28,7 @@ from ..toma_core.profile import Profile
 from ..toma_core.reasons import Message, MessageId
 from . import widgets
 from .adapters.attachment import config_for, last_stats
-from .adapters.blocks import BlockFacts
+from .adapters.family import BlockFacts
 from .adapters.patch_model import apply_toma
 from .adapters.probe import MAX_BANDS, Probes, sites_of, without_caches
 from .adapters.registry import blocks_of, fingerprint

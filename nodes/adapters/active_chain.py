@@ -1,11 +1,6 @@
 """One chain of blocks in one evaluation: whether the chain is merged, with which plans, and how.
 
-    reduced = chain.reduce(x)                       merge
-    out = blocks(reduced)                           the model's own blocks
-    y = chain.restore(out, reduced, x, attends)     unmerge
-
-`chain.ChainSite` calls these methods: directly in eager mode, and through the operators of `compile_ops` in a graph of
-torch.compile.
+`chain.ChainSite` calls these methods: directly in eager mode, and through operators in a graph of torch.compile.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .compat import with_argument
 from .signature import CallArguments
 
 _OVERRIDE = "optimized_attention_override"
@@ -26,7 +27,7 @@ class KVOverride:
     # Takes a block's keys or values, their name, the number of tokens before the image, and the axis of tokens. Returns
     # the keys or values to attend to: (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C).
     change: Callable[[Tensor, str, int, int], Tensor]
-    spans: Sequence[tuple[int, ...]]  # see `BlockSignature.attention_spans`
+    spans: Sequence[tuple[int, int, int]]  # see `BlockSignature.attention_spans`
     masked: Callable[[Tensor], Tensor | None]  # takes a mask of a block's keys, returns a mask of the changed keys
     preferred: Sequence[Any] = ()  # see `preferences_of`
     # The set `RunStats.attentions`; None if calls of another node's attention are not recorded.
@@ -49,19 +50,19 @@ class KVOverride:
         axis = 2 if kwargs.get("skip_reshape") else 1
         mask = args[1] if len(args) > 1 else kwargs.get("mask")  # mask of the keys k
         seen = None if mask is None else self.masked(mask)
-        number = self._number(q, k, v, axis)
+        number = None  # index among the block's self-attentions; None if this is no self-attention
+        if self.called < len(self.spans):
+            before, tokens, queries = self.spans[self.called]
+            if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries:
+                number = self.called
         if number is not None and (mask is None or seen is not None):
-            before, tokens, *_ = self.spans[number]
             keys = self.change(k, f"key {number}", before, axis)
             values = self.change(v, f"value {number}", before, axis)
             self.called += 1
             if keys.shape[axis] == values.shape[axis]:  # lengths differ if only keys or only values are cached
                 k, v = keys, values
             if seen is not None and k.shape[axis] > tokens:
-                if len(args) > 1:
-                    args = (args[0], seen, *args[2:])
-                else:
-                    kwargs = {**kwargs, "mask": seen}
+                args, kwargs = with_argument(args, kwargs, 1, "mask", seen)
         if self.then is None:
             # If there is any override, as ours here, ComfyUI ignores the function that the checkpoint names. So call it
             # here.
@@ -79,14 +80,6 @@ class KVOverride:
         out = self.then(default, q, k, v, *args, **kwargs)
         self.noted.add((q.shape[axis] < k.shape[axis], bool(left)))
         return out
-
-    def _number(self, q: Tensor, k: Tensor, v: Tensor, axis: int) -> int | None:
-        """Return the index of this attention among the block's self-attentions; None if it is no self-attention."""
-        if self.called == len(self.spans):
-            return None
-        _, tokens, *others = self.spans[self.called]
-        queries = others[0] if others else tokens
-        return self.called if k.shape[axis] == v.shape[axis] == tokens and q.shape[axis] == queries else None
 
 
 def preferences_of(block: nn.Module) -> tuple[nn.Module, ...]:

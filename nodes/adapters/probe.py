@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...toma_core import ToMAConfig
 from ...toma_core.profile import entry_of
-from .blocks import BlockFacts
 from .compat import arguments, require_api, warned
 from .conditions import is_active
+from .family import BlockFacts
 from .model_hooks import SAMPLING
 from .origin import unwrapped
 from .patch_model import apply_toma

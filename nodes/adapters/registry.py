@@ -1,6 +1,6 @@
 """Find the family of a model, and the properties by which models are distinguished.
 
-To add a family, add its file in `families`, its import in this module and its name in `_NAMES`. The file defines:
+To add a family, add its file in `families` and its import in this module. The file defines:
 
 NAME     name of the family, as users read it
 MODEL    ComfyUI's class
@@ -23,10 +23,10 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ...toma_core import Evaluation
+from ...toma_core.presets import ModelKind
 from ...toma_core.reasons import MessageError, MessageId, Reason
-from .blocks import BlockFacts
 from .compat import UnsupportedApiError, check, require_api, warn
-from .family import ModelHooks
+from .family import BlockFacts, ModelHooks
 from .model_hooks import HookPair
 from .origin import kinds_of, unwrapped
 
@@ -82,20 +82,22 @@ with _of("LTX"):
 with _of("MiniMax H3"):
     from .families import h3
 
-# Names in the order in which users read them.
-_NAMES = "unet flux chroma lumina omnigen krea qwen qwen21 ernie ideogram lens sd3 cosmos wan hunyuan ltx h3"
-_FAMILIES: list[Any] = [globals()[name] for name in _NAMES.split() if name in globals()]
+# In the order of the imports, in which users read the names.
+_FAMILIES: list[Any] = [each for each in list(globals().values()) if hasattr(each, "Hooks")]
 
 
-@dataclass
-class _Plain(ModelHooks):
+class _Unmerged(ModelHooks):
     """Hooks of a model in which nothing is merged, because its class differs from the class that this pack knows."""
 
-    reason: str  # the difference, for the report
     takes_frames = True
+    kinds = ModelKind.UNET, ModelKind.UNET
+
+    def __init__(self, model: nn.Module, difference: str) -> None:
+        super().__init__(model)
+        self.difference = difference  # for the report
 
     def select(self, x: Tensor, evaluation: Evaluation, *_: Any, **__: Any) -> Iterator[HookPair]:
-        evaluation.run.stats.call_not_merged(Reason.UNKNOWN_API(name=self.reason))
+        evaluation.run.stats.call_not_merged(Reason.UNKNOWN_API(name=self.difference))
         return iter(())
 
 
@@ -118,13 +120,13 @@ _hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()
 
 
 def find(diffusion_model: nn.Module) -> ModelHooks | None:
-    """Return the hooks of a model, None if no family matches; `_Plain` if a hook cannot stand in for its module."""
+    """Return the hooks of a model, None if no family matches; `_Unmerged` if a hook cannot stand in for its module."""
     model = unwrapped(diffusion_model)
     if model not in _hooks:
         family = next((f for f in _FAMILIES if is_of(f, model)), None)
         if family is None:
             # The model may belong to a family that could not be imported; such a model runs unmerged.
-            return _Plain(type(model).__name__) if _unavailable else None
+            return _Unmerged(model, type(model).__name__) if _unavailable else None
         try:
             with require_api(type(model).__name__):
                 hooks: ModelHooks = family.Hooks(model)
@@ -132,7 +134,7 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
                     check(module, hook)
         except UnsupportedApiError as error:
             warn(error)
-            hooks = _Plain(str(error))
+            hooks = _Unmerged(model, str(error))
         _hooks[model] = hooks
     return _hooks[model]
 

@@ -5,15 +5,14 @@ An argument that is not listed here may be per token. A block that gets one runs
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
 
@@ -52,10 +51,9 @@ class BlockSignature:
     rope_arg = ""  # the argument with the rotary positions; empty if there is none
     rope_token_dim = 2  # the dimension of rotary positions along which tokens are counted
     rope_split_half = False  # whether rotation pairs channel i of a head with i + d / 2, not with its neighbour
-    # Whether the image comes last in the positions or, without `rope_arg`, in the tokens. Only the image's padding and
-    # the references that ComfyUI's options name may follow it.
+    # Whether the image comes last in the positions or, without `rope_arg`, in the tokens. Only the references that
+    # ComfyUI's options name may follow it.
     image_last = False
-    image_multiple = 1  # the count of image tokens is padded to a multiple of this
     row_args: tuple[str, ...] = ()  # arguments besides `rope_arg` with a row per token, along `rope_token_dim`
     # Arguments that hold indices of tokens: one index, or a list of (start, stop, ...).
     index_args: tuple[str, ...] = ()
@@ -120,8 +118,7 @@ class BlockSignature:
             rows, axis, offset = call_args.get(self.rope_arg), self.rope_token_dim, self.attention_offset(call_args)
         if not isinstance(rows, Tensor) or rows.ndim <= axis:  # as in an older ComfyUI with several tables of positions
             return None
-        behind = -image % self.image_multiple + self.reference_tokens(call_args)
-        before = rows.shape[axis] - offset - image - behind
+        before = rows.shape[axis] - offset - image - self.reference_tokens(call_args)
         return before if before >= 0 else None
 
     def _text(self, call_args: CallArguments) -> int:
@@ -131,12 +128,11 @@ class BlockSignature:
         """Return how many text tokens precede the tokens of `tokens_arg` in positions and attention."""
         return self._text(call_args) if self.text_first else 0
 
-    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each of the block's attentions to the image, in order: the number of keys before the image, the
-        number of all keys and, if queries are other tokens, the number of queries. Attentions are recognized by these
-        numbers."""
+    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int, int], ...]:
+        """Return, for each of the block's attentions to the image, in order: the numbers of keys before the image, of
+        all keys, and of queries. Attentions are recognized by these numbers."""
         tokens = self._text(call_args) + int(self.tokens(call_args).shape[1])
-        return ((self.attention_offset(call_args) + before, tokens),)
+        return ((self.attention_offset(call_args) + before, tokens, tokens),)
 
     def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
         """Return the grid of the image's tokens; None if unknown. grid: the latent's."""
@@ -160,11 +156,10 @@ class BlockSignature:
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
         """Return the options for merged tokens: another node's attention may index tokens by the options."""
-        # `img_slice` holds the counts of text tokens and of all tokens.
-        changed, image, removed = {}, options.get("img_slice"), reduction.removed
-        if image and removed:
-            changed["img_slice"] = [image[0], image[1] - removed]
-        if len(reduction.lengths) > 1 and "reference_image_num_tokens" in options:
+        changed = {}
+        if image := options.get("img_slice"):  # the counts of text tokens and of all tokens
+            changed["img_slice"] = [image[0], image[1] - reduction.removed]
+        if len(reduction.lengths) > 1:
             changed["reference_image_num_tokens"] = [left for _, left in reduction.lengths[1:]]
         return {**options, **changed} if changed else options
 
@@ -203,15 +198,3 @@ class BlockSignature:
         """Clamp fp16 values as the model does: rounded weights of a merge may sum to more than 1, and give infinity."""
         clamps = self.clamps_fp16 and x.dtype is torch.float16
         return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if clamps else x
-
-
-@dataclass(frozen=True)
-class BlockGroup:
-    """Consecutive blocks of one kind."""
-
-    kind: str  # name of the blocks in the report and in plans
-    blocks: Sequence[nn.Module]
-    signature: BlockSignature
-    work: Block  # cost of one block
-    added: str = ""  # key in ComfyUI's `control` of the tensors that ControlNets add after each block
-    borders: Container[int] = ()  # indices of blocks after which the model itself reads all tokens

@@ -15,10 +15,10 @@ FAMILIES = "nodes.adapters.families"
 # Block that no `BlockGroup` lists (a block of the UNet or a part of a block) -> the classes of the hooks that stand in
 # for it.
 PARTS = {
-    "unet SpatialTransformer.transformer_blocks": ("unet.Signature", "unet_layers.ByModule"),
-    "unet BasicTransformerBlock.attn1": ("unet_layers.MergedAttention",),
-    "unet BasicTransformerBlock.attn2": ("unet_layers.MergedAttention",),
-    "unet BasicTransformerBlock.ff": ("unet_layers.MergedFeedForward",),
+    "unet SpatialTransformer.transformer_blocks": ("unet.Signature", "unet.ByModule"),
+    "unet BasicTransformerBlock.attn1": ("unet.MergedAttention",),
+    "unet BasicTransformerBlock.attn2": ("unet.MergedAttention",),
+    "unet BasicTransformerBlock.ff": ("unet.MergedFeedForward",),
 }
 PART_HOMES = {
     "SpatialTransformer": "comfy.ldm.modules.attention.SpatialTransformer",
@@ -106,6 +106,8 @@ def _groups(hooks: Found) -> list[tuple[str, str]]:
                 local |= {ast.unparse(each): made for each, made in pairs}
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "BlockGroup":
+                if not ast.unparse(node.args[1]).startswith("model."):
+                    continue  # a list in a part of the model, see `PARTS`
                 made = local.get(ast.unparse(node.args[2]), node.args[2])
                 found.append((ast.unparse(node.args[1]).removeprefix("model."), ast.unparse(made).partition("(")[0]))
     return found

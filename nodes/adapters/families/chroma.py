@@ -7,9 +7,7 @@ from typing import Any
 from comfy.ldm.chroma.model import Chroma
 
 from ....toma_core import ToMAConfig
-from ....toma_core.cost_model import Block
-from ....toma_core.reasons import Message, Reason
-from ..signature import BlockGroup
+from ..family import Block, BlockGroup, Message, Reason
 from . import flux
 
 NAME = "Chroma"

@@ -1,7 +1,4 @@
-"""Cosmos-Predict2 and Anima: pictures and videos as (B, frames, rows, columns, C), with text as a separate argument.
-
-Every frame is merged to the same number of tokens, because modulation may be per frame.
-"""
+"""Cosmos-Predict2 and Anima: pictures and videos as (B, frames, rows, columns, C), with text as a separate argument."""
 
 from __future__ import annotations
 
@@ -10,9 +7,7 @@ from typing import Any
 from comfy.ldm.cosmos.predict2 import MiniTrainDIT
 from torch import Tensor
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 
 NAME = "Anima, Cosmos-Predict2"
 MODEL = MiniTrainDIT
@@ -51,10 +46,9 @@ class Signature(BlockSignature):
         return tensor.unflatten(1, (frames, *sides))
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     inside = ("attn1_patch", "attn2_patch", "mlp_patch")
     takes_frames = True
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = model.patch_spatial, model.model_channels
-        return (BlockGroup("double", model.blocks, Signature(), COST),)
+        return (BlockGroup("double", model.blocks, Signature(), COST, model.patch_spatial, model.model_channels),)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from comfy.ldm.ernie.model import ErnieImageModel
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 
 NAME = "ERNIE-Image"
 MODEL = ErnieImageModel
@@ -26,9 +24,8 @@ class Signature(BlockSignature):
     passthrough_args = ("temb",)
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     passes_options = False
 
     def block_groups(self, model: ErnieImageModel) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = model.patch_size, model.hidden_size
-        return (BlockGroup("layer", model.layers, Signature(), COST),)
+        return (BlockGroup("layer", model.layers, Signature(), COST, model.patch_size, model.hidden_size),)

@@ -9,9 +9,8 @@ from typing import Any
 
 from comfy.ldm.flux.model import Flux
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature, CallArguments
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
+from ..signature import CallArguments
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 MODEL = Flux
@@ -49,20 +48,17 @@ class DoubleSignature(BlockSignature):
     mutates_input = clamps_fp16 = True
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     references_follow = True
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        if tuple(map(len, self.hooks)) == _FLUX_1:
-            self.own_presets = {"paper": {"skip_first_blocks": 5}}
-
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = model.patch_size, getattr(model, "hidden_size", 0)
+        if (len(model.double_blocks), len(model.single_blocks)) == _FLUX_1:
+            self.own_presets = {"paper": {"skip_first_blocks": 5}}
         double, single = self.works(model)
+        sizes = model.patch_size, getattr(model, "hidden_size", 0)
         return (
-            BlockGroup("double", model.double_blocks, DoubleSignature(), double, "input"),
-            BlockGroup("single", model.single_blocks, SingleSignature(), single, "output"),
+            BlockGroup("double", model.double_blocks, DoubleSignature(), double, *sizes, "input"),
+            BlockGroup("single", model.single_blocks, SingleSignature(), single, *sizes, "output"),
         )
 
     def works(self, model: Any) -> tuple[Block, Block]:

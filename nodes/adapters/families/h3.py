@@ -1,13 +1,13 @@
 """MiniMax H3: one stream of [text | references | audio | video], (T, C) without a batch.
 
-Only the video, the last segment, is merged. Every frame is merged to the same number of tokens. Modulation is given for
-segments of the stream, as (start, stop, row), where row is an index into `t_emb`. If the latent has a mask, as for
-inpainting and extending, row has an index per token; after merging it has the destinations' indices.
+Only the video, the last segment, is merged. Modulation is given for segments of the stream, as (start, stop, row): row
+is an index into `t_emb`. If the latent has a mask, as for inpainting and extending, row has an index per token; after
+merging it has the destinations' indices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +15,8 @@ import torch
 from comfy.ldm.minimax.model import MiniMaxH3Model
 from torch import Tensor
 
-from ....toma_core.cost_model import Block
-from ....toma_core.reasons import Message, Reason
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature, CallArguments
+from ..family import Block, BlockGroup, BlockSignature, Message, ModelHooks, Reason
+from ..signature import CallArguments
 
 NAME = "MiniMax H3"
 MODEL = MiniMaxH3Model
@@ -32,7 +30,7 @@ class Signature(BlockSignature):
     rope_arg, rope_token_dim = "rope_freqs", 1
     rope_split_half = True
     image_last = True
-    index_args = (_SEGMENTS,)
+    row_args = index_args = (_SEGMENTS,)
     passthrough_args = ("t_emb",)
     mutates_input = True
     # The segments of an evaluation, and for each token of the stream its index into `t_emb`, (1, T, 1).
@@ -44,29 +42,26 @@ class Signature(BlockSignature):
         return super().obstacle(call_args, before, image, references)
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
-        rows, segments = super().rows(call_args), call_args[_SEGMENTS]
-        if any(isinstance(row, Tensor) for _, _, row in segments):
-            # Make one tensor for all blocks, which get the same list, so that they also share the merged rows.
-            if self._row_by_token is None or self._row_by_token[0] is not segments:
-                self._row_by_token = segments, _row_by_token(segments)
-            rows[_SEGMENTS] = self._row_by_token[1]
-        return rows
-
-    def replaced(self, call_args: CallArguments, x: Tensor, rows: Mapping[str, Tensor]) -> CallArguments:
-        others = {name: each for name, each in rows.items() if name != _SEGMENTS}
-        changed = super().replaced(call_args, x, others)
-        if _SEGMENTS in rows:
-            changed[_SEGMENTS] = [(0, call_args[_SEGMENTS][-1][1], rows[_SEGMENTS][0, :, 0])]
-        return changed
+        rows = super().rows(call_args)
+        return {name: each for name, each in rows.items() if name != _SEGMENTS or isinstance(each, Tensor)}
 
     def release(self) -> None:
         self._row_by_token = None
 
     def unpack(self, value: Any) -> Any:
-        return value[None] if value.ndim == 2 else value
+        if isinstance(value, Tensor):
+            return value[None] if value.ndim == 2 else value
+        if all(not isinstance(row, Tensor) for _, _, row in value):
+            return value
+        # Make one tensor for all blocks, which get the same list, so that they also share the merged rows.
+        if self._row_by_token is None or self._row_by_token[0] is not value:
+            self._row_by_token = value, _row_by_token(value)
+        return self._row_by_token[1]
 
     def pack(self, value: Any, tensor: Tensor) -> Any:
-        return tensor[0] if value.ndim == 2 else tensor
+        if isinstance(value, Tensor):
+            return tensor[0] if value.ndim == 2 else tensor
+        return [(0, value[-1][1], tensor[0, :, 0])]
 
 
 def _row_by_token(segments: Sequence[Any]) -> Tensor:
@@ -94,11 +89,10 @@ def _is_known(segments: Any, start: int, length: int) -> bool:
     )
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     takes_frames = True
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         attention = model.blocks[0].attn
-        self.patch_size, self.width = model.patch_size[-1], model.hidden_size
-        self.keys_width = attention.heads * attention.head_dim
-        return (BlockGroup("double", model.blocks, Signature(), COST),)
+        size, keys = model.patch_size[-1], attention.heads * attention.head_dim
+        return (BlockGroup("double", model.blocks, Signature(), COST, size, model.hidden_size, keys_width=keys),)

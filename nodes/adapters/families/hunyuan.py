@@ -1,7 +1,7 @@
 """HunyuanVideo and HunyuanVideo 1.5, HunyuanImage 2.1: a separate class with the blocks of Flux.
 
-Tokens are [text | reference | frames]; only frames are merged, each to the same number of tokens. If the first frame
-has another noise level than the other frames, blocks run unmerged.
+Tokens are [text | reference | frames]; only frames are merged. If the first frame has another noise level than the
+others, blocks run unmerged.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from typing import Any
 
 from comfy.ldm.hunyuan_video.model import HunyuanVideo
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 MODEL = HunyuanVideo
@@ -44,11 +42,11 @@ class DoubleSignature(SingleSignature):
     tokens_arg, text_arg, output_index = "img", "txt", 0
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     takes_frames = True
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = model.patch_size[-1], model.hidden_size
-        double = BlockGroup("double", model.double_blocks, DoubleSignature(), DOUBLE, "input")
-        single = BlockGroup("single", model.single_blocks, SingleSignature(), SINGLE, "output")
+        sizes = model.patch_size[-1], model.hidden_size
+        double = BlockGroup("double", model.double_blocks, DoubleSignature(), DOUBLE, *sizes, "input")
+        single = BlockGroup("single", model.single_blocks, SingleSignature(), SINGLE, *sizes, "output")
         return (double, single) if len(model.single_blocks) else (double,)  # HunyuanVideo 1.5 has no single blocks

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 
 NAME = "Ideogram 4"
 MODEL = Ideogram4Transformer2DModel
@@ -24,7 +22,6 @@ class Signature(BlockSignature):
     passthrough_args = ("adaln_input",)
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     def block_groups(self, model: Ideogram4Transformer2DModel) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = 1, model.layers[0].attention.hidden_size
-        return (BlockGroup("layer", model.layers, Signature(), COST),)
+        return (BlockGroup("layer", model.layers, Signature(), COST, 1, model.layers[0].attention.hidden_size),)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from comfy.ldm.krea2.model import SingleStreamDiT
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature, CallArguments
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
+from ..signature import CallArguments
 
 NAME = "Krea 2"
 MODEL = SingleStreamDiT
@@ -29,9 +28,8 @@ class Signature(BlockSignature):
         return super().image_start(call_args, image) if after_text is None else int(after_text[0])
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     references_follow = True
 
     def block_groups(self, model: SingleStreamDiT) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = model.patch, model.first.out_features
-        return (BlockGroup("single", model.blocks, Signature(), COST),)
+        return (BlockGroup("single", model.blocks, Signature(), COST, model.patch, model.first.out_features),)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from comfy.ldm.lens.model import LensTransformer2DModel
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 
 NAME = "Lens"
 MODEL = LensTransformer2DModel
@@ -24,9 +22,8 @@ class Signature(BlockSignature):
     passthrough_args = ("temb",)
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     between = ("double_block",)
 
     def block_groups(self, model: LensTransformer2DModel) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = 1, model.inner_dim
-        return (BlockGroup("double", model.transformer_blocks, Signature(), COST, "input"),)
+        return (BlockGroup("double", model.transformer_blocks, Signature(), COST, 1, model.inner_dim, "input"),)

@@ -1,9 +1,8 @@
 """LTX-Video and LTX-2: videos, and videos with their sound.
 
-A block of LTX-2 takes (video, audio), and each stream attends to the other. Only the video is merged, every frame to
-the same number of tokens, because modulation may be per frame. Guide frames follow the video's frames in the latent,
-and are merged like them. With masks, and with guides that have a strength, modulation is per token; merged blocks then
-get the rows of the destinations.
+A block of LTX-2 takes (video, audio), and each stream attends to the other. Only the video is merged. Guide frames
+follow the video's frames in the latent, and are merged like them. With masks, and with guides that have a strength,
+modulation is per token; merged blocks then get the rows of the destinations.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from typing import Any
 from comfy.ldm.lightricks.model import LTXVModel
 from torch import Tensor
 
-from ....toma_core.cost_model import Block
-from ....toma_core.reasons import Message, Reason
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature, CallArguments, TokenReduction
+from ..family import Block, BlockGroup, BlockSignature, Message, ModelHooks, Reason
+from ..signature import CallArguments, TokenReduction
 
 NAME = "LTX-Video and LTX-2"
 MODEL = LTXVModel
@@ -96,7 +93,7 @@ class AVSignature(Signature):
         *("a_cross_scale_shift_timestep", "a_cross_gate_timestep", "v_prompt_timestep", "a_prompt_timestep"),
     )
 
-    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
+    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int, int], ...]:
         # In the first attention the video attends to itself, in a later attention the audio attends to the video. If
         # token counts do not distinguish this attention from those before it, the audio attends to merged tokens.
         spans, audio = super().attention_spans(call_args, before), call_args[self.tokens_arg][1].shape[1]
@@ -104,13 +101,13 @@ class AVSignature(Signature):
         return spans if not audio or tokens in (audio, text) else (*spans, (before, tokens, audio))
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     takes_frames = True
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = 1, model.inner_dim
-        if hasattr(model, "audio_patchify_proj"):
-            # The keys of two attentions count: the video attends to itself, and the audio to the video.
-            self.keys_width = model.inner_dim + model.audio_inner_dim
-            return (BlockGroup("double", model.transformer_blocks, AVSignature(), AV_COST),)
-        return (BlockGroup("double", model.transformer_blocks, Signature(), COST),)
+        width = model.inner_dim
+        if not hasattr(model, "audio_patchify_proj"):
+            return (BlockGroup("double", model.transformer_blocks, Signature(), COST, 1, width),)
+        # The keys of two attentions count: the video attends to itself, and the audio to the video.
+        keys = width + model.audio_inner_dim
+        return (BlockGroup("double", model.transformer_blocks, AVSignature(), AV_COST, 1, width, keys_width=keys),)

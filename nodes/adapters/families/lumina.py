@@ -1,7 +1,7 @@
 """Z-Image, Lumina 2 and every other model that ComfyUI runs on `NextDiT`.
 
 One stream of [text | references | image]; in Z-Image, text and image are each padded to a multiple of 32. The few
-refiner blocks before this stream, which see only text or only the image, are not merged.
+refiner blocks before this stream see only text or only the image, and are not merged.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from math import prod
 from comfy.ldm.lumina.model import NextDiT
 from torch import Tensor
 
-from ....toma_core.cost_model import Block
-from ..blocks import token_grid
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks, token_grid
+from ..signature import CallArguments
 
 NAME = "Z-Image, Lumina 2"
 MODEL = NextDiT
@@ -32,20 +30,24 @@ class LayerSignature(BlockSignature):
     passthrough_args = ("adaln_input",)
     clamps_fp16 = True
 
-    def __init__(self, image_multiple: int) -> None:
-        self.image_multiple = image_multiple
+    def __init__(self, multiple: int) -> None:
+        self.multiple = multiple  # the image is padded to a multiple of this many tokens
+
+    def image_start(self, call_args: CallArguments, image: int) -> int | None:
+        return super().image_start(call_args, image + -image % self.multiple)
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     # ControlNets and other patches read the image between two blocks, and may change its tokens.
     between = ("double_block",)
 
     def block_groups(self, model: NextDiT) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = model.patch_size, model.dim
         work = Z_IMAGE if model.pad_tokens_multiple else LUMINA
-        self.refiners = len(model.noise_refiner) * [work]
-        return (BlockGroup("layer", model.layers, LayerSignature(model.pad_tokens_multiple or 1), work),)
+        self.refiners = len(model.noise_refiner)
+        signature = LayerSignature(model.pad_tokens_multiple or 1)
+        return (BlockGroup("layer", model.layers, signature, work, model.patch_size, model.dim),)
 
     def flops_beside_blocks(self, latent: Tensor) -> float:
-        tokens = prod(token_grid(latent, self.patch_size))
-        return sum(work.flops(tokens, 1, self.width) for work in self.refiners)
+        (group,) = self.groups
+        tokens = prod(token_grid(latent, group.patch_size))
+        return self.refiners * group.work.flops(tokens, 1, group.width)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from comfy.ldm.omnigen.omnigen2 import OmniGen2Transformer2DModel
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 
 NAME = "OmniGen2"
 MODEL = OmniGen2Transformer2DModel
@@ -25,11 +23,10 @@ class Signature(BlockSignature):
     passthrough_args = ("temb",)
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     def block_groups(self, model: OmniGen2Transformer2DModel) -> tuple[BlockGroup, ...]:
-        attention = model.layers[0].attn
-        self.patch_size, self.width = model.patch_size, model.hidden_size
+        attention, size, width = model.layers[0].attn, model.patch_size, model.hidden_size
         # Keys are narrower than tokens, unless ComfyUI repeats them before attention, as older versions do.
-        if "enable_gqa" in type(attention).forward.__code__.co_consts:
-            self.keys_width = attention.kv_heads * attention.dim_head
-        return (BlockGroup("layer", model.layers, Signature(), COST),)
+        grouped = "enable_gqa" in type(attention).forward.__code__.co_consts
+        keys = attention.kv_heads * attention.dim_head if grouped else 0
+        return (BlockGroup("layer", model.layers, Signature(), COST, size, width, keys_width=keys),)

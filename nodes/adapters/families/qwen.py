@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 
 NAME = "Qwen-Image"
 MODEL = QwenImageTransformer2DModel
@@ -30,11 +28,11 @@ class Signature(BlockSignature):
     passthrough_args = ("encoder_hidden_states_mask", "temb")
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     references_follow = True
     # ControlNets that work as patches read the image between two blocks.
     between = ("double_block",)
 
     def block_groups(self, model: QwenImageTransformer2DModel) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = model.patch_size, model.inner_dim
-        return (BlockGroup("double", model.transformer_blocks, Signature(), COST, "input"),)
+        size, width = model.patch_size, model.inner_dim
+        return (BlockGroup("double", model.transformer_blocks, Signature(), COST, size, width, "input"),)

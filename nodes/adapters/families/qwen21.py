@@ -12,9 +12,8 @@ from typing import Any
 
 from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature, CallArguments, Options
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
+from ..signature import CallArguments, Options
 
 NAME = "Qwen-Image 2.1"
 MODEL = QwenImage21Transformer2DModel
@@ -42,7 +41,7 @@ class Signature(BlockSignature):
 _STORED = {"int8": 0.5, "int4": 0.25}
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     between = ("single_block",)
 
     def model_cache_numel(self, cond: Mapping[str, Any], options: Options) -> float:
@@ -53,8 +52,7 @@ class Hooks(Transformer):
         references = [prod(each.shape[-2:]) for each in cond.get("reference_latents") or ()]
         tokens = sum(references, 0 if text is None else text.shape[1])
         (group,) = self.groups
-        return 2 * len(group.blocks) * tokens * self.width * _STORED.get(str(asked.get("dtype")), 1)
+        return 2 * len(group.blocks) * tokens * group.width * _STORED.get(str(asked.get("dtype")), 1)
 
     def block_groups(self, model: QwenImage21Transformer2DModel) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = 1, model.inner_dim
-        return (BlockGroup("single", model.transformer_blocks, Signature(), COST),)
+        return (BlockGroup("single", model.transformer_blocks, Signature(), COST, 1, model.inner_dim),)

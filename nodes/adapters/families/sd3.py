@@ -6,9 +6,8 @@ from typing import Any
 
 from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
 
-from ....toma_core.cost_model import Block
-from ..family import Transformer
-from ..signature import BlockGroup, BlockSignature, CallArguments
+from ..family import Block, BlockGroup, BlockSignature, ModelHooks
+from ..signature import CallArguments
 
 NAME = "SD3.5"
 MODEL = MMDiT
@@ -24,15 +23,16 @@ class Signature(BlockSignature):
     text_arg = "context"
     passthrough_args = ("c", "use_checkpoint")
 
-    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, ...], ...]:
+    def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int, int], ...]:
         # In some blocks of SD3.5 medium, the image attends a second time, to itself alone.
-        return *super().attention_spans(call_args, before), (before, int(call_args["x"].shape[1]))
+        tokens = int(call_args["x"].shape[1])
+        return *super().attention_spans(call_args, before), (before, tokens, tokens)
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     def attentions(self, block: Any) -> int:
         return 1 + bool(getattr(getattr(block, "x_block", None), "x_block_self_attn", False))
 
     def block_groups(self, model: MMDiT) -> tuple[BlockGroup, ...]:
-        self.patch_size, self.width = model.patch_size, model.hidden_size
-        return (BlockGroup("double", model.joint_blocks, Signature(), COST, "output"),)
+        size, width = model.patch_size, model.hidden_size
+        return (BlockGroup("double", model.joint_blocks, Signature(), COST, size, width, "output"),)

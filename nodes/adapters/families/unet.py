@@ -1,9 +1,12 @@
-"""SDXL, SD1.5 and every other model that ComfyUI runs on `UNetModel` with `SpatialTransformer`s."""
+"""SDXL, SD1.5 and every other model that ComfyUI runs on `UNetModel` with `SpatialTransformer`s.
+
+With granularity `module`, as in the paper, attention and feed-forward of a transformer block each lie between their own
+merge and unmerge.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -12,18 +15,15 @@ from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel, Upsample
 from torch import Tensor, nn
 
-from ....toma_core import Evaluation
+from ....toma_core import Evaluation, MergePlan, ModelKind, ToMAConfig
 from ....toma_core.config import Granularity
-from ....toma_core.cost_model import Block
-from ....toma_core.reasons import Message, Reason
 from ....toma_core.windows import Grid
-from ..blocks import BlockFacts, chain_hooks, chains_of, merged_blocks, skip_reason, token_grid
-from ..chain import BlockHook, RopeCache
-from ..family import ModelHooks, patched
-from ..model_hooks import HookPair
-from ..origin import is_original, runs_own_loop
-from ..signature import BlockSignature, CallArguments, Options, TokenReduction
-from .unet_layers import ByModule, without_grid
+from ..active_chain import ActiveChain
+from ..chain import BlockHook
+from ..family import Block, BlockGroup, BlockSignature, Message, ModelHooks, Reason, patched, skip_reason, token_grid
+from ..model_hooks import Hook, HookPair, eager, merge, outside_graph, unmerge
+from ..origin import is_original
+from ..signature import CallArguments, Options, TokenReduction
 
 NAME = "UNet (SDXL, SD1.5, SD2)"
 MODEL = UNetModel
@@ -56,76 +56,136 @@ class Signature(BlockSignature):
         return without_grid(options, *reduction.lengths[0])
 
 
-@dataclass(frozen=True)
-class _Stack:
-    """A stack of transformer blocks."""
+class ByModule(Hook):
+    """Hook of a transformer block whose modules are merged one by one."""
 
-    position: tuple[str, int]  # part of the UNet and index in it
-    halvings: int  # how often the latent's sides are halved before this layer; a Downsample rounds up
-    width: int  # channels of a token, 0 if unknown
-    home: SpatialTransformer  # the module that runs the blocks
-    blocks: list[ByModule]  # the blocks' hooks
+    def __init__(self, block_hook: BlockHook) -> None:
+        self.block_hook = block_hook  # the hook that merges the same block in one piece
+        self.options: Options = {}  # the block's `transformer_options`, for the feed-forward, which gets none
+        self.attn1 = MergedAttention(self, "self-attention")
+        self.attn2 = MergedAttention(self, "cross-attention")
+        self.ff = MergedFeedForward(self)
+
+    @outside_graph
+    def __call__(self, x: Tensor, context: Any = None, transformer_options: dict[str, Any] = {}) -> Tensor:  # noqa: B006
+        self.options = transformer_options
+        return self.original(x, context=context, transformer_options=transformer_options)
+
+    def release(self) -> None:
+        self.options = {}
+        self.block_hook.release()
+
+    def layers(self) -> Iterator[HookPair]:
+        module: Any = self.block_hook.module
+        pairs = (module.attn1, self.attn1), (module.attn2, self.attn2), (module.ff, self.ff)
+        yield from (pair for pair in pairs if pair[0] is not None)
+
+    @eager
+    def plan(self, x: Tensor, part: str) -> MergePlan | None:
+        """Return the plan for the tokens x of a module, None if the module is not merged. Note the result."""
+        site = self.block_hook.own_site
+        reason = site.reason({"x": x, "transformer_options": self.options})
+        chain = site.chain
+        if chain is None or not chain.merges(x, reason, part):
+            return None
+        chain.evaluation.run.stats.merged(self.block_hook.name, chain.evaluation.step_plan.step)
+        return chain.evaluation.plan(x, chain.grids[0], chain.scope)
+
+
+class MergedFeedForward(Hook):
+    def __init__(self, block: ByModule) -> None:
+        self.block = block
+
+    @outside_graph
+    def __call__(self, x: Tensor, /) -> Tensor:
+        plan = self.block.plan(x, "feed-forward")
+        return self.original(x) if plan is None else unmerge(self.original(merge(x, plan)), plan)
+
+
+class MergedAttention(Hook):
+    """Self- or cross-attention with merged queries; in self-attention keys and values are merged, too."""
+
+    def __init__(self, block: ByModule, part: str) -> None:
+        self.block, self.part = block, part
+
+    @outside_graph
+    def __call__(
+        self,
+        x: Tensor,
+        context: Any = None,
+        value: Any = None,
+        mask: Any = None,
+        transformer_options: dict[str, Any] = {},  # noqa: B006
+        **rest: Any,
+    ) -> Tensor:
+        call_args = {"mask": mask, **rest}
+        tied = any(argument is not None for argument in call_args.values())
+        plan = None if tied else self.block.plan(x, self.part)
+        if plan is None:
+            return self.original(x, context=context, value=value, transformer_options=transformer_options, **call_args)
+        merged = merge(x, plan)
+        options = without_grid(transformer_options, plan.tokens, plan.num_destinations)
+        if context is x and (value is None or value is x):
+            # Merge keys and values if both come from x. Otherwise merge neither, because their lengths must be equal.
+            context, value = merged, None if value is None else merged
+        out = self.original(merged, context=context, value=value, transformer_options=options, **call_args)
+        return unmerge(out, plan)
 
 
 class Hooks(ModelHooks):
-    def __init__(self, diffusion_model: UNetModel) -> None:
-        signature = Signature()
-        shared = RopeCache()
-        self.stacks: list[_Stack] = []
-        self.convolutions: list[tuple[int, int]] = []  # halvings and weights of each layer
-        for position, halvings, layer in _parts(diffusion_model):
-            self.convolutions.append((halvings - isinstance(layer, Upsample), _weights(layer)))
+    inside = ()
+    passes_options = False
+    scope = "unet"  # blocks of one resolution share plans
+    kinds = ModelKind.UNET, ModelKind.UNET  # no KV cache, because convolutions see all tokens
+
+    def __init__(self, model: UNetModel) -> None:
+        super().__init__(model)
+        self.by_module = {hook: ByModule(hook) for group in self.groups for hook in group.hooks}
+        # Weights of each layer, and the side of its pixels in pixels of the latent.
+        self.convolutions = [(_weights(layer), 2 ** (n - isinstance(layer, Upsample))) for _, n, layer in _parts(model)]
+
+    def block_groups(self, model: UNetModel) -> tuple[BlockGroup, ...]:
+        signature, groups = Signature(), list[BlockGroup]()
+        for position, halvings, layer in _parts(model):
             if isinstance(layer, SpatialTransformer):
-                blocks = []
-                for index, module in enumerate(layer.transformer_blocks):
-                    name = ".".join(map(str, (*position, index)))
-                    blocks.append(ByModule(BlockHook(module, name, signature, COST, "unet", shared)))
                 width = getattr(layer.transformer_blocks[0].attn1.to_q, "in_features", 0)
-                self.stacks.append(_Stack(position, halvings, width, layer, blocks))
+                groups.append(BlockGroup(position, layer.transformer_blocks, signature, COST, 2**halvings, width))
+        return tuple(groups)
 
-    def select(
-        self, x: Tensor, evaluation: Evaluation, options: Options, control: Any, references: Sequence[Tensor]
+    def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
+        return skip_reason(config, self.groups.index(group), len(self.groups))
+
+    def module_hooks(
+        self, merged: dict[int, BlockHook], grid: Grid, evaluation: Evaluation, options: Options
     ) -> Iterator[HookPair]:
-        # `control` is not used, because ControlNets add residuals outside of the stacks.
-        config, stats = evaluation.run.config, evaluation.run.stats
-        by_module = config.granularity is Granularity.MODULE or patched(options, _TOKEN_PATCHES)
-        for place, stack in enumerate(self.stacks):
-            grid, modules = token_grid(x, 2**stack.halvings), stack.home.transformer_blocks
-            skips = [skip_reason(config, place, len(self.stacks))] * len(stack.blocks)
-            merged = merged_blocks([block.block_hook for block in stack.blocks], modules, skips, evaluation)
-            for index in list(merged):
-                # If another node's patch reads the tokens of a block, merge by module, so that the patch gets all
-                # tokens.
-                replaced = list(_replaced(stack, index, options))
-                if by_module or replaced:
-                    name = merged.pop(index).name
-                    if not evaluation.refreshes:
-                        for part in replaced:
-                            stats.not_merged(name, Reason.BLOCK_REPLACED(), part)
-                        yield from stack.blocks[index].hooks(grid, evaluation.of(name))
-            chains = config.granularity is Granularity.STACK and runs_own_loop(stack.home, ("forward",))
-            for chain in chains_of(merged, modules, () if chains else merged, evaluation):
-                yield from chain_hooks(chain, (grid,), x, evaluation, options, stack.width)
-
-    def blocks(self, latent: Tensor) -> Iterator[BlockFacts]:
-        for stack in self.stacks:
-            home = ".".join(map(str, stack.position))
-            tokens = prod(token_grid(latent, 2**stack.halvings))
-            for hook in (block.block_hook for block in stack.blocks):
-                yield BlockFacts(hook.name, home, hook.work, tokens, stack.width)
+        every = evaluation.run.config.granularity is Granularity.MODULE or patched(options, _TOKEN_PATCHES)
+        for index, hook in list(merged.items()):
+            # If another node's patch reads a block's tokens, merge by module, so that the patch gets all tokens.
+            replaced = _replaced(hook.name, options)
+            if not (every or replaced):
+                continue
+            del merged[index]
+            if not evaluation.refreshes:
+                for part in replaced:
+                    evaluation.run.stats.not_merged(hook.name, Reason.BLOCK_REPLACED(), part)
+                chain = (grid,), hook.scope, [hook.name], (hook.work, Granularity.MODULE), evaluation.of(hook.name)
+                hook.own_site.begin(ActiveChain(hook.signature, *chain))
+                yield hook.module, self.by_module[hook]
+                yield from self.by_module[hook].layers()
 
     def flops_beside_blocks(self, latent: Tensor) -> float:
-        return 2.0 * sum(weights * prod(token_grid(latent, 2**halvings)) for halvings, weights in self.convolutions)
+        return 2.0 * sum(weights * prod(token_grid(latent, side)) for weights, side in self.convolutions)
 
     def hook_pairs(self) -> Iterator[HookPair]:
-        for block in (block for stack in self.stacks for block in stack.blocks):
-            if is_original(block.block_hook.module):
-                yield block.block_hook.module, block.block_hook
-                yield from block.layers()
+        for hook, parts in self.by_module.items():
+            if is_original(hook.module):
+                yield hook.module, hook
+                yield from parts.layers()
 
 
-def _parts(model: UNetModel) -> Iterator[tuple[tuple[str, int], int, nn.Module]]:
-    """Yield (position, halvings, layer) of every layer in forward order, see `_Stack`."""
+def _parts(model: UNetModel) -> Iterator[tuple[str, int, nn.Module]]:
+    """Yield every layer in forward order, each after its position, such as "input.4", and the number of times that the
+    latent's sides are halved before the layer; a Downsample rounds up."""
     halvings = list(accumulate(any(isinstance(m, Downsample) for m in b.modules()) for b in model.input_blocks))
     middle = [model.middle_block] if model.middle_block is not None else []
     # Output blocks have the resolutions of input blocks in reverse, because skip connections join them.
@@ -137,7 +197,7 @@ def _parts(model: UNetModel) -> Iterator[tuple[tuple[str, int], int, nn.Module]]
     )
     for name, parts, depths in sections:
         for index, (part, depth) in enumerate(zip(parts, depths, strict=False)):
-            yield from (((name, index), depth, layer) for layer in part)
+            yield from ((f"{name}.{index}", depth, layer) for layer in part)
 
 
 def _weights(layer: nn.Module) -> int:
@@ -150,10 +210,17 @@ def _weights(layer: nn.Module) -> int:
     return weights
 
 
-def _replaced(stack: _Stack, index: int, options: Options) -> Iterator[str]:
-    """Yield the names of a block's attentions that another node computes; these run on all tokens."""
-    replacements = options.get("patches_replace", {})
-    for name, part in (("attn1", "self-attention"), ("attn2", "cross-attention")):
-        entries = replacements.get(name, {})
-        if (*stack.position, index) in entries or stack.position in entries:
-            yield part
+def _replaced(block: str, options: Options) -> list[str]:
+    """Return the names of a block's attentions that another node computes; these run on all tokens."""
+    section, stack, index = block.split(".")
+    keys = {(section, int(stack), int(index)), (section, int(stack))}
+    parts, replacements = {"attn1": "self-attention", "attn2": "cross-attention"}, options.get("patches_replace", {})
+    return [part for name, part in parts.items() if not keys.isdisjoint(replacements.get(name, {}))]
+
+
+def without_grid(options: Options, tokens: int, destinations: int) -> Options:
+    """Return options for merged tokens, which form no grid: `activations_shape` becomes (B, C, 1, D)."""
+    shape = options.get("activations_shape")
+    if not shape or destinations == tokens:
+        return options
+    return {**options, "activations_shape": [*shape[:-2], 1, destinations]}

@@ -1,8 +1,5 @@
 """Wan 2.1 and 2.2: videos in one stream of [references | video | further frames, context or pose], with text as a
-separate argument.
-
-Every frame is merged to the same number of tokens, because modulation may be per frame (Wan 2.2 5B). Cross-attention to
-the text is part of a block and runs on merged tokens, too.
+separate argument. Cross-attention to the text is part of a block and runs on merged tokens, too.
 """
 
 from __future__ import annotations
@@ -14,11 +11,9 @@ from typing import Any
 
 from comfy.ldm.wan.model import WanModel
 
-from ....toma_core.cost_model import Block
-from ....toma_core.reasons import Message, Reason
-from ..family import Transformer
+from ..family import Block, BlockGroup, BlockSignature, Message, ModelHooks, Reason
 from ..origin import kinds_of
-from ..signature import BlockGroup, BlockSignature, CallArguments, Options, TokenReduction
+from ..signature import CallArguments, Options, TokenReduction
 
 NAME = "Wan 2.1 and 2.2"
 MODEL = WanModel
@@ -94,15 +89,15 @@ def _grid_sizes(call_args: CallArguments) -> tuple[int, ...]:
     return tuple((call_args.get("transformer_options") or {}).get("grid_sizes") or ())
 
 
-class Hooks(Transformer):
+class Hooks(ModelHooks):
     inside = ("attn1_patch", "attn2_patch")
     between = ("double_block",)
     takes_frames = True
 
     def block_groups(self, model: WanModel) -> tuple[BlockGroup, ...]:
         # `model.blocks` has all blocks except VACE's control blocks, which see the control video.
-        self.patch_size, self.width = model.patch_size[-1], model.dim
         kind = kinds_of(model)[0]
         work = replace(COST, weights=6 + 2 * model.ffn_dim / model.dim)
         signature = Signature(getattr(model, "ref_conv", None) is not None, kind in _LEADING_FRAMES)
-        return (BlockGroup("double", model.blocks, signature, work, borders=_BORDERS[kind](model)),)
+        size, borders = model.patch_size[-1], _BORDERS[kind](model)
+        return (BlockGroup("double", model.blocks, signature, work, size, model.dim, borders=borders),)
