@@ -21,7 +21,6 @@ from ...toma_core.latent_regression import Rotation
 from ...toma_core.pipeline import Cached, Refresh
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
-from .attention_override import from_btc, to_btc
 from .model_hooks import unmerge
 from .signature import BlockSignature
 
@@ -109,13 +108,13 @@ class ActiveChain:
         return self.signature.clamp_fp16(joined(restored))
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
-        """Return the keys or values of all tokens, (B, before + N + rest, C). t: the keys or values of the merged
-        tokens, (B, before + D + rest, C). If axis is 2, both are (B, heads, T, C). A refresh caches t and returns it. A
-        merged step propagates the change at its destinations to the cached tensor. If nothing is cached, return t; if
+        """Return the keys or values of all tokens, T = before + N + rest. t: those of merged tokens, T = before + D +
+        rest. Both are (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C). A refresh caches t and returns it.
+        A merged step propagates the change at its destinations to the cached tensor. If nothing is cached, return t; if
         `always`, return t unmerged."""
         evaluation, lengths = self.evaluation, [count for _, count in self.lengths]
         quantized, total = evaluation.run.cache.quantized, sum(lengths)
-        tokens_btc = to_btc(t.narrow(axis, before, total), axis)
+        tokens_btc = (t.transpose(1, 2) if axis == 2 else t).narrow(1, before, total).flatten(2)
         own = quantized or (tokens_btc.untyped_storage()._cdata != t.untyped_storage()._cdata and len(lengths) == 1)
         parts, seen = split(tokens_btc, lengths), []
         for n, (part, (tokens, _), plan) in enumerate(zip(parts, self.lengths, self.plans, strict=True)):
@@ -136,7 +135,10 @@ class ActiveChain:
                 self.attended.add(block)
         if len(seen) < len(parts):
             return t
-        images, after = from_btc(joined(seen), t, axis), before + total
+        images, after = joined(seen), before + total
+        if t.ndim == 4:
+            heads = images.unflatten(2, (-1, t.shape[3]))
+            images = heads.transpose(1, 2) if axis == 2 else heads
         if t.shape[axis] == total:
             return images if quantized else images.clone()  # blocks may write into the clone, but not into the cache
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)

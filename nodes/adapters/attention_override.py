@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .compat import with_argument
 from .signature import CallArguments
@@ -29,7 +29,9 @@ class KVOverride:
     change: Callable[[Tensor, str, int, int], Tensor]
     spans: Sequence[tuple[int, int, int]]  # see `BlockSignature.attention_spans`
     masked: Callable[[Tensor], Tensor | None]  # takes a mask of a block's keys, returns a mask of the changed keys
-    preferred: Sequence[Any] = ()  # see `preferences_of`
+    # The block's `ComfyAttention` modules (ComfyUI 0.34 or newer): the first belongs to the self-attention, the last to
+    # the attention to text. Their `function` is the one that the checkpoint names for this attention, or None.
+    preferred: Sequence[Any] = ()
     # The set `RunStats.attentions`; None if calls of another node's attention are not recorded.
     noted: set[tuple[bool, bool]] | None = None
     then: Callable[..., Any] | None = None  # the override of another node, if there is one
@@ -80,22 +82,3 @@ class KVOverride:
         out = self.then(default, q, k, v, *args, **kwargs)
         self.noted.add((q.shape[axis] < k.shape[axis], bool(left)))
         return out
-
-
-def preferences_of(block: nn.Module) -> tuple[nn.Module, ...]:
-    """Return a block's `ComfyAttention` modules (ComfyUI 0.34 or newer): the first belongs to the self-attention, the
-    last to the attention to text. Their `function` is the one that the checkpoint names for this attention, or None."""
-    return tuple(module for name, module in block.named_modules() if name.rpartition(".")[2] == "comfy_attention")
-
-
-def to_btc(t: Tensor, axis: int) -> Tensor:
-    """Reshape (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C) to (B, T, all channels)."""
-    return (t.transpose(1, 2) if axis == 2 else t).flatten(2)
-
-
-def from_btc(t: Tensor, other: Tensor, axis: int) -> Tensor:
-    """Reverse `to_btc`: return a tensor of (B, T, all channels) in the layout of `other`."""
-    if other.ndim == 3:
-        return t
-    t = t.unflatten(2, (-1, other.shape[3]))
-    return t.transpose(1, 2) if axis == 2 else t

@@ -24,7 +24,7 @@ from ...toma_core.cost_model import Block
 from ...toma_core.reasons import Message, Reason
 from . import compile_ops
 from .active_chain import ActiveChain
-from .attention_override import KVOverride, preferences_of
+from .attention_override import KVOverride
 from .model_hooks import Hook, eager, outside_graph
 from .signature import BlockSignature, CallArguments, TokenReduction
 
@@ -196,8 +196,8 @@ class BlockHook(Hook):
     def __post_init__(self, rope: RopeCache) -> None:
         self.own_site = ChainSite(self.signature, rope)  # site of a chain that begins with this block
         self.site = self.own_site  # site of the block's chain in this evaluation, perhaps that of an earlier block
-        # Empty if blocks get their attention as an argument.
-        self.preferences = () if self.signature.attention_arg else preferences_of(self.module)
+        modules = () if self.signature.attention_arg else self.module.named_modules()
+        self.preferred = tuple(each for name, each in modules if name.rpartition(".")[2] == "comfy_attention")
 
     def release(self) -> None:
         self.own_site.release()
@@ -251,7 +251,7 @@ class BlockHook(Hook):
         spans = signature.attention_spans(merged, before)
         masked = partial(signature.mask_of_all, removed=reduction.removed)
         noted = None if site.in_graph or site.chain is None else site.chain.evaluation.run.stats.attentions
-        override = KVOverride(partial(site.attend, self.name), spans, masked, self.preferences, noted)
+        override = KVOverride(partial(site.attend, self.name), spans, masked, self.preferred, noted)
         return override.given_to(merged, signature.attention_arg)
 
     def _unmerged(self, out: Any) -> Any:

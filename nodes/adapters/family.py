@@ -47,12 +47,12 @@ class BlockGroup:
     # Set by `ModelHooks`: the hook of each block; the module that runs the blocks, and the name of its list of blocks.
     hooks: list[BlockHook] = field(default_factory=list)
     home: Callable[[], Any] = lambda: None
-    name: str = ""
+    list_name: str = ""
 
     @property
     def modules(self) -> Any:
         """The list of blocks that is in the model now: another pack may have replaced it."""
-        return getattr(self.home(), self.name, self.blocks)
+        return getattr(self.home(), self.list_name, self.blocks)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ModelHooks:
             group.hooks = [BlockHook(module, f"{group.kind}.{n}", *rest) for n, module in modules]
             children = ((home, name, each) for home in model.modules() for name, each in home.named_children())
             found = ((ref(home), name) for home, name, each in children if each is group.blocks)
-            group.home, group.name = next(found, (self.model, ""))
+            group.home, group.list_name = next(found, (self.model, ""))
 
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         """Return the groups of blocks in the order in which they run."""

@@ -97,7 +97,7 @@ def held(model: Any) -> list[Any]:
     for _, hook in pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs():
         site = getattr(hook, "own_site", None)
         holders = [site, getattr(site, "shared", None), getattr(hook, "signature", None)]
-        names = "chain", "reduction", "pair", "rows", "entry", "image_start", "_row_by_token", "options", "original"
+        names = "chain", "pair", "rows", "entry", "image_start", "_row_by_token", "options", "original"
         found += [vars(each)[n] for each in (hook, *holders) if each is not None for n in names if vars(each).get(n)]
     return found
 

@@ -55,22 +55,18 @@ class Signature(BlockSignature):
             return value
         # Make one tensor for all blocks, which get the same list, so that they also share the merged rows.
         if self._row_by_token is None or self._row_by_token[0] is not value:
-            self._row_by_token = value, _row_by_token(value)
+            device = next(row.device for _, _, row in value if isinstance(row, Tensor))
+            parts = [
+                row.expand(stop - start) if isinstance(row, Tensor) else torch.full((stop - start,), row, device=device)
+                for start, stop, row in value
+            ]
+            self._row_by_token = value, torch.cat(parts)[None, :, None]
         return self._row_by_token[1]
 
     def pack(self, value: Any, tensor: Tensor) -> Any:
         if isinstance(value, Tensor):
             return tensor[0] if value.ndim == 2 else tensor
         return [(0, value[-1][1], tensor[0, :, 0])]
-
-
-def _row_by_token(segments: Sequence[Any]) -> Tensor:
-    device = next(row.device for _, _, row in segments if isinstance(row, Tensor))
-    parts = [
-        row.expand(stop - start) if isinstance(row, Tensor) else torch.full((stop - start,), row, device=device)
-        for start, stop, row in segments
-    ]
-    return torch.cat(parts)[None, :, None]
 
 
 def _is_known(segments: Any, start: int, length: int) -> bool:
