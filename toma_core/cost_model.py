@@ -90,8 +90,7 @@ def too_little(
     """Return why Auto does not merge a token grid, None if Auto merges it.
 
     images: images per condition. The number of conditions in the batch is ignored: it depends on free memory, which
-    must not change a picture. card: None if the device is no NVIDIA GPU; every grid of `FEWEST` or more tokens is then
-    merged. granularity: of the merge; `BLOCK` for a stack of one block.
+    must not change a picture. card: None if the device is no NVIDIA GPU. granularity: `BLOCK` for a stack of one block.
     """
     if tokens < FEWEST:
         return Reason.TOO_FEW_TOKENS(least=FEWEST)

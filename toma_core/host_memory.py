@@ -163,8 +163,7 @@ class Lane:
     writing: deque[tuple[Tensor | Int4Tensor, Any]] = field(default_factory=deque)  # (source, event after the copy)
 
     @property
-    def now(self) -> torch.cuda.Stream:
-        """The stream on which the model computes."""
+    def now(self) -> torch.cuda.Stream:  # the stream on which the model computes
         return self.copier.current(self.device)
 
     def copied(self, stream: torch.cuda.Stream, targets: list[Tensor], sources: list[Tensor], pinned: bool) -> Any:

@@ -17,8 +17,7 @@ from torch import Tensor
 _RECENT = 3  # earlier evaluations that a latent is compared with: solvers of third order combine three
 _CELL = 8  # side of the square cells of the latent over which new noise is averaged
 _NEGLIGIBLE = 0.05  # noise below this share of the latent's root mean square no longer changes the picture
-# An earlier latent or prediction counts as a combination of the others if its part orthogonal to them has less than
-# this share of its norm. That part is then a rounding error.
+# A direction counts as a combination of the others if its part orthogonal to them is below this share of its norm.
 _ROUNDING = 1e-5
 
 
@@ -41,9 +40,9 @@ class History:
             self._recent.popleft()
 
     def new_noise(self, latent: Tensor, sigma: float) -> Tensor | None:
-        """Return the share of a latent's noise that is new, in the cell where this share is largest, as a scalar
-        tensor. Return None without earlier latents of this shape. The host does not wait for the device. latent: (B, C,
-        ..., H, W). sigma: standard deviation of the noise."""
+        """Return the share of a latent's noise that is new, in the cell where it is largest, as a scalar tensor; None
+        without earlier latents of this shape. The host does not wait. latent: (B, C, ..., H, W). sigma: standard
+        deviation of the noise."""
         directions = [each for pair in self._recent for each in pair if each.shape == latent.shape]
         if not self.compared or not directions:
             return None

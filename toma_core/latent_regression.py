@@ -31,9 +31,8 @@ from .kernels.layout import room
 from .merge import MergePlan, add_unmerged, gather_destinations, kernels_for, unmerge
 from .prediction import picture_tokens
 
-# Share of the regression's residual at destinations that other tokens get. A larger share would add more of the
-# destinations' noise. A smaller share would lose change that tokens have in common
-# (benchmarks/results/fidelity/trials.md).
+# Share of the regression's residual at destinations that other tokens get. More would add the destinations' noise, less
+# would lose change that tokens have in common (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
 _RIDGE = 0.1  # times the textbook's ridge F / D; all of it would add bias, as latents explain most of the change
 _LEAST_DESTINATIONS = 2  # per feature; with fewer, the regression would overfit to the destinations

@@ -63,9 +63,7 @@ class UserSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.preset, str) or self.preset not in PRESETS:
-            given = shown(self.preset)
-            choices = tuple(PRESETS)
-            raise ConfigError(Refusal.NOT_A_CHOICE(setting="preset", value=given, choices=choices))
+            raise ConfigError(Refusal.NOT_A_CHOICE(setting="preset", value=shown(self.preset), choices=tuple(PRESETS)))
         object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides)))
         self.resolved()
 

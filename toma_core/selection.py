@@ -20,14 +20,11 @@ from .windows import Budget, Windows
 # search. Without the penalty rounding would decide between them, and rounding depends on batch, threads and kernel. The
 # penalty is far above rounding and far below true differences of gains.
 TIE = 1e-5
-
 # Priority of the last step's destinations if cached keys, values and updates are propagated; all other tokens have
 # priority 1. Tokens thus take turns at being computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
-
 # The most elements held in fp32 at a time: with intermediates 1 GB. Flux at 2048 x 2048 has 50 million.
 MAX_ELEMENTS = 1 << 26
-
 _MIN_SPREAD = 1e-5  # a variance below this is a rounding error, in any dtype
 
 

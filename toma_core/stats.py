@@ -30,8 +30,7 @@ class RunStats:
     weighings: int = 0
     kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch made them
     full_by: tuple[Message, ...] = ()  # settings that make steps full
-    # Steps that ran in full although the schedule merges them, by reason.
-    full_reasons: dict[Message, set[int]] = field(default_factory=dict)
+    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # steps in full that the schedule merges
     by_profile: bool = False  # whether ratios differ by block: grids and merged_steps are then for the largest ratio
     cache_bytes: int = 0  # largest size of the residual and KV caches
     cache_disabled: bool = False
@@ -103,7 +102,6 @@ class RunStats:
         self.unmerged.setdefault(reason, set()).add((block, part))
 
     def call_not_merged(self, reason: Message) -> None:
-        """Record why a call of the model ran on all tokens."""
         self.unmerged_calls[reason] = None
 
     def unmerged_names(self) -> dict[Message, set[str]]:

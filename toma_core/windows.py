@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 Grid = tuple[int, ...]  # (rows, columns), or (frames, rows, columns) of a video
-
-
 _Self = TypeVar("_Self", bound="WithTensors")
 
 

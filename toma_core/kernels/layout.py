@@ -11,8 +11,7 @@ from torch import Tensor
 from ..windows import Budget, Windows
 
 DOT_MIN = 16  # the smallest side of a matrix product in Triton
-# Rows start at multiples of this many elements, so that kernels read 16 bytes at a time for every window size.
-_ROW_MULTIPLE = 16
+_ROW_MULTIPLE = 16  # rows start at multiples of this, so that kernels read 16 bytes at a time for every window size
 
 
 def cdiv(size: int, part: int) -> int:

@@ -18,8 +18,7 @@ __all__ = ["INTERPRETED", "MAX_SLOTS", "TritonKernels"]
 class TritonKernels:
     """Operations on (B, N, C) tokens in grid order, without autograd, in one launch each, with fp32 scores and sums.
 
-    Windows have at most MAX_SLOTS tokens. Tensors lie on a CUDA device, or on the CPU if INTERPRETED. Launches are
-    prepared once for each layout and each combination of shapes, strides, dtypes and devices.
+    Windows have at most MAX_SLOTS tokens. Tensors lie on a CUDA device, or on the CPU if INTERPRETED.
     """
 
     name = "triton"

@@ -66,8 +66,7 @@ def budget_stride(part: Tensor | None, dims: int) -> int:
 
 
 def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
-    """Return the strides of weights, (B or 1, W, rows, columns), between images (0 if all share the weights), windows
-    and rows. Kernels read the padding of rows and mask it. Raises ValueError."""
+    """Return strides of (B or 1, W, rows, columns) between images (0 if shared), windows, rows. Raises ValueError."""
     (images, _, rows, columns), (by_image, by_window, by_row, by_column) = weights.shape, weights.stride()
     if rows == 1:
         by_row = columns  # PyTorch's stride of a single row is arbitrary
