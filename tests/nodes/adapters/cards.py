@@ -43,7 +43,8 @@ def a_card(share: float, quantized: bool, main: float = 1e12, **options: Any) ->
     def planned(updates: int, keys: int, left: float, *args: Any) -> Any:
         return plan(updates, keys, updates + share * keys if share < 1 else 1e12, 0.0, *args[1:])
 
-    def measured(host: Any, *_: Any) -> None:
+    def measured(host: Any, *estimated: Any) -> None:
+        assert memory._inference_memory(*estimated) < float("inf"), "ComfyUI's estimate fails"
         if not quantized:
             host.card_room = share * host.expected if share < 1 else 1e12
 

@@ -31,72 +31,62 @@ RECORDED = {
 
 
 @dataclass(eq=False)
-class Evaluation:
-    """The allocations of one recorded evaluation."""
-
-    blocks: list[list[int]] = field(default_factory=lambda: [[]])  # bytes of each allocation, by block
-    survivors: int = 0  # number of allocations of a block that were not free when the next block had ended
-    ended: bool = False
-    _alive: list[list[StorageWeakRef]] = field(default_factory=lambda: [[]])
-
-    def allocated(self, storage: torch.UntypedStorage) -> None:
-        self.blocks[-1].append(storage.nbytes())
-        self._alive[-1].append(StorageWeakRef(storage))
-
-    def next_block(self) -> None:
-        # Skip allocations before the first block. They are inputs of all blocks, so they may stay.
-        for each in self._alive[1:-1]:
-            self.survivors += sum(not storage.expired() for storage in each)
-            each.clear()
-        self.blocks.append([])
-        self._alive.append([])
-
-
-@dataclass(eq=False)
 class Recording(TorchDispatchMode):
     """Records the evaluations of one thread."""
 
-    evaluations: list[Evaluation] = field(default_factory=list)
-    left_open: int = 0  # number of evaluations that began while the previous recording was open
+    evaluations: list[list[list[int]]] = field(default_factory=list)  # bytes of each allocation, by block
+    ended: list[bool] = field(default_factory=list)  # by evaluation
     enabled: list[bool] = field(default_factory=list)  # whether ComfyUI's compiler was on, by evaluation of the model
-    active: Evaluation | None = None
+    survivors: int = 0  # number of allocations of a block that were not free when the next block had ended
+    left_open: int = 0  # number of evaluations that began while the previous recording was open
+    is_open: bool = False
+    thread: int = field(default_factory=threading.get_ident)
+    _made: list[list[StorageWeakRef]] = field(default_factory=list)  # allocations of the last two blocks
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.thread = threading.get_ident()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self.active is not None:
-            given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-            made = {t.untyped_storage()._cdata: t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
-            for pointer, t in made.items():
-                if pointer not in given:
-                    self.active.allocated(t.untyped_storage())
+        if self.is_open:
+            given, made = (
+                {
+                    t.untyped_storage()._cdata: t.untyped_storage()
+                    for t in tree_leaves(each)
+                    if isinstance(t, torch.Tensor)
+                }
+                for each in ((args, kwargs), out)
+            )
+            for storage in (made[pointer] for pointer in made.keys() - given.keys()):
+                self.evaluations[-1][-1].append(storage.nbytes())
+                self._made[-1].append(StorageWeakRef(storage))
         return out
 
     def begin(self) -> None:
-        self.left_open += self.active is not None
-        self.active = Evaluation()
-        self.evaluations.append(self.active)
+        self.left_open += self.is_open
+        self.is_open, self._made = True, [[]]
+        self.evaluations.append([[]])
+        self.ended.append(False)
+
+    def next_block(self) -> None:
+        previous, made = self._made[:-1], self._made[-1]
+        self.survivors += sum(not storage.expired() for each in previous for storage in each)
+        # Skip allocations before the first block. They are inputs of all blocks, so they may stay.
+        self._made = [made if len(self.evaluations[-1]) > 1 else [], []]
+        self.evaluations[-1].append([])
 
     def end(self) -> None:
-        if self.active is not None:
-            self.active.next_block()
-            self.active.ended = True
-            self.active = None
+        if self.is_open:
+            self.next_block()
+            self.ended[-1] = True
+        self.is_open = False
 
     def abort(self) -> None:
-        self.active = None
+        self.is_open = False
 
     def block(self) -> None:
-        if self.active is not None and threading.get_ident() == self.thread:
-            self.active.next_block()
-
-    @property
-    def survivors(self) -> int:
-        """Count allocations of all recorded evaluations that were not free when the next block had ended."""
-        return sum(evaluation.survivors for evaluation in self.evaluations)
+        if self.is_open and threading.get_ident() == self.thread:
+            self.next_block()
 
 
 def blocks_of(network: Any) -> Any:

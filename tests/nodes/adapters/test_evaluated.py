@@ -57,7 +57,7 @@ def test_guidance_of_video_and_audio(flux: Any) -> None:
         def set_cfg(self, video_cfg: float, audio_cfg: float) -> None:
             self.video_cfg, self.audio_cfg, self.cfg = video_cfg, audio_cfg, max(video_cfg, audio_cfg)
 
-        def predict_noise(self, x: Any, timestep: Any, model_options: Any = {}, seed: Any = None) -> Any:  # noqa: B006
+        def predict_noise(self, x: Any, timestep: Any, model_options: Any, seed: Any) -> Any:
             if self.video_cfg != self.audio_cfg:
                 mixed = lambda args: args["uncond"] + self.video_cfg * args["cond_denoised"]  # noqa: E731
                 options = {"sampler_cfg_function": mixed, "disable_cfg1_optimization": True}
@@ -79,7 +79,7 @@ def test_a_guider_that_counts_is_not_changed_by_being_asked(flux: Any) -> None:
     class Counting(CFGGuider):  # type: ignore[misc]
         calls = 0
 
-        def predict_noise(self, x: Any, timestep: Any, model_options: Any = {}, seed: Any = None) -> Any:  # noqa: B006
+        def predict_noise(self, x: Any, timestep: Any, model_options: Any, seed: Any) -> Any:
             self.calls += 1
             self.log.append(float(timestep[0]))
             positive, negative = self.conds["positive"], self.conds["negative"]
@@ -98,25 +98,27 @@ def test_a_guider_that_counts_is_not_changed_by_being_asked(flux: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@loop("how", ["raises", "runs the model", "prepares"])
-def test_of_other_guiders_all_conditions_count(how: str, flux: Any) -> None:
-    class Strange(CFGGuider):  # type: ignore[misc]
-        def predict_noise(self, x: Any, timestep: Any, model_options: Any = {}, seed: Any = None) -> Any:  # noqa: B006
-            if how == "runs the model":
-                return self.inner_model.apply_model(x, timestep)
+def test_of_other_guiders_all_conditions_count(flux: Any) -> None:
+    class Raises(CFGGuider):  # type: ignore[misc]
+        def predict_noise(self, *_: Any) -> Any:
             raise RuntimeError("of another pack")
 
-    class Prepared(CFGGuider):  # type: ignore[misc]
+    class RunsTheModel(CFGGuider):  # type: ignore[misc]
+        def predict_noise(self, x: Any, timestep: Any, *_: Any) -> Any:
+            return self.inner_model.apply_model(x, timestep)
+
+    class Prepares(CFGGuider):  # type: ignore[misc]
         prepared = False
 
-        def predict_noise(self, x: Any, timestep: Any, model_options: Any = {}, seed: Any = None) -> Any:  # noqa: B006
-            return super().predict_noise(x, timestep, model_options, seed) if self.prepared else x
+        def predict_noise(self, x: Any, *args: Any) -> Any:
+            return super().predict_noise(x, *args) if self.prepared else x
 
         def inner_sample(self, *args: Any, **kwargs: Any) -> Any:
             self.prepared = True
             return super().inner_sample(*args, **kwargs)
 
-    assert parts(guider_of(Prepared if how == "prepares" else Strange, flux)) == [2] * 5
+    for kind in (Raises, RunsTheModel, Prepares):
+        assert parts(guider_of(kind, flux)) == [2] * 5
 
 
 def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:

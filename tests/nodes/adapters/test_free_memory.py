@@ -37,9 +37,9 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def late(model: Any, start: float = 0.45) -> list[Any]:
+def late(model: Any) -> list[Any]:
     """Return one prompt that is active from the beginning, and one prompt that begins later."""
-    return [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3, start_percent=start)]
+    return [*models.conditioning(model, seed=1), *models.conditioning(model, seed=3, start_percent=0.45)]
 
 
 RUNS = [("balanced", "two"), ("quality", "late"), ("paper", "two")]
@@ -69,24 +69,6 @@ def test_the_number_of_threads_does_not_matter(model: Any, name: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert distance(*pictures) < 2e-5
-
-
-def modes(decisions: list[Any]) -> str:
-    """Return a letter for each evaluation: full (f), refresh (r), merged with caches (m) or without (p)."""
-    return "".join({"full": "f", "refresh": "r", "merged cached": "m", "merged": "p"}[d.mode.value] for d in decisions)
-
-
-def test_a_late_prompt_makes_one_step_full(flux: Any, decisions: Any, stats_of: Any) -> None:
-    """In the first step of a prompt that begins between two full steps, all conditions refresh their caches."""
-    patched = balanced(flux, skip_first_blocks=1)
-    models.sample(patched, SIDE, SIDE, steps=9)
-    assert modes(decisions) == "rmmmrmmmf"
-    decisions.clear()
-    out = models.sample(patched, SIDE, SIDE, steps=9, positive=late(flux, 0.2))
-    (begins,) = [d.step for d in decisions if d.mode.value == "refresh" and d.step % 4]
-    assert "p" not in modes(decisions)
-    assert begins not in stats_of(patched).merged_steps
-    assert out.isfinite().all()
 
 
 @loop("apart", [False, True])

@@ -210,24 +210,6 @@ def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
     assert host.card_room == pytest.approx(wanted * 1000, abs=1e-3)
 
 
-def test_a_run_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan puts all keys and values on the card in full precision. Other programs then occupy half of the memory
-    for them."""
-    merged, run = balanced(models.z_image(layers=10)), pack_module("nodes.adapters.patch_model")
-    with a_card(1.0, quantized=False) as card:
-        wanted = sampled("z_image", merged, cfg=1.0)
-    assert card.peak[1] == 0
-    with a_card(1.0, quantized=False) as other, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "measure_room", memory.measure_room)
-        patch.setattr(memory, "estimate_memory", lambda *_: (7e9, 5e9))
-        patch.setattr(type(merged), "get_free_memory", lambda *_: 7.5e9 + card.peak[0] / 2)
-        patch.setattr(memory.model_management, "extra_reserved_memory", lambda: 0.5e9 - other.hosts[0].beside)
-        found = sampled("z_image", merged, cfg=1.0)
-    other.ended()
-    assert all(map(torch.equal, found, wanted))
-    assert other.peak == (card.peak[0] // 2, card.peak[0] // 2)
-
-
 def test_pinning_that_fails_raises_nothing() -> None:
     copier, failing = pack_module("toma_core.host_memory").CudaCopier, Mock(side_effect=RuntimeError("out of handles"))
     for pin_memory, pinned in ((failing, False), (lambda _: False, False), (lambda _: True, True)):
