@@ -1,8 +1,6 @@
 """ToMA Benchmark: measure speed and error on the user's machine, with and without ToMA in turn, and recommend ratios.
-
 Each run goes through ComfyUI's sampler; its time includes the making of plans, but not the loading of the model. The
-clock waits for the device twice per run, before the first step and after the last, never in between.
-"""
+clock waits for the device twice per run, before the first step and after the last, never in between."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ class ToMABenchmark(io.ComfyNode):
             timings = measure(model, settings, ratios, task, runs, status.measures)
         spread = noise(timings)
         noisy = spread > TOO_NOISY
-        best = (None, None) if noisy else (worthwhile(timings), closest(timings))
+        best = (None, None) if noisy else recommended(timings)
         verdict = [Measured.TOO_NOISY(percent=100 * spread)] if noisy else _verdict(timings[0], *best)
         notes = _notes(task, preset, runs, model, timings[-1])
         table = "\n".join(map(str, [*verdict, "", *_table(timings), "", *notes]))
@@ -187,22 +185,15 @@ def noise(timings: Sequence[Timing]) -> float:
     return max((timing.spread[1] - timing.spread[0]) / timing.median for timing in timings)
 
 
-def worthwhile(timings: Sequence[Timing]) -> Timing | None:
-    """Return the timing with the smallest error among those that are about as fast as the fastest: slower by at most a
-    twentieth of the time without ToMA. None if no ratio is reliably faster than the model without ToMA."""
-    faster = _faster(timings)
-    enough = min((timing.median for timing in faster), default=0.0) + timings[0].median / 20
-    return _least_error(timing for timing in faster if timing.median <= enough)
-
-
-def closest(timings: Sequence[Timing]) -> Timing | None:
-    """Return the timing with the smallest error among those `_WORTH` times as fast as without ToMA or faster."""
-    return _least_error(each for each in _faster(timings) if timings[0].median >= _WORTH * each.median)
-
-
-def _faster(timings: Sequence[Timing]) -> list[Timing]:
+def recommended(timings: Sequence[Timing]) -> tuple[Timing | None, Timing | None]:
+    """Return the timing with the smallest error of those about as fast as the fastest (slower by at most a twentieth of
+    the time without ToMA), and the one of those at least `_WORTH` times as fast as without ToMA. Only ratios that are
+    reliably faster than without ToMA count; None if there is none."""
     base, *others = timings
-    return [timing for timing in others if timing.spread[1] < base.spread[0]]
+    faster = [timing for timing in others if timing.spread[1] < base.spread[0]]
+    enough = min((timing.median for timing in faster), default=0.0) + base.median / 20
+    worthwhile = _least_error(timing for timing in faster if timing.median <= enough)
+    return worthwhile, _least_error(timing for timing in faster if base.median >= _WORTH * timing.median)
 
 
 def _least_error(timings: Iterable[Timing]) -> Timing | None:
@@ -247,11 +238,11 @@ def _table(timings: Sequence[Timing]) -> list[str]:
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
-def _bars(timings: Sequence[Timing], *recommended: Timing | None) -> list[Bar]:
+def _bars(timings: Sequence[Timing], *best: Timing | None) -> list[Bar]:
     base, *others = timings
     bars = [Bar("without ToMA", base.median, f"{base.median * 1e3:.4g} ms", FULL, base.spread)]
     for timed in others:
         label = f"{base.median / timed.median:.2f}x as fast, error {timed.error:.2f}"
-        colour = RECOMMENDED if timed in recommended else MERGED
+        colour = RECOMMENDED if timed in best else MERGED
         bars.append(Bar(f"ratio {timed.ratio:g}", timed.median, label, colour, timed.spread, timed.error))
     return bars

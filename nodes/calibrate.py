@@ -98,7 +98,8 @@ class Calibrated:
     profile: Profile | None = None  # the chosen ratios, or the preset's if `keeps_preset`; None with a `problem`
     errors: tuple[float, float] = (0.0, 0.0)  # error of the preset, and of the chosen ratios
     work: tuple[float, float] = (1.0, 1.0)  # share of the blocks' work left by the preset, and by the chosen ratios
-    # Whether the profile has the preset's ratio: the chosen ratios do not lower the error of all images and of most.
+    # Whether the profile has the preset's ratio. The chosen ratios replace it only if they lower the error over all
+    # images together and in most images.
     keeps_preset: bool = False
     problem: Message | None = None  # why nothing was measured or chosen
 

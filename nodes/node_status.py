@@ -1,8 +1,6 @@
-"""Show on a node that a run of its model has begun or ended, and errors of the run.
-
-web/toma.js writes the messages on the node, in the language of the page. Messages go only to the page that queued the
-prompt. They name the prompt's workflow, because nodes of two workflows may have the same id.
-"""
+"""Show on a node that a run of its model has begun or ended, and errors of the run. web/toma.js writes the messages on
+the node, in the language of the page. Messages go only to the page that queued the prompt. They name the prompt's
+workflow, because nodes of two workflows may have the same id."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ class NodeStatus:
 
 @contextmanager
 def status_of(hidden: Any) -> Iterator[NodeStatus]:
-    """Yield the status of a node with these hidden inputs. Show an error that is raised inside on the node."""
+    """Yield the status of a node with these hidden inputs. An error inside is shown on the node and raised again."""
     status = NodeStatus(None if hidden is None else hidden.unique_id)
     try:
         yield status

@@ -89,15 +89,9 @@ def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
 
 
 def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
-    """Draw a square for each transformer block, with one row per stack.
-
-    The square's colour shows whether the block was merged, merged in part or not merged. The numbers in the square
-    refer to the reasons in the report's section "Not merged".
-    """
-    reasons: dict[str, list[str]] = {}
-    for number, reason in enumerate(stats.unmerged_reasons(), 1):
-        for block in {block for block, _ in stats.unmerged[reason] if block is not None}:
-            reasons.setdefault(block, []).append(str(number))
+    """Draw a square for each transformer block, with one row per stack. Colours show whether a block was merged, merged
+    in part or not merged. Numbers refer to the reasons in the report's section "Not merged"."""
+    unmerged = [{block for block, _ in stats.unmerged[reason]} for reason in stats.unmerged_reasons()]
     stacks: dict[str, list[str]] = {}
     for block in sorted(stats.blocks, key=natural_order):
         stacks.setdefault(block.rpartition(".")[0] or block, []).append(block)
@@ -110,7 +104,7 @@ def blocks_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
         pen.text((_PAD, y + _SQUARE / 2), stack, fill=INK, font=font(SMALL), anchor="lm")
         for column, block in enumerate(blocks):
             x = left + column * _PITCH
-            numbers = reasons.get(block, [])
+            numbers = [str(n) for n, names in enumerate(unmerged, 1) if block in names]
             colour = (PARTLY if numbers else MERGED) if block in stats.merged_blocks else FULL
             pen.rectangle([x, y, x + _SQUARE - 1, y + _SQUARE - 1], fill=colour)
             middle = x + _SQUARE / 2, y + _SQUARE / 2
@@ -145,7 +139,8 @@ def _bar_row(bar: Bar, longest: float, largest: float) -> Image.Image:
     pen.text((right, 0), bar.label, fill=INK, font=font(), anchor="ra")
     pen.rectangle([left, top, left + bar.value * scale, top + _THICK], fill=bar.colour)
     if bar.spread:
-        (low, high), middle = (left + end * scale for end in bar.spread), top + _THICK / 2
+        low, high = (left + end * scale for end in bar.spread)
+        middle = top + _THICK / 2
         for colour, width in ((BLACK, 6), (INK, 2)):
             pen.line([low, middle, high, middle], fill=colour, width=width)
             for end in (low, high):

@@ -26,7 +26,7 @@ _SWITCH = {"on": True, "off": False}
 
 
 def schema(node_id: str, inputs: list[Any], *outputs: Any, words: Sequence[str] = (), **more: Any) -> io.Schema:
-    """Return a node's schema with its English texts. words: own search terms. more: other arguments of `io.Schema`."""
+    """Return a node's schema with its English texts. words: its own search terms. more: arguments of `io.Schema`."""
     texts = _TEXTS[node_id]
     for item in inputs:
         item.tooltip = texts["inputs"][item.id]["tooltip"]
@@ -71,8 +71,7 @@ def _override(name: str) -> Any:
     default = spec.default
     limits = [spec.minimum, spec.maximum, default.value if isinstance(default, Enum) else default]
     data = {"presets": {preset: _values(preset, name) for preset in PRESETS}, "limits": limits}
-    common: dict[str, Any] = {"display_name": label(name), "extra_dict": data}
-    common["advanced"] = None if name in _FRONT else True
+    common: dict[str, Any] = {"display_name": label(name), "extra_dict": data, "advanced": name not in _FRONT or None}
     if isinstance(default, (bool, Enum)):
         choices = _SWITCH if isinstance(default, bool) else [str(member.value) for member in type(default)]
         return io.Combo.Input(name, options=[_PRESET, *choices], default=_PRESET, **common)

@@ -1,8 +1,6 @@
-"""Check the parts of ComfyUI that this pack uses, where it uses them.
-
-A later ComfyUI may call a hook with other arguments, or remove the hook. The pack then logs one warning that names the
-hook, and models run unmerged: a workflow that worked still works. Errors of this pack are handled in the same way.
-"""
+"""Check the parts of ComfyUI that this pack uses, where it uses them. A later ComfyUI may call a hook with other
+arguments, or remove the hook. The pack then logs one warning that names the hook, and models run unmerged: a workflow
+that worked still works. Errors of this pack are handled in the same way."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def require_api(name: str) -> Iterator[None]:
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Raise `OwnError` if code of this pack fails. Errors for the user and out-of-memory errors pass, in tests all."""
+    """Raise `OwnError` if code of this pack fails. Errors for the user and out-of-memory errors pass; in tests, all."""
     try:
         yield
     except (MessageError, torch.OutOfMemoryError):

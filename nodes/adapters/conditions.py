@@ -30,7 +30,8 @@ _SWITCHES = ("run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn")
 
 
 def patches_of(transformer_options: Mapping[str, Any]) -> Hashable:
-    """Return the options in `_SWITCHES` that are off, and the patches by name: many nodes create new functions."""
+    """Return the options in `_SWITCHES` that are off, and the patches by the names of their functions, because many
+    nodes create new functions in each evaluation."""
     added, replaced = (transformer_options.get(kind) or {} for kind in ("patches", "patches_replace"))
     return (
         *(switch for switch in _SWITCHES if not transformer_options.get(switch, True)),
@@ -98,7 +99,7 @@ def positions_of(transformer_options: Mapping[str, Any]) -> Hashable:
     return tuple(sorted((transformer_options.get("rope_options") or {}).items()))
 
 
-# Entries that are not compared: when, where and how strongly a condition takes part, and what other entries make.
+# Entries that are not compared: they say when, where and how strongly a condition acts, or follow from other entries.
 _NOT_CONTENT = {
     *("uuid", "strength", "area", "mask", "mask_strength", "set_area_to_bounds", "default", "model_conds"),
     *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
@@ -107,12 +108,10 @@ _NOT_CONTENT = {
 
 
 class Contents:
-    """Find conditions of equal content, such as a prompt that a schedule repeats. Such conditions share caches.
-
-    ComfyUI gives each condition its own id, even if several hold the same text. Contents are compared by digests of
-    their tensors, before sampling. If another node adds conditions later, their tensors on a device are compared by
-    address, because reading them would wait for the device.
-    """
+    """Find conditions of equal content, such as a prompt that a schedule repeats. Such conditions share caches. ComfyUI
+    gives each condition its own id, even if several hold the same text. Contents are compared by digests of their
+    tensors, before sampling. If another node adds conditions later, their tensors on a device are compared by address,
+    because reading them would wait for the device."""
 
     def __init__(self, conds: Mapping[str, Sequence[Mapping[str, Any]] | None] = {}) -> None:
         """conds: all conditions before sampling begins, by group ("positive", "negative")."""

@@ -1,8 +1,6 @@
-"""Predict, before a run begins, which conditions each step evaluates, and which of them the caches will hold.
-
-A guider's `predict_noise` decides which conditions are evaluated. To find out, this method is called on zeros, with a
-stand-in for the model. Functions of other nodes are left out of that call, because they may hold state.
-"""
+"""Predict, before a run begins, which conditions each step evaluates, and which of them the caches will hold. A
+guider's `predict_noise` decides which conditions are evaluated. To find out, this method is called on zeros, with a
+stand-in for the model. Functions of other nodes are left out of that call, because they may hold state."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 
 
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
-    """Return the areas of the entries in a run's caches when these are largest. size: returns that of an entry."""
+    """Return the areas of the entries in a run's caches when these are largest. size: returns an entry's size."""
     held: dict[Hashable, tuple[int, Area]] = {}  # step of the last refresh, and area
     most = [*max(steps, key=lambda parts: sum(map(size, parts.values()))).values()]
     for step, (parts, sigma) in enumerate(zip(steps, schedule.sigmas, strict=False)):

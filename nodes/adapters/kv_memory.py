@@ -102,9 +102,9 @@ def plan_kv_cache(
     copies = copier_of(device) is not None
     main = main_room() if copies and config.kv_cache is KVCache.ON else 0.0
     staging = 2 / max(sum(1 for _ in hooks.blocks(latent)), 2) if copies else 0.0  # two blocks, as a share of all
-    if (updates + keys) * itemsize <= left:
-        staged = round(keys * itemsize * staging)
-        return KVCachePlan((updates + keys) * itemsize, keys=keys * itemsize, staging=staged, main_room=main)
+    full = (updates + keys) * itemsize
+    if full <= left:
+        return KVCachePlan(full, keys=keys * itemsize, staging=round(keys * itemsize * staging), main_room=main)
     if not copies:
         left = max(left, model_management.get_total_memory(device) * _CARD_SHARE)
     complete = updates * itemsize + int4_bytes(keys, itemsize)
@@ -156,7 +156,8 @@ def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], co
 
 
 def main_room() -> float:
-    """Return how many bytes keys and values may take: a share of all memory, so that a seed gives the same picture."""
+    """Return how many bytes keys and values may take. It depends on total, not free, memory, as a seed's picture must
+    not change from run to run."""
     return min(total for total, _ in _memories()) * MAIN_SHARE
 
 
@@ -226,7 +227,7 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
 
 def windows_of(guider: Any, latent: Tensor) -> float:
     """Return how many times, on average, one evaluation computes a frame of the latent for a condition: more than once
-    where context windows overlap. Return 0, for no cache, if they move at each step: it would hold other frames."""
+    where context windows overlap. Return 0, for no cache, if they move at each step: the cache has other frames."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:

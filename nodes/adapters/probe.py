@@ -1,8 +1,6 @@
-"""Measure the error of merging during an unmerged sampling run: one site at a time, once in each band.
-
-A site is a group of blocks, a band is a range of steps. At one step of each band, the first condition is evaluated
-again for each site, with only this site merged. The error is the change of the clean image that the model predicts.
-"""
+"""Measure the error of merging during an unmerged sampling run: one site at a time, once in each band. A site is a
+group of blocks, a band is a range of steps. At one step of each band, the first condition is evaluated again for each
+site, with only this site merged. The error is the change of the clean image that the model predicts."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ from torch.utils import _contextlib
 from ...toma_core.schedule import step_at
 from .compat import with_argument
 
-# ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule, and draw new noise, which runs with a KV
-# cache measure in each step. This delays nothing: these samplers wait for the device anyway, to test for the last step.
+# Samplers of `ONCE_A_STEP` that draw new noise. Runs with a KV cache measure this noise in each step. This delays
+# nothing: these samplers wait for the device in each step anyway, to test whether the step is the last.
 _DRAWS_NOISE = (
     *("euler_ancestral", "euler_ancestral_cfg_pp", "lcm", "ddpm", "er_sde", "sa_solver", "res_multistep_ancestral"),
     *("res_multistep_ancestral_cfg_pp", "dpmpp_2m_sde", "dpmpp_2m_sde_gpu", "dpmpp_2m_sde_heun"),
     *("dpmpp_2m_sde_heun_gpu", "dpmpp_3m_sde", "dpmpp_3m_sde_gpu"),
 )
-# All of ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule; test_sigmas.py checks them.
+# ComfyUI's samplers that evaluate once a step, at the sigmas of the schedule; test_sigmas.py checks them.
 ONCE_A_STEP = (
     *_DRAWS_NOISE,
     *("euler", "euler_cfg_pp", "lms", "ipndm", "ipndm_v", "deis", "dpmpp_2m", "dpmpp_2m_cfg_pp", "res_multistep"),
@@ -75,7 +75,7 @@ class SigmaTracker:
         self._step = self._unreported = 0
         self._repeated = 0  # evaluations at the noise level of the previous evaluation
         self._kept = True  # whether all noise levels so far are in the schedule
-        self._reported: int | None = None  # the last step that was reported
+        self._reported = -1  # the last step that was reported; -1 before the first report
         # Whether another pack wraps a sampler that evaluates once a step, to change only the model's noise levels.
         self._wraps = list(map(_keeps_to_schedule, _wrapped_by(sampler))) == [True]
         # Evaluations since the last report, and between the last two reports.
@@ -103,10 +103,9 @@ class SigmaTracker:
 
     def reported(self, step: int) -> None:
         """Record a step that the sampler reports, as samplers do after a step's first evaluation."""
-        last = -1 if self._reported is None else self._reported
-        if step != last + 1 or not self._since:
+        if step != self._reported + 1 or not self._since:
             self._reports = False  # do not rely on reports that skip or repeat steps, as of samplers that run in rounds
-        elif self._reported is not None or self._since > 1:
+        elif self._reported >= 0 or self._since > 1:
             self._each = self._since
         self._reported, self._since = step, 0
 
@@ -126,7 +125,7 @@ class SigmaTracker:
             return self._at._replace(model_sigma=given)
         self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
-        by_sigma = not self._reports or (self._reported is None and self._since > 1)
+        by_sigma = not self._reports or (self._reported < 0 and self._since > 1)
         # Limit the sampler's noise level to its step: another node may have changed the model's noise level.
         ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
         sigma = min(max(given, min(ends)), max(ends))
@@ -137,7 +136,7 @@ class SigmaTracker:
     def _step_of(self, given: float) -> int:
         """Return the step of the evaluation that begins at this noise level of the model."""
         by_sigma = step_at(self._sigmas, given)
-        if self._reported is None and self._reports:
+        if self._reported < 0 and self._reports:
             if self._wraps:
                 return min(self.evaluation, len(self._sigmas) - 1)
             # A noise level that is not in the schedule comes from another node. If it is low, the step need not be
@@ -147,7 +146,7 @@ class SigmaTracker:
                 by_sigma = min(by_sigma, self.evaluation - self._repeated)
         if not self._reports or self._since > max(3, self._each + 1):
             return by_sigma
-        if self._reported is None:
+        if self._reported < 0:
             return 0 if self._since == 1 else by_sigma  # the first evaluation belongs to the first step
         following = min(self._reported + 1, len(self._sigmas) - 1)
         if self._each and self._since >= self._each:

@@ -1,8 +1,6 @@
-"""Latents of several streams, such as a video with its sound.
-
-For samplers and wrappers, ComfyUI packs the streams into one tensor of (B, 1, all elements) and lists their shapes.
-Only the model gets the streams themselves. Only tokens of the first stream are merged.
-"""
+"""Unpack latents of several streams, such as a video with its sound. For samplers and wrappers, ComfyUI packs them into
+one tensor of (B, 1, all elements) and lists their shapes. Only the model gets the streams themselves. Only tokens of
+the first stream are merged."""
 
 from __future__ import annotations
 

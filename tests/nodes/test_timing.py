@@ -143,26 +143,26 @@ def test_median_and_spread() -> None:
 
 def test_recommends_the_least_error_of_about_the_same_speed() -> None:
     base, third, half, most = timed(0.0, 10, 10.1), timed(0.25, 8, 8.1), timed(0.5, 7, 7.1), timed(0.75, 6.8, 6.9)
-    assert timing.worthwhile([base, third, half, most]) is half
-    assert timing.worthwhile([base, third]) is third
-    assert timing.worthwhile([base, third, most]) is most
+    assert timing.recommended([base, third, half, most])[0] is half
+    assert timing.recommended([base, third])[0] is third
+    assert timing.recommended([base, third, most])[0] is most
     half.error = float("nan")
-    assert timing.worthwhile([base, third, half, most]) is most
+    assert timing.recommended([base, third, half, most])[0] is most
 
 
 def test_recommends_the_least_error_that_is_fast_enough() -> None:
     base, third, half, most = timed(0.0, 10, 10.1), timed(0.25, 9, 9.1), timed(0.5, 8, 8.1), timed(0.75, 5, 5.1)
     third.error, half.error, most.error = 0.1, 0.2, 0.3
-    assert timing.closest([base, third, half, most]) is half, "a third is only 1.1x as fast"
-    assert timing.closest([base, third]) is None
+    assert timing.recommended([base, third, half, most])[1] is half, "a third is only 1.1x as fast"
+    assert timing.recommended([base, third])[1] is None
     half.error = 0.4
-    assert timing.closest([base, third, half, most]) is most
+    assert timing.recommended([base, third, half, most])[1] is most
 
 
 def test_recommends_nothing_that_is_not_clearly_faster() -> None:
     slower = [timed(0.0, 10, 10), timed(0.5, 11, 11)]
-    assert timing.worthwhile(slower) is None
+    assert timing.recommended(slower)[0] is None
     noisy = [timed(0.0, 9.5, 10, 10.5), timed(0.5, 7, 9.9, 12)]
-    assert timing.worthwhile(noisy) is None
-    assert timing.closest(noisy) is None
+    assert timing.recommended(noisy)[0] is None
+    assert timing.recommended(noisy)[1] is None
     assert timing.noise(noisy) == pytest.approx((11.16 - 8.16) / 9.9)
