@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import comfy.sample
 import pytest
 import torch
+from comfy.samplers import KSAMPLER
 from torch import Tensor
 
 from scripts.comfy_pack import pack_module
@@ -34,35 +35,22 @@ def failing(monkeypatch: pytest.MonkeyPatch, block: Any, at: int, error: BaseExc
     monkeypatch.setattr(type(block), "forward", failed)
 
 
-# A function that changes the latent before an evaluation: (latent, index of the evaluation) -> latent.
-Moves = Callable[[Tensor, int], Tensor]
-
-
 @torch.no_grad()
-def evaluated(
-    model: Any, moves: Moves = lambda x, _: x, steps: int = 4, batch: int = 1, text: int = 7, frames: int = 0
-) -> list[Tensor]:
-    """Return a model's predictions in `steps` evaluations at one sigma. moves: changes the latent before each
-    evaluation. Predictions of several streams are packed into one tensor."""
-    import comfy.sample
-    from comfy.samplers import KSAMPLER
-
+def evaluated(model: Any, moves: float = 0.0, batch: int = 1, text: int = 7, frames: int = 0) -> list[Tensor]:
+    """Return a model's predictions in four evaluations at one sigma. moves: how much the latent changes from evaluation
+    to evaluation. Predictions of several streams are packed into one tensor."""
     given: list[Tensor] = []
 
     def sampler(denoise: Any, x: Tensor, sigmas: Tensor, extra_args: dict[str, Any], **_: Any) -> Tensor:
-        for n in range(steps):
-            given.append(denoise(moves(x, n), sigmas[n] * x.new_ones(len(x)), **extra_args))
+        for n in range(4):
+            given.append(denoise(x + n * moves * x.flip(-1), sigmas[n] * x.new_ones(len(x)), **extra_args))
         return x
 
     latent = models.empty(model, HEIGHT, WIDTH, batch, frames or 1)
-    noise, sigmas = comfy.sample.prepare_noise(latent, 5), torch.full((steps + 1,), 0.6)
+    noise, sigmas = comfy.sample.prepare_noise(latent, 5), torch.full((5,), 0.6)
     conds = [models.conditioning(model, text, seed=seed) for seed in (1, 2)]
     comfy.sample.sample_custom(model, noise, 3.0, KSAMPLER(sampler), sigmas, *conds, latent, seed=5, disable_pbar=True)
     return given
-
-
-def drifting(x: Tensor, step: int) -> Tensor:
-    return x + 0.1 * step * x.flip(-1)
 
 
 def overridden(model: Any, override: Any) -> Any:
@@ -77,9 +65,6 @@ class Watch:
 
     def __init__(self, calls: int) -> None:
         self.calls, self.seen = calls, list[tuple[Tensor, Tensor, Tensor]]()
-
-    def on(self, model: Any) -> Any:
-        return overridden(model, self)
 
     def __call__(self, function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         axis = 2 if kwargs.get("skip_reshape") else 1

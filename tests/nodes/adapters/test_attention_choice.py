@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfy.ldm.modules.attention import attention_basic
 from torch import Tensor, nn
 
 from scripts.comfy_pack import pack_module
@@ -35,6 +36,12 @@ def blocks_of(model: Any) -> Any:
     return getattr(network, "blocks", None) or network.layers
 
 
+def lengths(q: Any, k: Any, kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return the numbers of queries and keys in a call of attention."""
+    axis = 2 if kwargs.get("skip_reshape") else 1
+    return getattr(q, "tensor", q).shape[axis], getattr(k, "tensor", k).shape[axis]
+
+
 class Preference(nn.Module):
     """Stands in for the `ComfyAttention` of ComfyUI after 0.33, which the model passes to `optimized_attention`."""
 
@@ -53,9 +60,7 @@ def naming(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, int
         calls, current, default = list[tuple[int, int]](), list[nn.Module](), getattr(home, entry)
 
         def named(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-            axis = 2 if kwargs.get("skip_reshape") else 1
-            shapes = [getattr(t, "tensor", t).shape[axis] for t in (q, k)]
-            calls.append((shapes[0], shapes[1]))
+            calls.append(lengths(q, k, kwargs))
             return default(q, k, v, *args, **{**kwargs, "transformer_options": {}})
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -109,53 +114,48 @@ def test_the_attention_that_the_checkpoint_names(kind: str, names: tuple[str, ..
 
 
 class Override:
-    """Another node's override. Records (number of queries, number of keys, whether the override left the call to
-    ComfyUI) of each call."""
+    """Another node's override. Records (number of queries, number of keys) of each call. leaves: whether the override
+    leaves such a call to ComfyUI."""
 
     def __init__(self, leaves: Callable[[int, int], bool]) -> None:
-        self.leaves, self.calls = leaves, list[tuple[int, int, bool]]()
+        self.leaves, self.calls = leaves, list[tuple[int, int]]()
 
     def __call__(self, function: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        from comfy.ldm.modules.attention import attention_basic
+        self.calls.append(lengths(q, k, kwargs))
+        return (function if self.leaves(*self.calls[-1]) else attention_basic)(q, k, v, *args, **kwargs)
 
-        axis = 2 if kwargs.get("skip_reshape") else 1
-        queries, keys = (getattr(t, "tensor", t).shape[axis] for t in (q, k))
-        left = self.leaves(queries, keys)
-        self.calls.append((queries, keys, left))
-        return (function if left else attention_basic)(q, k, v, *args, **kwargs)
 
-    def on(self, model: Any, by_node: bool = False) -> Any:
-        """by_node: choose this attention with the method that ComfyUI's node `ModelAttentionBackend` calls."""
-        if not by_node:
-            return overridden(model, self)
-        model = model.clone()
-        if not hasattr(model, "set_model_optimized_attention"):
-            pytest.skip("this ComfyUI has no such method")
+def by_node(model: Any, override: Override) -> Any:
+    """Choose an attention with the method that ComfyUI's node `ModelAttentionBackend` calls."""
+    model = model.clone()
+    if not hasattr(model, "set_model_optimized_attention"):
+        pytest.skip("this ComfyUI has no such method")
 
-        def backend(*args: Any, **kwargs: Any) -> Any:
-            return self(None, *args, **kwargs)
+    def backend(*args: Any, **kwargs: Any) -> Any:
+        return override(None, *args, **kwargs)
 
-        backend.container_function = backend  # type: ignore[attr-defined]
-        model.set_model_optimized_attention(backend)
-        return model
+    backend.container_function = backend  # type: ignore[attr-defined]
+    model.set_model_optimized_attention(backend)
+    return model
 
 
 @loop("kind", KINDS)
 @loop(
-    ("what", "leaves", "said"),
+    ("chosen", "leaves", "said"),
     [
-        ("an attention for all calls, as Sage", lambda a, b: False, False),
-        ("ComfyUI's node", lambda a, b: False, False),
-        ("one that only looks on", lambda a, b: True, False),
-        ("a sparse one that needs as many queries as keys", lambda a, b: a != b, True),
+        (overridden, lambda a, b: False, False),  # an attention for all calls, as Sage
+        (by_node, lambda a, b: False, False),
+        (overridden, lambda a, b: True, False),  # one that only looks on
+        (overridden, lambda a, b: a != b, True),  # a sparse one that needs as many queries as keys
     ],
+    ids=["all", "node", "onlooker", "sparse"],
 )
 def test_the_attention_of_another_node(
-    kind: str, what: str, leaves: Any, said: bool, model_of: Any, stats_of: Any
+    kind: str, chosen: Any, leaves: Any, said: bool, model_of: Any, stats_of: Any
 ) -> None:
     """If the override leaves only the calls of merged blocks to ComfyUI's attention, the report has a line about it."""
     override = Override(leaves)
-    model = override.on(model_of(kind), by_node=what == "ComfyUI's node")
+    model = chosen(model_of(kind), override)
     sampled(kind, model)
     expected = len(override.calls)
     override.calls.clear()
@@ -163,7 +163,7 @@ def test_the_attention_of_another_node(
     sampled(kind, merged)
     assert len(stats_of(merged).merged_steps) == 3
     assert len(override.calls) == expected
-    assert any(a < b for a, b, _ in override.calls)
+    assert any(a < b for a, b in override.calls)
     assert (report_text.Line.ATTENTION_LEFT() in report_text.details(stats_of(merged))) is said
     assert stats_of(merged).without_kv_cache is None
 
@@ -172,6 +172,6 @@ def test_the_attention_of_another_node(
 def test_an_override_comes_before_the_checkpoint(kind: str, naming: Any) -> None:
     model, override = getattr(models, kind)(), Override(lambda *_: False)
     calls = naming(kind, model, KINDS[kind][1])
-    sampled(kind, balanced(override.on(model)))
+    sampled(kind, balanced(overridden(model, override)))
     assert override.calls
     assert not calls

@@ -14,7 +14,7 @@ from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import ALONE, HEIGHT, LAYOUTS, WIDTH
 from tests.nodes.adapters.helpers import balanced, prompts_of
-from tests.nodes.adapters.kv_helpers import KEYS, Watch, drifting, evaluated, failing, overridden, several_calls
+from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, failing, overridden, several_calls
 
 Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
@@ -57,7 +57,7 @@ def test_keys_are_propagated_as_their_destinations_change(
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)
     lasting = {"similarity_from": "tokens", "selection_interval": 100, "weight_interval": 100, "sharpness": 10_000.0}
-    evaluated(watch.on(attach(model, **{**KEYS, **lasting})), drifting)
+    evaluated(overridden(attach(model, **{**KEYS, **lasting}), watch), moves=0.1)
     full, *merged = watch.evaluations()
     # Find the first merged block. Before it, some models run refiner blocks, which are not merged.
     block = next(n for n, (q, k, _) in enumerate(merged[0]) if q.shape[1] != k.shape[1])
@@ -214,7 +214,7 @@ def test_masked_text_is_no_obstacle(kind: str, model_of: Any, attach: Any) -> No
         return models.sample(patched, HEIGHT, WIDTH, steps=5, cfg=1.0, **conds)
 
     watch = Watch(1)
-    own, found = sampled(model), sampled(watch.on(attach(model, **KEYS)))
+    own, found = sampled(model), sampled(overridden(attach(model, **KEYS), watch))
     fewer = [q.shape[1] < k.shape[1] for q, k, _ in watch.seen]
     assert any(fewer), "merged blocks look at all tokens"
     without = sampled(attach(model, **{**KEYS, "kv_cache": False}))

@@ -14,7 +14,7 @@ from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH, noise
 from tests.nodes.adapters.helpers import balanced, prompts_of, split_calls, split_calls_when
-from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, failing, several_calls
+from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, failing, overridden, several_calls
 
 Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
@@ -60,7 +60,7 @@ def test_where_packing_runs_out_of_memory_all_steps_are_full(
 
     monkeypatch.setattr(trial, "quantize", full)
     merged, watch = attach(model, **KEYS), Watch(1)
-    (own, *_), found = evaluated(model, frames=3), evaluated(watch.on(merged), frames=3)
+    (own, *_), found = evaluated(model, frames=3), evaluated(overridden(merged, watch), frames=3)
     assert all(torch.equal(clip, own) for clip in found)
     assert all(k.shape[1] == v.shape[1] for _, k, v in watch.seen)
     stats = stats_of(merged)

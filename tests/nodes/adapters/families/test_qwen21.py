@@ -15,7 +15,7 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, TEXT, WIDTH, errors, noise
-from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated
+from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, overridden
 
 REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # smaller than the image, larger, and equally large
 CACHES = ("off", "auto", "cpu")
@@ -121,7 +121,7 @@ def test_queries_of_destinations_see_keys_of_all(in_place: bool, cache: str, mad
     """Text attends to text only, and destinations attend to the keys of all tokens."""
     model = at(made(in_place), cache)
     watch = Watch(1)
-    evaluated(watch.on(attach(model, ratio=0.5, **KEYS)))
+    evaluated(overridden(attach(model, ratio=0.5, **KEYS), watch))
     (seen,) = watch.evaluations()
     last = [(q.shape[1], k.shape[1]) for q, k, _ in seen[-8 if cache == "off" else -4 :]]
     image = IMAGE // 2, TEXT + IMAGE
