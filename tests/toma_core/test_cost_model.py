@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.loop import loop
-from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model
+from toma_core import cost_model
 from toma_core.config import Granularity
 from toma_core.cost_model import Block, Card, card_of, too_little
 from toma_core.reasons import Reason
@@ -129,15 +129,6 @@ def test_more_work_is_never_merged_less(
     assert reason or not stack
     assert (reason == Reason.TOO_FEW_TOKENS(least=256)) == (size["tokens"] < 256)
     assert size["card"] is not None or size["tokens"] < 256 or reason is None
-
-
-@loop("least", [1, 4, 256, 257, 1_048_576])
-def test_a_number_holds_whatever_the_device(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_model, "card_of", lambda device: pytest.fail("the device was looked at"))
-    reason = Reason.TOO_FEW_TOKENS(least=least) if least > 256 else None
-    run = RunState(Schedule(ToMAConfig(min_tokens=least), (1.0,)))
-    evaluation = Evaluation(run, run.schedule.decide(1.0))
-    assert evaluation.obstacle(torch.zeros(1, 256, 8), UNET_BLOCK, STACK) == reason
 
 
 def test_other_devices_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import toma_core
 from tests.loop import loop
 from tests.toma_core.plans import UNET_BLOCK, plan_for
 from toma_core import Evaluation, RunState, Schedule, ToMAConfig, cost_model, reduce, restore
 from toma_core.reasons import Message, Reason
-
-ROOT = Path(__file__).parents[2]
 
 
 def evaluation_of(sigma: float = 1.0, plan_keys: tuple[object, ...] = (None,), **settings: object) -> Evaluation:
@@ -102,20 +96,3 @@ def test_every_plan_merges_something() -> None:
             plan = plan_for(torch.randn(1, width, 4), (1, width), "toy", evaluation)
             assert (plan is None) == (round(ratio * width) == 0)
             assert plan is None or plan.num_destinations < width
-
-
-def test_usable_without_comfyui() -> None:
-    script = f"""
-import sys
-names = ("comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "nodes", "execution", "server")
-sys.modules.update(dict.fromkeys(names))  # any import of these fails
-from toma_core import {", ".join(toma_core.__all__)}
-import torch
-run = RunState(Schedule(UserSettings("balanced", dict(min_tokens=4)).resolved()))
-x = torch.ones(1, 35, 4)
-plan = Evaluation(run, run.schedule.decide(1.0)).plan(x, (5, 7), "a")
-reduced = reduce(x, plan)
-print(reduced.shape[1], torch.allclose(restore(2 * reduced, reduced, x, plan), torch.full_like(x, 2.0)))
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("17 True", 0), done.stderr

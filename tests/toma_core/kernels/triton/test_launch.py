@@ -47,12 +47,19 @@ def address(given):
     return given.data_ptr() if isinstance(given, torch.Tensor) else given
 
 with offline.stubbed(Driver()):
-    (first, _, given), direct, out = merged(x)
-    assert not direct and [address(g) for g in given[:3]] == [out.data_ptr(), x.data_ptr(), weights.data_ptr()]
-    (again, _, same), direct, out = merged(x + 1)
-    assert direct and again is first
-    assert [address(g) for g in same[3:]] == [address(g) for g in given[3:]], "all but the tensors of the call"
-    assert same[0] == out.data_ptr()
+    # Other strides, shapes, dtypes: each is looked at once.
+    between = torch.zeros(2, 300, 647, dtype=torch.float16)[:, 8:264, :640]
+    apart = torch.zeros(2, 640, 256, dtype=torch.float16).transpose(1, 2)
+    for tokens in (between, apart, x[:1], x.float(), x):
+        used = weights.to(tokens.dtype)
+        (first, _, given), direct, out = merged(tokens, used)
+        assert not direct and [address(g) for g in given[:3]] == [t.data_ptr() for t in (out, tokens, used)]
+        (again, _, same), direct, out = merged(tokens, used)
+        assert direct and again is first and same[0] == out.data_ptr() and same[6:9] == tokens.stride()
+        assert [address(g) for g in same[1:]] == [address(g) for g in given[1:]]
+    y = x + 1
+    (_, _, same), direct, out = merged(y)
+    assert direct and same[:3] == tuple(t.data_ptr() for t in (out, y, weights))
 
     # On the stream of now, with the hooks of now.
     Driver.stream, hooked = 7, []
@@ -76,16 +83,6 @@ with offline.stubbed(Driver()):
     kernels = TritonKernels()
     assert merged(odd)[0][0] is other and merged(odd)[0][0] is other and not merged(odd)[1]
     assert merged(x)[0][0] is first and merged(x)[1]
-
-    # Other strides, shapes, dtypes: each is looked at once.
-    between = torch.zeros(2, 300, 647, dtype=torch.float16)[:, 8:264, :640]
-    apart = torch.zeros(2, 640, 256, dtype=torch.float16).transpose(1, 2)
-    for tokens, used in ((between, weights), (apart, weights), (x[:1], weights), (x.float(), weights.float())):
-        (binary, _, given), direct, _ = merged(tokens, used)
-        assert not direct
-        (same, _, now), direct, _ = merged(tokens, used)
-        assert direct and same is binary
-        assert now[6:9] == tokens.stride()
 
     # A Triton whose launchers take something else: its own way, every time.
     kernels = TritonKernels()
