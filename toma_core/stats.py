@@ -16,7 +16,6 @@ class RunStats:
     """Counters of one sampling run."""
 
     evaluations: int = 0
-    merged_evaluations: int = 0
     steps: set[int] = field(default_factory=set)
     merged_steps: dict[int, float] = field(default_factory=dict)  # ratio of each step that is merged
     total_steps: int = 0  # in the run's schedule
@@ -52,7 +51,6 @@ class RunStats:
             self.evaluations += 1
             self.steps.add(step)
             if ratio:
-                self.merged_evaluations += 1
                 self.merged_steps[step] = ratio
                 self.merged_in[step] += 1
 
@@ -60,7 +58,6 @@ class RunStats:
         """Subtract evaluations of a step that broke off and will be repeated. merged: how many of them were merged."""
         with self.lock:
             self.evaluations -= evaluations
-            self.merged_evaluations -= merged
             self.merged_in[step] -= merged
             if not self.merged_in[step]:
                 self.merged_steps.pop(step, None)

@@ -13,7 +13,7 @@ def test_counters() -> None:
     stats.merged("input.10", 1)
     stats.not_merged("middle.0", Reason.SKIP_FIRST_BLOCKS(count=1))
     stats.not_merged("input.10", Reason.ATTENTION_PATCH(), "attn2")
-    assert (stats.evaluations, stats.merged_evaluations) == (4, 3)
+    assert (stats.evaluations, stats.merged_in.total()) == (4, 3)
     assert (stats.steps, stats.merged_steps) == ({0, 1, 2}, {1: 0.5, 2: 0.25})
     assert (stats.selections, stats.weighings) == (2, 3)
     assert stats.blocks == {"input.10", "middle.0"}, "a part counts as its block"

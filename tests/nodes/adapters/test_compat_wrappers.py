@@ -110,7 +110,7 @@ def test_steps_after_an_own_error_are_full(
     models.sample(merged, 16, 16, steps=8, cfg=1.0)
     assert len(modes) == 3
     stats = stats_of(merged)
-    assert (stats.evaluations, stats.merged_evaluations) == (8, sum(mode.merges for mode in modes[:3]))
+    assert (stats.evaluations, stats.merged_in.total()) == (8, sum(mode.merges for mode in modes[:3]))
     assert len(warnings()) == 1
 
 

@@ -61,7 +61,7 @@ def test_several_devices_that_share_no_picture_are_full_where_several_conditions
     assert step(2.0, cond, uncond) == "full"
     assert step(1.0, cond, uncond) == "merged", "the other has ended"
     stats = sampling.run.stats
-    assert (stats.evaluations, stats.merged_evaluations, set(stats.merged_steps)) == (3, 2, {0, 2})
+    assert (stats.evaluations, stats.merged_in.total(), set(stats.merged_steps)) == (3, 2, {0, 2})
     assert stats.full_reasons == {SEVERAL_DEVICES: {1}}
 
 
@@ -81,7 +81,7 @@ def test_tiles_on_several_devices_are_full(pack: Any) -> None:
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0], similarity_from="prediction")
     assert [step(3.0, *conds), step(2.0, *conds), step(1.0, *conds, width=4)] == ["full", "merged", "full"]
     stats = sampling.run.stats
-    assert (stats.evaluations, stats.merged_evaluations, set(stats.merged_steps)) == (3, 1, {1})
+    assert (stats.evaluations, stats.merged_in.total(), set(stats.merged_steps)) == (3, 1, {1})
     assert stats.full_reasons == {SEVERAL_DEVICES: {2}}
 
 
@@ -96,7 +96,7 @@ def test_conditions_on_several_devices_are_merged_once_a_picture_is_predicted(
     tokens = on_two_devices(attach(model, full_step_interval=2), other)
     assert torch.equal(models.sample(tokens, SIDE, SIDE, **asked), own)
     stats = stats_of(tokens)
-    assert (stats.merged_evaluations, stats.merged_steps, stats.selections) == (0, {}, 0)
+    assert (stats.merged_in.total(), stats.merged_steps, stats.selections) == (0, {}, 0)
     assert "several GPUs" in str(report_text.headline(stats))
 
     picture = on_two_devices(attach(model, similarity_from="prediction", kv_cache=True, full_step_interval=3), other)

@@ -118,7 +118,7 @@ def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: 
 
     assert trained.error(stepping(evaluate)) < 1.25 * plain
     stats = stats_of(trained.merged)
-    assert stats.merged_evaluations > trained.steps // 2, "both sizes are merged where both have caches"
+    assert stats.merged_in.total() > trained.steps // 2, "both sizes are merged where both have caches"
     assert bool(stats.full_reasons) is (shape != "always"), "what begins between two full steps is full once"
 
 
@@ -135,7 +135,7 @@ def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float
 
     assert trained.error(stepping(evaluate)) < 1.1 * plain
     stats = stats_of(trained.merged)
-    assert (stats.evaluations, stats.merged_evaluations) == (2 * trained.steps, len(usual))
+    assert (stats.evaluations, stats.merged_in.total()) == (2 * trained.steps, len(usual))
 
 
 def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> None:
@@ -224,7 +224,7 @@ def test_the_last_step_is_full_after_a_skipped_step(trained: Trained, plain: flo
         return predictions[-1]
 
     assert trained.error(stepping(evaluate, reports=False)) < 1.6 * plain
-    assert stats_of(trained.merged).merged_evaluations > trained.steps // 3
+    assert stats_of(trained.merged).merged_in.total() > trained.steps // 3
 
 
 def test_refreshes_at_a_distant_noise_level_do_not_serve(trained: Trained, plain: float) -> None:
@@ -344,7 +344,7 @@ def test_any_sequence_of_evaluations(
     watched.evaluations = watched.merged = watched.lacking = 0
     found = trained.drawn(trained.merged, function, positive)
     stats = stats_of(trained.merged)
-    assert (stats.evaluations, stats.merged_evaluations) == (watched.evaluations, watched.merged)
+    assert (stats.evaluations, stats.merged_in.total()) == (watched.evaluations, watched.merged)
     assert watched.lacking == 0
     assert bool(stats.merged_steps) is bool(watched.merged)
     assert float((found - plain).norm() / plain.norm()) < 2 * usual_error

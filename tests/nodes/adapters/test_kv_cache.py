@@ -36,7 +36,7 @@ def test_without_changes_a_merged_step_equals_the_models_own(
     model = model_of(kind)
     merged = attach(model, **KEYS)
     (own, *_), found = (evaluated(each, batch=batch, frames=frames) for each in (model, merged))
-    assert (stats_of(merged).evaluations, stats_of(merged).merged_evaluations) == (4, 3)
+    assert (stats_of(merged).evaluations, stats_of(merged).merged_in.total()) == (4, 3)
     assert stats_of(merged).unmerged == {}
     for picture in found:
         close(picture, own)

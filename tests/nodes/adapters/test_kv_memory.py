@@ -65,7 +65,7 @@ def test_where_packing_runs_out_of_memory_all_steps_are_full(
     assert all(k.shape[1] == v.shape[1] for _, k, v in watch.seen)
     stats = stats_of(merged)
     assert stats.cache_disabled
-    assert (stats.merged_evaluations, stats.merged_steps) == (0, {})
+    assert (stats.merged_in.total(), stats.merged_steps) == (0, {})
     assert str(report_text.headline(stats)) == f"Nothing was merged: {Reason.KV_CACHE_DISABLED()}"
 
 
@@ -83,7 +83,7 @@ def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
     found, own = evaluated(merged, frames=3), evaluated(model, frames=3)[0]
     assert all(torch.equal(clip, own) for clip in found[step:])
     stats = stats_of(merged)
-    assert (stats.evaluations, stats.merged_evaluations) == (4 * (1 + several), step - 1)
+    assert (stats.evaluations, stats.merged_in.total()) == (4 * (1 + several), step - 1)
 
 
 @loop("quantized", [False, True])

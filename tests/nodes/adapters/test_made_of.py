@@ -121,7 +121,7 @@ def test_positions_that_a_node_scales_in_its_options(trained: Trained, plain: fl
         wrappers[WrappersMP.CALC_COND_BATCH] = {"test": [scaled], **wrappers.get(WrappersMP.CALC_COND_BATCH, {})}
 
     assert error_of(trained, change) < 2 * plain
-    assert stats_of(trained.merged).merged_evaluations == 0
+    assert stats_of(trained.merged).merged_in.total() == 0
 
 
 def lora(model: Any) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ def test_weights_that_change(trained: Trained, plain: float, stats_of: Any, stre
     assert float((own - without).norm() / own.norm()) > 0.02, "the LoRA does something"
     found = trained.drawn(trained.merged, positive=hooked(trained, frames))
     assert float((found - own).norm() / own.norm()) < 2 * plain
-    assert stats_of(trained.merged).merged_evaluations >= 2
+    assert stats_of(trained.merged).merged_in.total() >= 2
 
 
 def test_a_step_whose_weights_are_new_is_full(trained: Trained, usual: dict[int, float], stats_of: Any) -> None:

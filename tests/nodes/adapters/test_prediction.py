@@ -61,7 +61,7 @@ def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any
     patched = attach(model, **SETTINGS)
     models.sample(patched, steps=3, sampler="heun")
     stats = stats_of(patched)
-    assert (stats.evaluations, stats.merged_evaluations) == (5, 4)
+    assert (stats.evaluations, stats.merged_in.total()) == (5, 4)
 
 
 @every_kind

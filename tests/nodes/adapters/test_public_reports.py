@@ -140,7 +140,7 @@ def another_number_of_conditions_in_the_middle(lab: Lab) -> None:
     ]
     assert lab.as_fresh(batch=2, positive=positive).isfinite().all()
     stats = lab.stats_of(lab.merged)
-    assert 0 < stats.merged_evaluations < stats.evaluations
+    assert 0 < stats.merged_in.total() < stats.evaluations
 
 
 @report("dbolya/tomesd#25")
@@ -292,7 +292,7 @@ def context_windows(lab: Lab) -> None:
                 model=balanced(models.wan()), **{**options, "context_schedule": schedule}
             ).result[0]
             outs.append(lab.drawn(windows, frames=7))
-            assert lab.stats_of(windows).merged_evaluations
+            assert lab.stats_of(windows).merged_in.total()
         assert torch.equal(*outs)
 
 

@@ -184,7 +184,7 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach
     patched = attach(flux, **REUSE)
     out = models.sample(patched, SIDE, SIDE, **FIRST[2], cfg=1.0, positive=positive)
     stats = stats_of(patched)
-    assert (stats.evaluations, stats.merged_evaluations) == (2, 0)
+    assert (stats.evaluations, stats.merged_in.total()) == (2, 0)
     assert "nothing cached yet" in str(report_text.headline(stats))
     assert torch.equal(out, models.sample(flux, SIDE, SIDE, **FIRST[2], cfg=1.0, positive=positive))
 

@@ -61,7 +61,7 @@ def test_training_is_as_without(model: Any, stats_of: Any, preset: str, checkpoi
     assert lora.keys() == expected.keys() != set()
     assert all(torch.equal(lora[name], expected[name]) for name in lora)
     stats = stats_of(patched)
-    assert stats.merged_evaluations == 0
+    assert stats.merged_in.total() == 0
     assert "gradients" in str(report_text.headline(stats))
     assert stats.cache_bytes == 0
 
@@ -87,4 +87,4 @@ def test_an_evaluation_with_gradients_is_full_and_leaves_the_others_alone(
     assert custom_sampled(patched, KSAMPLER(sampler), torch.linspace(1, 0, 7), cfg=1.0).isfinite().all()
     stats = stats_of(patched)
     assert sorted(stats.merged_steps) == [1, 2, 4]
-    assert (stats.evaluations, stats.merged_evaluations) == (7, 3)
+    assert (stats.evaluations, stats.merged_in.total()) == (7, 3)

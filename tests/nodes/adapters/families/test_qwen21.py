@@ -92,7 +92,7 @@ def test_without_changes_a_merged_step_equals_the_models_own(
     monkeypatch.setattr(models.sampling, "conditioning", lambda *_, seed, **__: list(given.values())[seed - 1])
     merged = attach(model, **KEYS)
     (own, *_), found = evaluated(model, batch=2), evaluated(merged, batch=2)
-    assert (stats_of(merged).evaluations, stats_of(merged).merged_evaluations) == (4, 3)
+    assert (stats_of(merged).evaluations, stats_of(merged).merged_in.total()) == (4, 3)
     assert stats_of(merged).unmerged == {}
     for picture in found:
         torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
