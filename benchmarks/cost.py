@@ -138,7 +138,7 @@ def count(
     patching = pack_module("nodes.adapters.patch_model")
     attachment = patching.attachment_of(patched)
     config = None if attachment is None else patching.config_for(attachment.settings, patched)
-    pictures = (x,) if config is not None and config.similarity_from == "prediction" else ()
+    pictures = (x,) if config is not None and config.uses_cache else ()
 
     hooks, run = pack_module("nodes.adapters.model_hooks"), None
     find = pack_module("nodes.adapters.registry").find

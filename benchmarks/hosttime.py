@@ -88,7 +88,6 @@ def operations(kernels: Any | None) -> dict[str, Callable[[], object]]:
     return {
         "merge": lambda: core.merge(x, made),
         "restore": lambda: core.unmerge_residual(y, y, x, made),
-        "reuse": lambda: propagation.unmerge_residual_cached(y, y, x, x, made),
         "propagate": lambda: unknown.propagate(y, made),
         "propagate, regressed": lambda: known.propagate(y, made),
         "propagate keys, regressed": lambda: known.propagate(y, made, rotation),

@@ -91,13 +91,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of a call. x, old: current and cached tokens, (B, N, C). out, reduced: destinations, (B, D, C)."""
+    """The operands of a call. x: tokens, (B, N, C). out, reduced: destinations, (B, D, C)."""
 
     x: Tensor
     plan: Any
     out: Tensor
     reduced: Tensor
-    old: Tensor
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def operands(
         plan = core.weigh(windows.split(mine), picks.clone(), windows, budget, SCALE, dtype)
         assert plan.destinations.numel(), "made now, and kept: not while a call is timed"
         merged = core.merge(mine, plan)
-        copies.append(Operands(mine, plan, merged.sin(), merged, mine.cos()))
+        copies.append(Operands(mine, plan, merged.sin(), merged))
     return copies, windows, budget
 
 
@@ -154,7 +153,6 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     are checked."""
     core = pack_module("toma_core.merge")
     selection = pack_module("toma_core.selection")
-    propagate = pack_module("toma_core.pipeline").unmerge_residual_cached
     x, plan = first.x, first.plan
     exact = core.weigh(windows.split(x), plan.dest_slots, windows, budget, SCALE, torch.float32)
     (batch, N, C), D, element = x.shape, plan.num_destinations, x.element_size()
@@ -165,8 +163,8 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
     greedy = 3.0 * batch * W * K * S * S
     merged = core.merge(x.float(), exact)
     fp32 = first.out.float(), first.reduced.float(), x.float()
-    restored, cached = (core.unmerge_residual(*fp32, exact), propagate(*fp32, first.old.float(), exact))
-    unmerging, reusing = 2 * (tokens + reduced) + weights, 3 * (tokens + reduced) + weights
+    restored = core.unmerge_residual(*fp32, exact)
+    unmerging = 2 * (tokens + reduced) + weights
 
     def weigh(o: Operands) -> Any:
         return core.weigh(windows.split(o.x), o.plan.dest_slots, windows, budget, SCALE, x.dtype)
@@ -181,7 +179,6 @@ def jobs(first: Operands, windows: Any, budget: Any, kernels: Any) -> list[Job]:
         Job("merge", "PyTorch", lambda o: core.merge(o.x, o.plan), product, tokens + reduced + weights, merged),
         Job("unmerge", "PyTorch", lambda o: core.unmerge_residual(o.out, o.reduced, o.x, o.plan), product, unmerging,
             restored),
-        Job("reuse", "PyTorch", lambda o: propagate(o.out, o.reduced, o.x, o.old, o.plan), product, reusing, cached),
     ]  # fmt: skip
     if kernels is not None:
         at = windows, budget

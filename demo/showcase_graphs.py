@@ -56,8 +56,7 @@ def sampling_graph(
 
     Node ids are the same with and without the merge, so that the server does not load the model again. If `merged`,
     ToMA Advanced is between loader and sampler. Its `settings` change the preset `balanced`. On Flux the preset merges
-    only in runs of three or more steps. `full_step_interval=0` merges every step but the first. With
-    `similarity_from="tokens"` in addition, the first is merged too.
+    only in runs of three or more steps. `full_step_interval=0` merges every step.
     """
     model = ["loader", 0]
     graph: Graph = {

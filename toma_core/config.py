@@ -65,13 +65,6 @@ class Granularity(str, Enum):
     STACK = "stack"
 
 
-class SimilarityFrom(str, Enum):
-    """The values by which tokens are compared when destinations are selected and merge weights are computed."""
-
-    TOKENS = "tokens"
-    PREDICTION = "prediction"
-
-
 class KVCache(str, Enum):
     """Whether merged blocks attend to all tokens, and where cached keys and values lie. Converts from and to bool."""
 
@@ -107,7 +100,6 @@ class ToMAConfig:
     weight_interval: int = option(5, 1, 1000, 1, internal=True)  # merge weights are computed every N steps
     window_size: int = option(8, 2, 64, 1)  # side of a window in tokens
     sharpness: float = option(300.0, 1.0, 10_000.0, 10.0)  # of the softmax that gives merge weights
-    similarity_from: SimilarityFrom = option(SimilarityFrom.TOKENS)
     kv_cache: KVCache = option(KVCache.OFF)
 
     def __post_init__(self) -> None:
@@ -120,13 +112,9 @@ class ToMAConfig:
 
     @property
     def uses_cache(self) -> bool:
-        """Whether full steps cache updates. With granularity `MODULE` they do not: a block would need three entries."""
-        return self.full_step_interval > 0 and self.granularity is not Granularity.MODULE
-
-    @property
-    def uses_prediction(self) -> bool:
-        """Whether merge plans are made from the predicted picture and leave more tokens in windows with more detail."""
-        return self.similarity_from is SimilarityFrom.PREDICTION
+        """Whether full steps cache updates, keys and values, and merge plans are made from the predicted picture. With
+        granularity `MODULE` nothing is cached: a block would need three entries."""
+        return bool(self.kv_cache) and self.full_step_interval > 0 and self.granularity is not Granularity.MODULE
 
     @property
     def off(self) -> bool:

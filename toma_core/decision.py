@@ -81,27 +81,19 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
     Guidance takes the difference between conditions, so all conditions use caches or none does. If the entries of one
-    condition cannot be used, the evaluation is a refresh. Where the settings allow merging without caches, only one
-    step between two scheduled refreshes becomes such an unscheduled refresh. Later steps merge without caches.
+    condition cannot be used, the evaluation is a refresh.
     """
-    if run.cache.disabled:
-        return _without_cache(run, plan, Reason.CACHE_DISABLED()).mode
     held = _begin(run, plan, facts)
     reason = Reason.NOT_CACHED()
     schedule = run.schedule
     small = schedule.begins_flat and schedule.predicted_share(plan.step) <= _SMALL_SHARE
     limit = math.inf if small else _IN_LONG_RUNS if schedule.is_long else MAX_NEW_NOISE
     # An unknown share of new noise, which is infinite or NaN, counts as too large.
-    if run.kv_cache and not (facts.new_noise <= limit and math.isfinite(facts.new_noise)):
+    if not (facts.new_noise <= limit and math.isfinite(facts.new_noise)):
         held, reason = False, Reason.NEW_NOISE() if held else reason
-    if plan.mode is StepMode.REFRESH:
-        run.unscheduled = None
-    elif held:
-        return StepMode.MERGED_CACHED
-    elif merges_plainly(run) and run.unscheduled not in (None, plan.step):
-        return StepMode.MERGED
-    else:
-        run.unscheduled = plan.step
+    if plan.mode is not StepMode.REFRESH:
+        if held:
+            return StepMode.MERGED_CACHED
         run.stats.full_because(plan.step, reason)
     run.coverage.refresh()
     return StepMode.REFRESH
@@ -123,7 +115,7 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
 def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable) -> StepPlan:
     """Return the plan of a model call and of all later calls of its evaluation. A merged call becomes a refresh if the
     caches of these conditions do not fit `layout`, the shapes of the call's latents and chains."""
-    if plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.coverage.fits(signatures, layout):
+    if plan.mode is not StepMode.MERGED_CACHED or run.coverage.fits(signatures, layout):
         return plan
     run.coverage.refresh()
     run.stats.full_because(plan.step, Reason.NOT_CACHED())
@@ -139,7 +131,7 @@ def decide_tiles(run: RunState, plan: StepPlan, several_devices: bool) -> StepPl
 
 def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
     """Return whether a chain with these keys may be merged: False if it needs cached entries and some are missing."""
-    return plan.mode is not StepMode.MERGED_CACHED or merges_plainly(run) or run.cache.holds(keys)
+    return plan.mode is not StepMode.MERGED_CACHED or run.cache.holds(keys)
 
 
 def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None:
@@ -161,15 +153,5 @@ def _full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
 
 
 def _without_cache(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
-    """Return the plan of an evaluation without caches: merged if `merges_plainly`, otherwise full."""
-    if plan.mode.merges and merges_plainly(run):
-        return plan.with_mode(StepMode.MERGED)
-    return _full(run, plan, reason)
-
-
-def merges_plainly(run: RunState) -> bool:
-    """Return whether the settings are made for merging without caches: they have no caches, or they skip blocks and
-    have no KV cache. (With a KV cache, blocks are skipped only if memory is short.)"""
-    config = run.config
-    skips = config.skip_first_blocks > 0 or config.skip_last_blocks > 0
-    return not config.uses_cache or (skips and not run.kv_cache)
+    """Return the plan of an evaluation that cannot use caches: full if the run has a KV cache."""
+    return _full(run, plan, reason) if run.kv_cache else plan

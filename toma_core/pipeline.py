@@ -6,9 +6,9 @@
 
 with `plan = evaluation.plan(x, grid, scope)`: a stored plan, a new plan, or None to compute all tokens.
 
-A refresh stores a block's update, keys and values. A merged step with a KV cache propagates and stores them; without a
-KV cache it only reads the update. The paper has no caches. They work because a block's update changes slowly from step
-to step, above all in its fine structure, which merging loses.
+In a run with a KV cache, a refresh stores a block's update, keys and values, and a merged step propagates them. The
+paper has no caches. They work because a block's update changes slowly from step to step, above all in its fine
+structure, which merging loses.
 """
 
 from __future__ import annotations
@@ -24,17 +24,12 @@ from .cache import Cache, Keys
 from .config import Granularity
 from .coverage import Coverage
 from .latent_regression import LatentChange, Rotation
-from .merge import MergePlan, add_unmerged, gather_destinations, merge, unmerge_residual
+from .merge import MergePlan, gather_destinations, merge, unmerge_residual
 from .reasons import Message, Reason
 from .run import RunState
 from .schedule import LASTING, StepMode, StepPlan
 from .tiles import TileBatch
 from .windows import Grid
-
-# Weight of the change at destinations if the cached update still fits fully (p = 1 in `unmerge_residual_cached`). It is
-# below 1 because part of the change comes from the merge, not from the step ("The residual cache" in
-# benchmarks/results/fidelity/trials.md).
-DELTA_WEIGHT = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +101,11 @@ class Evaluation:
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
-        """Return the plan for tokens x of (B, N, C), shared by blocks with one `scope`. Return None in a refresh if
-        plans are made from predicted pictures: the next plan is made from this refresh's prediction."""
+        """Return the plan for tokens x of (B, N, C), shared by blocks with one `scope`. Return None in a refresh: the
+        next plan is made from the picture that this refresh predicts."""
         if self.refreshes:
             self.run.computed(grid, self.plan_keys)
-            if self.run.config.uses_prediction:
-                return None
+            return None
         return self.run.plan(x, grid, scope, self.step_plan, self.plan_keys, self.tile, self.pictures)
 
     def lasting_plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan:
@@ -175,14 +169,9 @@ def restore(
     x: Tensor,
     plan: MergePlan | None,
     cached: Refresh | Cached | None = None,
-    exact: bool = False,
 ) -> Tensor:
     """Return x + unmerge(out - reduced), (B, N, C). Without a plan and in a refresh, return `out` itself; a refresh
-    also caches out - x.
-
-    cached: the block's cache entry. exact: whether destinations attended to all tokens; the change of their update then
-    has weight 1, and the propagated update is cached.
-    """
+    also caches out - x. With a cached update, return x + the propagated update, which is cached in turn."""
     if isinstance(cached, Refresh):
         cached.store(out - x)
         return out
@@ -190,23 +179,4 @@ def restore(
         return out
     if cached is None:
         return unmerge_residual(out, reduced, x, plan)
-    if exact:
-        return x + cached.propagate(out - reduced, plan)
-    return unmerge_residual_cached(out, reduced, x, cached.update, plan)
-
-
-def unmerge_residual_cached(out: Tensor, reduced: Tensor, x: Tensor, cached: Tensor, plan: MergePlan) -> Tensor:
-    """Return x + p * cached + unmerge(w * (out - reduced - p * cached at destinations)), (B, N, C).
-
-    p: for each image, the least-squares share of the cached update in the fresh update, within [0, 1].
-    w = 1 - (1 - DELTA_WEIGHT) * p. out, reduced: (B, D, C); x, cached: (B, N, C).
-    """
-    fresh, old = out - reduced, gather_destinations(cached, plan)
-    # p is close to 1 between neighbouring steps of a run of 20 steps. It is close to 0 in a run of 4 steps, because
-    # their noise levels lie far apart.
-    old_fp32 = old.float()
-    common, norm = ((t * old_fp32).sum((1, 2), keepdim=True) for t in (fresh, old_fp32))
-    p = (common / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp(0, 1).to(x.dtype)
-    change = torch.addcmul(fresh, p, old, value=-1)
-    weighted = torch.addcmul(change, p, change, value=DELTA_WEIGHT - 1)  # w * change
-    return add_unmerged(torch.addcmul(x, p, cached), weighted, plan)
+    return x + cached.propagate(out - reduced, plan)

@@ -14,15 +14,6 @@ from torch import Tensor
 from .windows import Grid
 
 _CELLS = 2  # cells of a token along each side
-# If the latent's share of noise is above this, the prediction is a mean of many possible pictures and lacks the details
-# in which they differ (benchmarks/results/fidelity/trials.md).
-_MAX_NOISE = 0.92
-
-
-def trusted_below(flow: bool) -> float:
-    """Return the sigma below which predicted pictures are better for comparing tokens than the tokens themselves. A mix
-    with the share s of noise and 1 - s of picture has sigma s in flow models, and s / (1 - s) in other models."""
-    return _MAX_NOISE if flow else _MAX_NOISE / (1 - _MAX_NOISE)
 
 
 def similarity_features(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from .config import ConfigError, Granularity, Refusal, SimilarityFrom, ToMAConfig, shown
+from .config import ConfigError, Granularity, Refusal, ToMAConfig, shown
 
 # Name of the preset -> name of the setting -> value.
 Fields = Mapping[str, Mapping[str, Any]]
@@ -18,18 +18,14 @@ class ModelKind(Enum):
     """The kinds of model that presets distinguish."""
 
     UNET = "UNet"
-    TRANSFORMER = "transformer"  # with a KV cache
-    WITHOUT_KV_CACHE = "transformer without a KV cache"
+    TRANSFORMER = "transformer"
 
 
 _EVERY_3, _EVERY_2, _EVERY_1 = ({"selection_interval": n, "weight_interval": n} for n in (3, 2, 1))
-# Plans from the predicted picture have a smaller error than plans from tokens, for equal work.
-_PREDICTED: Mapping[str, Any] = {"similarity_from": SimilarityFrom.PREDICTION}
 # With a KV cache no block is skipped and every step selects destinations. Small windows then have a smaller error than
 # large ones, if each has enough destinations. So windows have the side `WIDE` only above the ratio `WIDE_ABOVE`.
 WIDE_ABOVE, WIDE = 0.6, 8
-_KV_CACHE: Mapping[str, Any] = {**_PREDICTED, **_EVERY_1, "kv_cache": True, "window_size": 4}
-_SKIPPING: Mapping[str, Any] = {**_PREDICTED, "skip_first_blocks": 0.15}
+_KV_CACHE: Mapping[str, Any] = {**_EVERY_1, "kv_cache": True, "window_size": 4}
 _PAPER: Mapping[str, Any] = {"granularity": Granularity.MODULE, "sharpness": 1000.0}
 
 # The settings of each preset, for each kind of model; a model family may override some, see `ModelHooks.own_presets`.
@@ -39,17 +35,14 @@ PRESETS: Mapping[str, Mapping[ModelKind, Mapping[str, Any]]] = {
     "balanced": {
         ModelKind.UNET: {**_EVERY_3, "skip_last_blocks": 3},
         ModelKind.TRANSFORMER: {**_KV_CACHE, "full_step_interval": 4},
-        ModelKind.WITHOUT_KV_CACHE: {**_EVERY_3, **_SKIPPING, "full_step_interval": 3},
     },
     "quality": {
         ModelKind.UNET: {**_EVERY_2, "skip_last_blocks": 4},
         ModelKind.TRANSFORMER: {**_KV_CACHE, "full_step_interval": 2},
-        ModelKind.WITHOUT_KV_CACHE: {**_EVERY_2, **_SKIPPING, "full_step_interval": 2},
     },
     "paper": {
         ModelKind.UNET: _PAPER,
         ModelKind.TRANSFORMER: {**_PAPER, "skip_first_blocks": 0.1},
-        ModelKind.WITHOUT_KV_CACHE: {**_PAPER, "skip_first_blocks": 0.1},
     },
 }
 
@@ -75,12 +68,9 @@ class UserSettings:
     def off(self) -> bool:
         return self.resolved().off
 
-    def resolved(
-        self, kind: ModelKind = ModelKind.UNET, own: Fields = MappingProxyType({}), kv_cache: bool = True
-    ) -> ToMAConfig:
+    def resolved(self, kind: ModelKind = ModelKind.UNET, own: Fields = MappingProxyType({})) -> ToMAConfig:
         """Return the config for a kind of model. With a KV cache, the side of windows depends on the ratio, see
-        `WIDE_ABOVE`. own: fields that the model's family sets. kv_cache: False if the model can have no KV cache."""
-        overrides = self.overrides if kv_cache else {**self.overrides, "kv_cache": False}
-        config = ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **overrides})
-        wide = config.kv_cache and config.ratio > WIDE_ABOVE + 1e-9 and "window_size" not in overrides
+        `WIDE_ABOVE`. own: fields that the model's family sets."""
+        config = ToMAConfig(**{**PRESETS[self.preset][kind], **own.get(self.preset, {}), **self.overrides})
+        wide = config.kv_cache and config.ratio > WIDE_ABOVE + 1e-9 and "window_size" not in self.overrides
         return replace(config, window_size=WIDE) if wide else config

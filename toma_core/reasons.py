@@ -66,11 +66,9 @@ class Reason(MessageId):
     KV_CONTEXT_WINDOWS = "kv_context_windows"
     KV_TOO_LARGE = "kv_too_large"  # needed, limit: memory of the KV cache in GB
     KV_COMPILE_BACKEND = "kv_compile_backend"
-    KV_NO_FULL_STEPS = "kv_no_full_steps"
     # Why a step that the schedule merges is full.
     GRADIENTS = "gradients"
     NOT_CACHED = "not_cached"
-    CACHE_DISABLED = "cache_disabled"
     NEW_NOISE = "new_noise"
     FOREIGN_POSITIONS = "foreign_positions"  # module: class of the module that computes positions
     TILES = "tiles"

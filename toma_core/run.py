@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .cache import Cache
-from .config import Granularity, SimilarityFrom, ToMAConfig
+from .config import Granularity, ToMAConfig
 from .coverage import Coverage
 from .kernels.dispatch import Choice, Dispatch
 from .merge import MergePlan, draw_map, stacked, weigh
-from .prediction import picture_tokens, similarity_features
+from .prediction import similarity_features
 from .reasons import Message, Reason
 from .schedule import LASTING, Schedule, StepMode, StepPlan
 from .selection import RECENT, allocate, cosine_similarity, in_parts, select, spread
@@ -51,15 +51,12 @@ class RunState:
     _tried: set[Hashable] = field(default_factory=set)
     cache: Cache = field(default_factory=Cache)
     coverage: Coverage = field(init=False)  # records the inputs from which the cache's entries were made
-    unscheduled: int | None = None  # step of the last unscheduled refresh; a scheduled refresh resets it to None
-    kv_cache: bool = field(init=False)  # merged blocks attend to all tokens
     disabled_by: Message | None = None  # why all later steps are full
     tiles: bool = False  # calls of the model show tiles of the latent
     references: bool = False  # calls of the model have reference images
-    attention_hook_called: bool | None = None  # whether a block called it; None until a chain with a KV cache has ended
+    foreign_attention: bool = False  # a block of a chain with a KV cache has not called ToMA's attention hook
 
     def __post_init__(self) -> None:
-        self.kv_cache = bool(self.config.kv_cache) and self.config.uses_cache
         self.cache.quantize = self.dispatch.quantize
         self.cache.dequantize = self.dispatch.dequantize
         self.coverage = Coverage(self.cache)
@@ -68,13 +65,15 @@ class RunState:
     def config(self) -> ToMAConfig:
         return self.schedule.config
 
-    def check_kv_cache(self, config_for: Callable[..., ToMAConfig]) -> None:
-        """Continue without a KV cache if the last evaluation was tiled, or if no attention called ToMA's hook. Clear
-        the residual cache too: without a KV cache presets skip more blocks, so cached residuals fit no chain."""
-        if self.kv_cache and (self.tiles or self.attention_hook_called is False):
-            self.stats.without_kv_cache = Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION()
-            self.schedule, self.kv_cache = replace(self.schedule, config=config_for(kv_cache=False)), False
-            self._clear()
+    @property
+    def kv_cache(self) -> bool:
+        """Whether merged blocks attend to all tokens."""
+        return self.config.uses_cache
+
+    def check_kv_cache(self) -> None:
+        """Merge nothing more if the last evaluation was tiled, or if a block's attention did not call ToMA's hook."""
+        if self.kv_cache and not self.disabled_by and (self.tiles or self.foreign_attention):
+            self.disable(Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION())
 
     def computed(self, grid: Grid, plan_keys: tuple[Hashable, ...]) -> None:
         """Forget the last destinations in these parts of the latent, because a refresh computes all tokens."""
@@ -90,7 +89,6 @@ class RunState:
     def _clear(self) -> None:
         for made in (self._plans, self._stacks, self._layouts, self._recent, self.coverage):
             made.clear()
-        self.unscheduled = None
 
     def plan(
         self,
@@ -116,7 +114,7 @@ class RunState:
         if any(len(picture) != chunk for picture in pictures):
             pictures = ()  # the model has changed the size of the batch
         if pictures:
-            scope = SimilarityFrom.PREDICTION
+            scope = "prediction"
         by_key: dict[Hashable, MergePlan] = {}
         for n, key in enumerate(plan_keys):
             if key not in by_key:
@@ -152,8 +150,7 @@ class RunState:
         old, weighing = self._plans.get(key, (None, 0))
         if old is not None and weighing == step.weighing:
             return old
-        describe = similarity_features if self.kv_cache else picture_tokens
-        features = x if picture is None else describe(picture, grid, x)
+        features = x if picture is None else similarity_features(picture, grid, x)
         if old is not None:
             plan = self._reweighed(old, features)
         else:
@@ -192,7 +189,7 @@ class RunState:
             priority = torch.ones(len(features), prod(grid), device=features.device)
             if recent is not None:
                 priority.scatter_(1, recent, RECENT)
-        even = even or not config.uses_prediction
+        even = even or not self.kv_cache
         layout = self._laid_out(features, grid, step, even)
         choice = self._choose(x, features, layout, even)
         self.stats.kernels.add(choice.message)
@@ -258,7 +255,7 @@ class RunState:
     def close(self) -> RunStats:
         """Drop every tensor of the run and return its stats."""
         self.stats.full_by = self.schedule.why_full()
-        self.stats.cache_bytes, self.stats.cache_disabled = self.cache.peak_bytes, self.cache.disabled
+        self.stats.cache_bytes = self.cache.peak_bytes
         if self.cache.host is not None:
             self.stats.kv_place, self.stats.kv_pinned = self.cache.host.peak, self.cache.host.pinned
         self._clear()

@@ -173,15 +173,11 @@ class Schedule:
         limits = "full_step_interval", "start_percent", "end_percent"
         named = [name for name in limits if getattr(config, name) != getattr(ToMAConfig, name)]
         found = [Reason.SETTING(setting=name, value=getattr(config, name)) for name in named]
-        if config.uses_prediction and not named:
-            found = [Reason.SETTING(setting="similarity_from", value=config.similarity_from.value)]
         steps = list(enumerate(self.sigmas))
         if self.ratio_schedule:
             inside = [self.ratios_at(sigma, step) or {} for step, sigma in steps if self.in_range(sigma)]
             return (*found, Reason.PROFILE()) if any(not any(each.values()) for each in inside) else tuple(found)
-        # If plans are made from predictions, the first step is full, because it makes the first prediction.
-        first = int(config.uses_prediction)
-        merges = any(self.decide(sigma, step).merged_ratio for step, sigma in steps[first:])
+        merges = any(self.decide(sigma, step).merged_ratio for step, sigma in steps)
         too_few = config.ratio and steps and found and not {"start_percent", "end_percent"} & {*named}
         return (Reason.TOO_FEW_STEPS(),) if too_few and not merges else tuple(found)
 

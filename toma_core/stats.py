@@ -32,8 +32,6 @@ class RunStats:
     full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # steps in full that the schedule merges
     by_profile: bool = False  # whether ratios differ by block: grids and merged_steps are then for the largest ratio
     cache_bytes: int = 0  # largest size of the residual and KV caches
-    cache_disabled: bool = False
-    without_kv_cache: Message | None = None  # why the KV cache was not used
     kv_place: tuple[int, int] = (0, 0)  # peak bytes of keys and values, on the card and in main memory
     kv_pinned: bool = True  # whether main memory for keys and values could be pinned
     kv_skipped: float = 0.0  # share of blocks, counted from the first, that run unmerged because memory is short

@@ -88,6 +88,5 @@ def settings(kind: str) -> dict[str, Setting]:
         add("whole last", {f"{n}": toma(skip_last_blocks=n) for n in (1, 2, 3)})
     else:
         add("preset", {"balanced, keys in four bits": packed(preset("balanced"))}, window=side)
-        add("preset", {f"{n}, without keys": preset(n, kv_cache=False) for n in ("quality", "balanced")}, window=side)
         add("rival", {"block cache 0.2": variants.block_cache(0.2).patch})
     return table

@@ -31,8 +31,6 @@ from .start import SCENES, command, start
 
 # Side of windows in tokens, in a frame of 16 x 16 tokens.
 WINDOW = 8
-# Settings that make plans at every step, from the previous step's prediction.
-PREDICTED: dict[str, Any] = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1}
 
 
 def settings() -> dict[str, Setting]:
@@ -53,9 +51,7 @@ def settings() -> dict[str, Setting]:
     found["preset: balanced, in two runs, keys in four bits"] = Setting(packed(preset("balanced").patch), runs=2)
     found["preset: balanced, windows of 8 x 8"] = preset("balanced", window_size=8)
     found["preset: balanced, random"] = preset("balanced", selector="random")
-    found |= {f"preset: {n}, without keys": preset(n, kv_cache=False) for n in ("quality", "balanced")}
     found |= {f"every step: {r:g}": Setting(every(ratio=r)) for r in (0.25, 0.5, 0.75)}
-    found["every step: 0.5, prediction"] = Setting(every(**PREDICTED))
     found["rival: EasyCache 0.2"] = Setting(variants.step_cache("EasyCache", 0.2).patch)
     found |= {f"rival: {share:g} of the steps": Setting(lambda model: model, share) for share in (0.75, 0.5)}
     return found

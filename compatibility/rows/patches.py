@@ -178,15 +178,14 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
             return plan
 
         with mock.patch.object(state, "plan", noted):
-            assert torch.equal(kit.sample(attach(split(model), **predicted)), result), "not the same twice"
+            assert torch.equal(kit.sample(attach(split(model))), result), "not the same twice"
         for found in destinations.values():
             assert [*found] and {*found} == {*devices}, "not merged on both devices"
             assert torch.equal(*found.values()), "cond and uncond have destinations of their own"
 
-    predicted: dict[str, Any] = {"similarity_from": "prediction"}
-    smooth = {**predicted, "selector": "grid", "sharpness": 20.0}
+    smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}
     yield Graph(split, model=model, settings=smooth, steered=False, check=similar, name="error against one device")
-    yield Graph(split, model=model, settings=predicted, steered=False, check=shared, name="destinations")
+    yield Graph(split, model=model, settings={}, steered=False, check=shared, name="destinations")
 
 
 @row(GROUP, "Reference key-value cache (FluxKVCache)", sdxl=FOR_FLUX,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from math import prod
 
 import torch
@@ -96,15 +95,14 @@ class ActiveChain:
         self.attended, self.positions = set(), None
         return self.signature.clamp_fp16(joined(reduced))
 
-    def restore(self, out: Tensor, reduced: Tensor, x: Tensor, attends: bool) -> Tensor:
+    def restore(self, out: Tensor, reduced: Tensor, x: Tensor) -> Tensor:
         """Unmerge out, the (B, D, C) output of the last block, to (B, N, C). reduced: input of the first block, (B, D,
-        C). x: the tokens before merging, (B, N, C). attends: whether the blocks attend to all tokens."""
-        counts, exact = [count for _, count in self.lengths], attends and self.attended.issuperset(self.names)
-        if attends:
-            run = self.evaluation.run
-            run.attention_hook_called = bool(run.attention_hook_called or self.attended)
+        C). x: the tokens before merging, (B, N, C)."""
+        counts = [count for _, count in self.lengths]
+        if self.evaluation.step_plan.mode.caches and not self.attended.issuperset(self.names):
+            self.evaluation.run.foreign_attention = True
         parts = split(out, counts), split(reduced, counts), split(x, self.tokens)
-        restored = list(map(restore, *parts, self.plans, self.cached, repeat(exact)))
+        restored = list(map(restore, *parts, self.plans, self.cached))
         return self.signature.clamp_fp16(joined(restored))
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 from comfy.model_patcher import ModelPatcher
 
 from ...toma_core import ToMAConfig, UserSettings
-from ...toma_core.config import KVCache, check
+from ...toma_core.config import KVCache
+from ...toma_core.presets import ModelKind
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
 from . import registry
@@ -33,15 +34,12 @@ def attachment_of(model: ModelPatcher) -> Attachment | None:
     return model.model_options.get("transformer_options", {}).get(ATTACHMENT)
 
 
-def config_for(settings: Settings, model: ModelPatcher, kv_cache: bool = True) -> ToMAConfig:
-    """Return the config of a model's run. kv_cache: whether the run can have a KV cache."""
-    if not isinstance(settings, UserSettings):
-        return settings if kv_cache else replace(settings, kv_cache=KVCache.OFF)
+def config_for(settings: Settings, model: ModelPatcher) -> ToMAConfig:
+    """Return the config of a model's run."""
     hooks = registry.find(model.get_model_object("diffusion_model"))
-    kv_cache = kv_cache and bool(check("kv_cache", settings.overrides.get("kv_cache", True)))
-    if hooks is None:
-        return settings.resolved(kv_cache=kv_cache)
-    return settings.resolved(hooks.kind(kv_cache), hooks.own_presets, kv_cache)
+    kind, own = (hooks.kind, hooks.own_presets) if hooks else (ModelKind.UNET, {})
+    config = settings.resolved(kind, own) if isinstance(settings, UserSettings) else settings
+    return replace(config, kv_cache=KVCache.OFF) if kind is ModelKind.UNET and config.kv_cache else config
 
 
 def last_stats(model: ModelPatcher) -> RunStats | None:

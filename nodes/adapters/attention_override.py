@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
 
 from .compat import with_argument
-from .signature import CallArguments
 
-_OVERRIDE = "optimized_attention_override"
+OVERRIDE = "optimized_attention_override"
 
 
 @dataclass(eq=False)
@@ -36,17 +35,6 @@ class KVOverride:
     noted: set[tuple[bool, bool]] | None = None
     then: Callable[..., Any] | None = None  # the override of another node, if there is one
     called: int = 0  # how many of the block's self-attentions have run
-
-    def given_to(self, call_args: CallArguments, attention_arg: str) -> CallArguments:
-        """Return the arguments of a block's call, changed so that the block's attention calls this override. They are
-        unchanged if ComfyUI passes the block neither options nor, as `attention_arg`, an attention function."""
-        if attention_arg:
-            return {**call_args, attention_arg: partial(self, call_args[attention_arg])}
-        options = call_args.get("transformer_options")
-        if options is None:
-            return call_args
-        self.then = options.get(_OVERRIDE)
-        return {**call_args, "transformer_options": {**options, _OVERRIDE: self}}
 
     def __call__(self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         axis = 2 if kwargs.get("skip_reshape") else 1

@@ -50,7 +50,7 @@ class ChainSite:
     tokens: int  # sum of all N
     destinations: int  # sum of all D
     in_graph: bool  # whether `prepare` has set the token counts; if not, the chain decides outside of the graph
-    attends: bool  # whether blocks attend to all tokens; False if a graph leaves merging to run time
+    attends: bool  # whether blocks attend to all tokens
     chain: ActiveChain | None  # the chain of this evaluation
     pair: tuple[Tensor, ...]  # (merged tokens, all tokens) until `leave`, then empty; both have N tokens in a refresh
     rows: dict[str, Any]  # rotary positions and other rows of the merged tokens, by argument
@@ -75,11 +75,12 @@ class ChainSite:
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Set the token counts for a graph in which blocks like `module` get (B, N, width) tokens for a latent of B
         images. Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks.
-        Return True if the counts are set, or if the decision must wait for the tokens: the width is unknown (0), or B
-        is no multiple of the number of plan keys."""
+        Return True if the counts are set, or if the decision must wait for the tokens: without a KV cache, if the width
+        is unknown (0) or B is no multiple of the number of plan keys."""
         chain = self.chain
-        if chain is None or not width or len(latent) % len(chain.evaluation.plan_keys):
-            self.attends = False  # compiled code cannot depend on a decision at run time
+        if chain is None:
+            return False
+        if not self.attends and (not width or len(latent) % len(chain.evaluation.plan_keys)):
             return True
         weight = next(module.parameters(), latent)
         dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
@@ -252,7 +253,7 @@ class BlockHook(Hook):
         masked = partial(signature.mask_of_all, removed=reduction.removed)
         noted = None if site.in_graph or site.chain is None else site.chain.evaluation.run.stats.attentions
         override = KVOverride(partial(site.attend, self.name), spans, masked, self.preferred, noted)
-        return override.given_to(merged, signature.attention_arg)
+        return signature.with_attention(merged, override)
 
     def _unmerged(self, out: Any) -> Any:
         """Return the block's result, with all tokens if its chain ends with the block."""

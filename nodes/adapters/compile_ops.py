@@ -62,7 +62,7 @@ def enter(x: Tensor, site: int, destinations: int) -> Tensor:
 
 def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
     """Unmerge out, (B, D, C), to (B, N, C). reduced, (B, D, C), and x, (B, N, C): result and input of `enter`."""
-    return _sites[site].chain.restore(out, reduced, x, _sites[site].attends)
+    return _sites[site].chain.restore(out, reduced, x)
 
 
 def _leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:

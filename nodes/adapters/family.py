@@ -77,11 +77,10 @@ class ModelHooks:
     # Whether latents may have several frames. Each is merged to as many tokens, because modulation may be per frame.
     takes_frames = False
     references_follow = False  # whether tokens of reference images come directly after the image's tokens
-    passes_options = True  # whether blocks pass ComfyUI's options to their attention; if not, there is no KV cache
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")  # patches of other nodes inside a block
     between: tuple[str, ...] = ()  # patches of other nodes that read tokens between two blocks
     scope = ""  # blocks with equal scopes share plans; empty if only blocks of one kind do
-    kinds = ModelKind.WITHOUT_KV_CACHE, ModelKind.TRANSFORMER  # by which presets choose settings, see `kind`
+    kind = ModelKind.TRANSFORMER  # by which presets choose settings
     own_presets: Fields = MappingProxyType({})  # settings in which this model's presets differ from those of its kind
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,10 +98,6 @@ class ModelHooks:
     def block_groups(self, model: Any) -> tuple[BlockGroup, ...]:
         """Return the groups of blocks in the order in which they run."""
         return ()
-
-    def kind(self, kv_cache: bool) -> ModelKind:
-        """Return the kind of model, by which presets choose settings. kv_cache: whether a run has a KV cache."""
-        return self.kinds[kv_cache and self.passes_options]
 
     def hook_pairs(self) -> Iterator[HookPair]:
         """Yield every (module, hook) pair that `select` can yield, except for modules that another pack replaced."""
@@ -131,7 +126,7 @@ class ModelHooks:
         chains. references: latents of reference images that may be merged, too."""
         merged = references if config.merge_references and self.references_follow else ()
         updates = keys = 0
-        for group in self.groups if self.passes_options else ():
+        for group in self.groups if self.kind is ModelKind.TRANSFORMER else ():
             tokens = sum(prod(token_grid(each, group.patch_size)) for each in (latent, *merged))
             added = [True] * len(group.blocks) if controlled and group.added else []
             blocks = [n for n in range(len(group.blocks)) if not self.skipped_by_settings(group, n, config)]

@@ -66,8 +66,6 @@ def plan_kv_cache(
     sigmas: one per step, then the sigma at the run's end; if empty, every condition is counted."""
     model, options = guider.model_patcher, guider.model_options
     hooks = registry.find(model.get_model_object("diffusion_model"))
-    if not config.uses_cache:
-        return KVCachePlan(reason=Reason.KV_NO_FULL_STEPS())
     if hooks is None or (options.get("torch_compile_kwargs") and not compiled(options)):
         return KVCachePlan(reason=Reason.KV_COMPILE_BACKEND())
     windows = windows_of(guider, latent)

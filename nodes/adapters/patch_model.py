@@ -96,13 +96,12 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             video = noise.ndim > 4 and hooks is not None and hooks.takes_frames
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, video)
             sampling.shapes, sampling.contents = shapes, Contents(conds)
-            sampling.config_for = partial(config_for, attachment.settings, model)
             run, cache, stats = sampling.run, sampling.run.cache, sampling.run.stats
             cache.quantized, cache.reserved, cache.on_card = kv_plan.quantized, kv_plan.bytes, kv_plan.on_card
             cache.host = host_of(kv_plan, model.load_device)
-            stats.without_kv_cache, stats.kv_skipped = kv_plan.reason, kv_plan.skipped
+            stats.kv_skipped = kv_plan.skipped
             sampling.tracker = SigmaTracker(sigmas, sampler, guider)
-            cached = bool(config.kv_cache)
+            cached = run.kv_cache
             # Measure new noise where a wrapper of another pack may change the latent between sampler and model.
             between = WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH
             foreign = wrapped_by_others(options_before["transformer_options"]["wrappers"], between)
@@ -111,9 +110,11 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             graphs = compiled(options_before)
             options["transformer_options"].update({SAMPLING: sampling, GRAPHS: graphs})
             if in_one_piece(options_before):
-                sampling.obstacle = Reason.FULLGRAPH()
+                run.disable(Reason.FULLGRAPH())
             elif graphs:
                 allow_more_graphs()
+            if kv_plan.reason:
+                run.disable(kv_plan.reason)
     except UnmergedError as error:
         warn(error)
         return executor(*args, **kwargs)
@@ -143,13 +144,11 @@ def run_config(
     packed: the shape of all streams as packed by ComfyUI, if there are several. sigmas: see `plan_kv_cache`."""
     settings, model = attachment.settings, guider.model_patcher
     config = config_for(settings, model)
-    if not config.kv_cache or getattr(comfy.model_management, "in_training", False):
+    if not config.uses_cache or getattr(comfy.model_management, "in_training", False):
         return config, KVCachePlan()
     kv_plan = plan_kv_cache(config, guider, noise, sampler, packed or noise.shape, sigmas)
-    if not kv_plan.bytes:
-        return config_for(settings, model, kv_cache=False), kv_plan
     if enlarges(sampler):  # no cache, because this sampler's steps are all full
-        kv_plan = KVCachePlan(reason=kv_plan.reason)
+        kv_plan = KVCachePlan()
     return replace(config, skip_first_blocks=kv_plan.skipped) if kv_plan.skipped else config, kv_plan
 
 
@@ -260,8 +259,8 @@ def _obstacle(sampling: SamplingRun, model: nn.Module, hooks: ModelHooks | None,
     if sampling.sigma is None:
         return Reason.UNKNOWN_SIGMA()
     name = type(unwrapped(model)).__name__
-    if sampling.obstacle or hooks is None:
-        return sampling.obstacle or Reason.UNKNOWN_MODEL(model=name)
+    if hooks is None:
+        return Reason.UNKNOWN_MODEL(model=name)
     # Latents are (B, C, H, W), or (B, C, T, H, W) with T = 1 unless the model takes several frames.
     if isinstance(x, Tensor) and (x.ndim == 4 or (x.ndim == 5 and (hooks.takes_frames or x.shape[2] == 1))):
         return None

@@ -89,7 +89,7 @@ class _Unmerged(ModelHooks):
     """Hooks of a model in which nothing is merged, because its class differs from the class that this pack knows."""
 
     takes_frames = True
-    kinds = ModelKind.UNET, ModelKind.UNET
+    kind = ModelKind.UNET
 
     def __init__(self, model: nn.Module, difference: str) -> None:
         super().__init__(model)

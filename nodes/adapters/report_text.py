@@ -51,8 +51,6 @@ class Line(MessageId):
     UNMERGED_CALLS = "unmerged_calls"  # reason
     PLANS = "plans"  # selections, weightings: how often each was made
     RESIDUAL_CACHE = "residual_cache"  # size: in MB
-    RESIDUAL_CACHE_DISABLED = "residual_cache_disabled"
-    NO_KV_CACHE = "no_kv_cache"  # reason
     KV_PLACE = "kv_place"  # card, main: bytes on the card and in main memory, in GB
     KV_NOT_PINNED = "kv_not_pinned"
     KV_FEWER_BLOCKS = "kv_fewer_blocks"  # percent
@@ -166,8 +164,6 @@ def _how(stats: RunStats) -> list[Message]:
     lines = [
         stats.merged_blocks and Line.PLANS(selections=stats.selections, weightings=stats.weighings),
         stats.cache_bytes and Line.RESIDUAL_CACHE(size=stats.cache_bytes / 1e6),
-        stats.cache_disabled and Line.RESIDUAL_CACHE_DISABLED(),
-        stats.without_kv_cache and Line.NO_KV_CACHE(reason=stats.without_kv_cache),
         stats.kv_place[1] and Line.KV_PLACE(card=stats.kv_place[0] / 1e9, main=stats.kv_place[1] / 1e9),
         not stats.kv_pinned and Line.KV_NOT_PINNED(),
         stats.kv_skipped and Line.KV_FEWER_BLOCKS(percent=100 * stats.kv_skipped),

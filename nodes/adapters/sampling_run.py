@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from threading import Lock
 from typing import Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
 import torch
-from comfy.model_sampling import CONST
 from torch import Tensor
 
 from ...toma_core import Evaluation, RunState, Schedule, StepMode, StepPlan, ToMAConfig, decide
-from ...toma_core.decision import Facts, decide_call, decide_tiles, merges_plainly, out_of_memory
+from ...toma_core.decision import Facts, decide_call, decide_tiles, out_of_memory
 from ...toma_core.latent_regression import LatentChange
-from ...toma_core.prediction import trusted_below
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.schedule import RatioSchedule
 from ...toma_core.stats import RunStats
@@ -44,11 +41,8 @@ class SamplingRun:
 
     run: RunState
     step_plan: StepPlan  # plan of the evaluation in progress
-    config_for: Callable[..., ToMAConfig]  # returns the settings; `kv_cache=False` switches off the KV cache
     tracker: SigmaTracker = field(default_factory=SigmaTracker)
     contents: Contents = field(default_factory=Contents)
-    obstacle: Message | None = None  # why nothing may be merged in this run
-    max_prediction_sigma: float = float("inf")  # above this sigma a prediction is too poor to make plans from
     shapes: Shapes | None = None  # shapes of the latent's streams, if it has several
     areas: dict[Hashable, Sequence[int]] = field(default_factory=dict)  # the area of each condition that has one
     trajectory: Trajectory = field(default_factory=Trajectory)
@@ -82,8 +76,7 @@ class SamplingRun:
         continues_run = takes_frames and bool(sigmas) and sigmas[0] < _ALL_NOISE * float(model_sampling.sigma_max)
         run = RunState(Schedule(config, tuple(sigmas[:-1]), start, end, finishes, continues_run, ratio_schedule))
         run.stats.total_steps, run.stats.by_profile = len(sigmas[:-1]), bool(ratio_schedule)
-        best = trusted_below(isinstance(model_sampling, CONST))
-        return cls(run, StepPlan(0), partial(replace, config), max_prediction_sigma=best)
+        return cls(run, StepPlan(0))
 
     def next(self, timestep: Tensor) -> None:
         """Begin an evaluation of the sampler at this noise level. Until `observe` decides, the evaluation is full."""
@@ -133,12 +126,11 @@ class SamplingRun:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
     def _awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether plans need a prediction that does not exist yet. This is the run's first prediction. With a KV cache,
-        all plans are made from predictions, so it is the first prediction for the conditions in progress."""
-        if self.tracker.evaluation < 1 or not self.run.config.uses_prediction:
-            return self.tracker.evaluation == 0 and self.run.config.uses_prediction
-        window = frames_of(transformer_options)
-        return self.run.kv_cache and window is None and self.prediction(transformer_options) is None
+        """Whether plans need a prediction that does not exist yet, for the conditions in progress. Plans are made from
+        predictions in runs with a KV cache, except for context windows."""
+        if not self.run.kv_cache or self.prediction(transformer_options) is not None:
+            return False
+        return self.tracker.evaluation == 0 or frames_of(transformer_options) is None
 
     def _reset(self) -> None:
         self.counts.clear()
@@ -177,7 +169,7 @@ class SamplingRun:
         if self.trajectory.latent is None and latent is not None:
             self.trajectory.observe(latent, at, tuple(conditions))
         if not self.calls:
-            self.run.check_kv_cache(self.config_for)
+            self.run.check_kv_cache()
             self.run.coverage.enforce_limit()
         facts = Facts(
             *at,
@@ -230,13 +222,12 @@ class SamplingRun:
         if not evaluation.step_plan.mode.caches:
             return
         run, missed = self.run, [key for name in unreached for key in evaluation.keys(name)]
-        if run.kv_cache and not evaluation.refreshes and any(run.cache.holds((key,)) for key in missed):
+        if not evaluation.refreshes and any(run.cache.holds((key,)) for key in missed):
             # Make the next evaluation a refresh, because some cached entries now belong to this latent and others to an
             # older one.
             run.coverage.forget({*evaluation.cond_keys})
             return
-        latent = x.clone() if run.kv_cache else None
-        run.coverage.ended(evaluation.cond_keys, latent, layout if evaluation.refreshes else None)
+        run.coverage.ended(evaluation.cond_keys, x.clone(), layout if evaluation.refreshes else None)
         if evaluation.refreshes:
             run.cache.drop(missed)
 
@@ -259,16 +250,16 @@ class SamplingRun:
 
     def prediction(self, transformer_options: Mapping[str, Any]) -> Tensor | None:
         """Return the clean image that the last evaluation of this size predicted, (B, C, ..., H, W). None if plans are
-        made from tokens, if the image is too poor, or if there are context windows."""
-        # Reject predictions at high noise levels, unless a KV cache makes poor plans harmless.
-        poor = self.sigma is not None and self.sigma > self.max_prediction_sigma and not self.run.kv_cache
-        if poor or frames_of(transformer_options) is not None or not self.run.config.uses_prediction:
+        made from tokens, as without a KV cache and for context windows."""
+        # Without a KV cache, plans are made from tokens, unless several devices have to make equal plans.
+        unused = not self.run.kv_cache and not self.several_devices
+        if unused or frames_of(transformer_options) is not None:
             return None
         return self.trajectory.prediction(self.latent_shape)
 
     def _is_tile(self, x: Tensor, transformer_options: Mapping[str, Any]) -> bool:
         """Whether a call has a condition whose input is neither the entire latent nor the condition's area."""
-        if self.trajectory.another or (self.trajectory.tiles and merges_plainly(self.run)):
+        if self.trajectory.another or (self.trajectory.tiles and not self.run.kv_cache):
             return True
         if not self.latent_shape:
             return False

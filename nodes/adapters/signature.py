@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 
 from ...toma_core.reasons import Message, Reason
 from ...toma_core.windows import Grid
+from .attention_override import OVERRIDE, KVOverride
 
 CallArguments = dict[str, Any]  # arguments of one call of a block, by name
 Options = Mapping[str, Any]  # ComfyUI's `transformer_options`
@@ -92,6 +94,17 @@ class BlockSignature:
         """Return the arguments with x in place of the tokens, and `rows`, by argument, in place of their rows."""
         changed = {self.tokens_arg: x, **rows}
         return {**call_args, **{name: self.pack(call_args[name], tensor) for name, tensor in changed.items()}}
+
+    def with_attention(self, call_args: CallArguments, override: KVOverride) -> CallArguments:
+        """Return the arguments of a block's call, changed so that the block's attention calls this override. They are
+        unchanged if ComfyUI passes the block neither options nor, as `attention_arg`, an attention function."""
+        if self.attention_arg:
+            return {**call_args, self.attention_arg: partial(override, call_args[self.attention_arg])}
+        options = call_args.get("transformer_options")
+        if options is None:
+            return call_args
+        override.then = options.get(OVERRIDE)
+        return {**call_args, "transformer_options": {**options, OVERRIDE: override}}
 
     def output(self, out: Any) -> Tensor:
         return self.unpack(out if self.output_index is None else out[self.output_index])

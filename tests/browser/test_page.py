@@ -71,8 +71,6 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     page.expect(True, lambda: field(page, "end_percent").startswith("1"))  # it is set
     page.queue()
     shows("window_size", "preset (8)")
-    if page.renderer == "litegraph":  # the Vue renderer does not redraw a list until its choice changes
-        shows("similarity_from", "preset (tokens)")
     shows("full_step_interval", "preset (0)")
     shows("min_tokens", "16")  # it is set
     page.set(4, "window_size", 4)

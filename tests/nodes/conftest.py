@@ -246,17 +246,13 @@ def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
         batch, windows, slots, _ = plan.merge_weights.shape
         merge = torch.zeros(batch, plan.num_destinations, plan.tokens)
         unmerge = torch.zeros(batch, plan.tokens, plan.num_destinations)
-        row = 0
-        for w in range(windows):
-            for k in range(slots):
-                if plan.budget.valid is not None and not plan.budget.valid[w, k]:
-                    continue
-                for s in range(plan.windows.counts[w]):
-                    token = int(plan.windows.source[w, s])
-                    merge[:, row, token] = plan.merge_weights[:, w, k, s]
-                    unmerge[:, token, row] = plan.unmerge_weights[:, w, s, k]
-                row += 1
-        assert row == plan.num_destinations
+        used = torch.ones(batch, windows, slots) if plan.budget.valid is None else plan.budget.valid
+        for image, valid in enumerate(used.expand(batch, -1, -1)):
+            for row, (w, k) in enumerate(valid.nonzero().tolist()):
+                tokens = plan.windows.source[w, : plan.windows.counts[w]]
+                merge[image, row, tokens] = plan.merge_weights[image, w, k, : len(tokens)]
+                unmerge[image, tokens, row] = plan.unmerge_weights[image, w, : len(tokens), k]
+            assert row == plan.num_destinations - 1
         return merge, unmerge
 
     return matrices
@@ -311,7 +307,7 @@ def run_preset(stats_of: Callable[[Any], Any]) -> Callable[..., tuple[list[Tenso
         assert 0 < video < most
         assert all(error < video for error in audio)
         assert len(stats_of(merged).merged_steps) == 5
-        assert (stats_of(merged).unmerged, stats_of(merged).without_kv_cache) == ({}, None)
+        assert (stats_of(merged).unmerged, stats_of(merged).unmerged_calls) == ({}, {})
         assert all(map(torch.equal, again, found))
         assert all(map(torch.equal, after, own))
         return own, found

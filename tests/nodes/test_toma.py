@@ -46,19 +46,18 @@ def test_preset_is_as_the_model_has_it(request: pytest.FixtureRequest, kind: str
     assert made_by(nodes.ToMAAdvanced, model, ratio=0.4, preset=preset) == expected
 
 
-def test_advanced_hands_every_widget_over(unet: Any) -> None:
+def test_advanced_hands_every_widget_over(flux: Any) -> None:
     other = {
         "ratio": 0.3, "min_tokens": 20, "granularity": "module", "skip_first_blocks": 0.25, "skip_last_blocks": 2,
-        "merge_references": True, "start_percent": 0.1, "end_percent": 0.8, "full_step_interval": 4,
-        "selection_interval": 4, "window_size": 4, "sharpness": 50.0,
-        "similarity_from": "prediction", "kv_cache": "on the card only",
+        "merge_references": True, "start_percent": 0.1, "end_percent": 0.8, "full_step_interval": 5,
+        "selection_interval": 4, "window_size": 16, "sharpness": 50.0, "kv_cache": "on the card only",
     }  # fmt: skip
     usual = defaults(nodes.ToMAAdvanced)
     assert other.keys() == usual.keys() - {"preset", "profile"}
-    standard = made_by(nodes.ToMAAdvanced, unet)
+    standard = made_by(nodes.ToMAAdvanced, flux)
     assert all(getattr(standard, name) != value for name, value in other.items())
     switched = {name: ("off", "on")[value] if isinstance(value, bool) else value for name, value in other.items()}
-    made = made_by(nodes.ToMAAdvanced, unet, **switched)
+    made = made_by(nodes.ToMAAdvanced, flux, **switched)
     assert {name: getattr(made, name) for name in other} == other
 
 

@@ -20,7 +20,7 @@ STEPS = 3
 # Merge all grids and blocks in every step, because small models have small grids and few blocks.
 EVERYTHING = {
     "min_tokens": 4, "skip_first_blocks": 0, "skip_last_blocks": 0, "full_step_interval": 0,
-    "selection_interval": 10, "similarity_from": "tokens", "kv_cache": False,
+    "selection_interval": 10, "kv_cache": False,
 }  # fmt: skip
 # Settings by case. None: without ToMA.
 CASES: dict[str, dict[str, Any] | None] = {

@@ -222,7 +222,7 @@ JSON = st.one_of(PLAIN, *map(st.sampled_from, (TEXTS, LINKS, ODD)))
 
 
 def complete_graph(seed: int) -> dict[str, Any]:
-    graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_step_interval=0, similarity_from="tokens")
+    graph = sampling_graph(DIT, 64, 1, seed=seed, merged=True, full_step_interval=0)
     graph["simple"] = {"class_type": "ToMA", "inputs": {"model": ["loader", 0], "ratio": 0.5, "preset": "quality"}}
     inputs = {"model": ["simple", 0], "positive": ["scene", 0], "latent": ["empty", 0], "ratio": 0.5}
     inputs |= {"preset": "paper", "sweep": False, "steps": 2, "runs": 2}
@@ -292,7 +292,7 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer) -> None:
 
 def test_unknown_option_changes_nothing(steady: ComfyServer) -> None:
     """A graph that a later version has saved may have options that this version lacks."""
-    graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_step_interval=0, similarity_from="tokens")
+    graph = sampling_graph(DIT, 64, 2, seed=55, merged=True, full_step_interval=0)
     expected = saved_latent(steady, steady.run(graph))
     later = copy.deepcopy(graph)
     later["toma"]["inputs"].update({"contrast": 3, "mode.strength": "x", "__class__": [1]})

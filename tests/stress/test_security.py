@@ -148,7 +148,7 @@ def test_run_writes_into_comfyuis_folders_only_and_connects_to_nothing(lab: Comf
         for member in (process, *process.children(recursive=True)):
             peers.update(c.raddr.ip for c in member.net_connections("inet") if c.raddr)
 
-    graph = sampling_graph(DIT, 64, 2, seed=77, merged=True, full_step_interval=0, similarity_from="tokens")
+    graph = sampling_graph(DIT, 64, 2, seed=77, merged=True, full_step_interval=0)
     run = lab.run(graph, on_message=look)
     assert run.status == "success", run.error
     assert "2 of 2 steps" in run.outputs["report"]["text"][0]

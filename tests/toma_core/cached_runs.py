@@ -1,4 +1,4 @@
-"""Provide helpers for runs with a residual cache on toy blocks."""
+"""Provide helpers for runs with a KV cache on toy blocks, whose updates are cached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toma_core.decision import Facts
 from toma_core.merge import MergePlan
 
 GRID = (8, 8)
-SETTINGS = {"min_tokens": 4, "full_step_interval": 3, "weight_interval": 10}
+SETTINGS = {"min_tokens": 4, "full_step_interval": 3, "weight_interval": 10, "kv_cache": True}
 
 
 def run_of(**settings: object) -> RunState:
@@ -34,8 +34,8 @@ def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
 
 
 def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
-    """Return the mode of each evaluation as a letter: full (f), refresh (r), merged with caches (m) or merged without
-    caches (p). An evaluation is a pair such as (2, "ab"): step 2 with the conditions a and b."""
+    """Return the mode of each evaluation as a letter: full (f), refresh (r) or merged with caches (m). An evaluation is
+    a pair such as (2, "ab"): step 2 with the conditions a and b."""
     said = ""
     for step, conditions in evaluations:
         said += letter(at(run, step, *conditions).step_plan)
@@ -45,7 +45,7 @@ def modes(run: RunState, *evaluations: tuple[int, str]) -> str:
 
 
 def letter(plan: StepPlan) -> str:
-    return "frmp"[list(StepMode).index(plan.mode)]
+    return "frm"[list(StepMode).index(plan.mode)]
 
 
 def block(x: Tensor) -> Tensor:
@@ -55,9 +55,9 @@ def block(x: Tensor) -> Tensor:
 
 def passed(
     x: Tensor, evaluation: Evaluation, name: str = "block", body: Callable[[Tensor], Tensor] = block
-) -> tuple[Tensor, MergePlan]:
+) -> tuple[Tensor, MergePlan | None]:
+    """Return the tokens after a block, and the plan by which they were merged; None in a refresh."""
     plan = plan_for(x, GRID, "scope", evaluation)
-    assert plan is not None
     detail = evaluation.cached(name, x)
     reduced = reduce(x, plan, detail)
     return restore(body(reduced), reduced, x, plan, detail), plan

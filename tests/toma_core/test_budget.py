@@ -6,7 +6,7 @@ import torch
 
 from tests.loop import loop
 from tests.toma_core.plans import randn
-from toma_core.config import ToMAConfig
+from toma_core.config import KVCache, ToMAConfig
 from toma_core.run import RunState
 from toma_core.schedule import LASTING, Schedule, StepMode, StepPlan
 from toma_core.selection import allocate, spread
@@ -62,11 +62,11 @@ def test_no_window_has_more_slots_than_the_others_leave(side: int, size: int, ra
     assert budget.slots == most == int(budget.valid.sum(-1).max())
 
 
-@loop(("kv_cache", "selection", "fewest", "most"), [(True, 0, 1, 4), (True, LASTING, 5, 16), (False, 0, 5, 16)])
+@loop(("selection", "fewest", "most"), [(0, 1, 4), (LASTING, 5, 16)])
 def test_flat_windows_are_left_to_the_latents_only_where_these_explain_them(
-    kv_cache: bool, selection: int, fewest: int, most: int
+    selection: int, fewest: int, most: int
 ) -> None:
-    config = ToMAConfig(similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)  # type: ignore[arg-type]
+    config = ToMAConfig(full_step_interval=4, kv_cache=KVCache.ON)
     step, tokens = StepPlan(1, StepMode.MERGED_CACHED, 0.75, selection, 0), picture(16, 16, 1, flat=0.3)
     pictures = () if selection == LASTING else (tokens.unflatten(1, (16, 16)).movedim(-1, 1),)
     plan = RunState(Schedule(config)).plan(tokens, (16, 16), "a", step, (None,), pictures=pictures)

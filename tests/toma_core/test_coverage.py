@@ -9,7 +9,7 @@ import torch
 
 from tests.loop import loop
 from tests.toma_core.cached_runs import at, block, features, letter, modes, passed, run_of
-from toma_core import Evaluation, StepMode, coverage, decide
+from toma_core import StepMode, coverage, decide
 from toma_core.decision import Facts
 from toma_core.reasons import Reason
 
@@ -24,18 +24,10 @@ def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
     assert run.stats.full_reasons == {Reason.NOT_CACHED(): {1}}
 
 
-def test_settings_that_skip_blocks_merge_plainly_what_changes_at_every_step() -> None:
-    """Only one step between two scheduled refreshes becomes a refresh. Later steps are merged without caches."""
-    run = run_of(skip_first_blocks=1)
-    assert modes(run, *((n, f"{n}") for n in range(6))) == "rrprrp"
-    assert Evaluation(run, at(run, 2, "x").step_plan).cached("block", features(0)) is None
-    assert modes(run_of(skip_first_blocks=1), (0, "ab"), (1, "c"), (1, "d"), (1, "a")) == "rrrm"
-
-
 @pytest.mark.parametrize("facts", [{"new_noise": 0.9}, {"unknown": Reason.UNKNOWN_LATENT()}, {"another": True}])
 def test_a_run_with_a_kv_cache_merges_nothing_without_it(facts: dict[str, Any]) -> None:
     """If memory is short, the run skips blocks. Its steps must still not merge without the cache."""
-    run = run_of(kv_cache=True, skip_first_blocks=0.15, full_step_interval=4)
+    run = run_of(skip_first_blocks=0.15, full_step_interval=4)
     assert modes(run, (0, "c")) == "r"
     for step in (1, 2, 3):
         assert not decide(run, Facts(10.0 - step, conditions={"c": None}, **facts)).mode.merges
@@ -93,12 +85,8 @@ def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
         out, _ = passed(features(0), at(run, 0, "cond"), name)
         assert torch.equal(out, block(features(0)))
     assert [at(run, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.FULL] * 2
-    assert list(run.stats.full_reasons) == [Reason.CACHE_DISABLED()]
-    skipping = run_of(skip_first_blocks=1)
-    skipping.coverage.disable()
-    assert [at(skipping, step, "cond").step_plan.mode for step in (1, 3)] == [StepMode.MERGED, StepMode.FULL]
+    assert list(run.stats.full_reasons) == [Reason.KV_CACHE_DISABLED()]
     assert run.cache._entries == {}
-    assert run.close().cache_disabled
 
 
 def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.loop import loop
 from tests.toma_core.plans import randn, run_of, same, step_of
 from toma_core.merge import MergePlan
-from toma_core.prediction import picture_tokens, similarity_features, trusted_below
+from toma_core.prediction import picture_tokens, similarity_features
 from toma_core.run import RunState
 from toma_core.schedule import StepMode, StepPlan
 from toma_core.selection import cosine_similarity
@@ -24,13 +23,7 @@ def plan_of(run: RunState, x: Tensor, keys: tuple[Any, ...] = (None,), pictures:
 
 
 def predicting() -> RunState:
-    return run_of(similarity_from="prediction")
-
-
-def test_a_prediction_is_trusted_from_the_same_share_of_noise_on() -> None:
-    flow, other = trusted_below(flow=True), trusted_below(flow=False)
-    assert 0.5 < flow < 1
-    assert other / (1 + other) == pytest.approx(flow)
+    return run_of(kv_cache=True, full_step_interval=4)
 
 
 @loop(("side", "channels"), [(4, 12), (8, 3), (2, 12)])
@@ -77,16 +70,13 @@ def test_tokens_of_one_direction_and_other_lengths_are_told_apart(scale: float) 
     assert bool((cosine_similarity(picture_tokens(clean, (4, 8), clean)) > 0.999).all())
 
 
-@loop(("kv_cache", "selected"), [(True, {0.2, 0.8}), (False, {0.2})])
-def test_plans_see_brightness_only_with_the_kv_cache(kv_cache: bool, selected: set[float]) -> None:
-    """Each window has two destinations and a dark and a bright half of one colour. With the KV cache, each half gets a
-    destination. Without it, the halves count as equal, and both destinations lie in the dark half."""
+def test_plans_see_brightness() -> None:
+    """Each window has two destinations and a dark and a bright half of one colour. Each half gets a destination."""
     clean = torch.tensor([0.2, 0.2, 0.8, 0.8] * 2).expand(1, 3, 8, 8)
-    run = run_of(similarity_from="prediction", full_step_interval=4, kv_cache=kv_cache)
     step = StepPlan(1, StepMode.MERGED_CACHED, 0.875, 0, 0)
-    plan = run.plan(torch.randn(1, 64, 5), (8, 8), "a", step, (None,), pictures=(clean,))
+    plan = predicting().plan(torch.randn(1, 64, 5), (8, 8), "a", step, (None,), pictures=(clean,))
     shown = clean[0, 0].flatten()[plan.destinations[0]].view(4, 2)
-    assert all(set(window) == selected for window in shown.double().round(decimals=3).tolist())
+    assert all(set(window) == {0.2, 0.8} for window in shown.double().round(decimals=3).tolist())
 
 
 @loop("poison", [float("nan"), float("inf"), -float("inf")])

@@ -87,19 +87,17 @@ def test_windows_shift_at_every_other_selection() -> None:
     assert len({still.plan(features(0), GRID, "a", step_of(selection=s), (None,)).windows.cuts for s in range(4)}) == 1
 
 
-@loop("similarity_from", ["tokens", "prediction"])
+@loop("pictures", [(), (randn(3, 1, 4, 14, 18),)], ids=("tokens", "picture"))
 @loop("keys", [("left", "right"), ("left",)], ids=str)
-def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, ...], similarity_from: str) -> None:
+def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, ...], pictures: Any) -> None:
     """If tokens do not change, a step that propagates caches selects mostly tokens that the step before did not select.
     After a refresh, which computes all tokens, the first selection is repeated. Steps that propagate nothing always
     repeat the first selection."""
-    run = run_of(kv_cache=True, full_step_interval=4, similarity_from=similarity_from)
-    pictures = (torch.randn(1, 4, 14, 18, generator=torch.Generator().manual_seed(3)),)
-    given = pictures if similarity_from == "prediction" else ()
+    run = run_of(kv_cache=True, full_step_interval=4)
 
     def kept(selection: int, mode: StepMode = StepMode.MERGED_CACHED) -> set[int]:
         step = StepPlan(0, mode, 0.5, selection)  # all selections here are even, so windows are equal
-        plans = [run.plan(features(0), GRID, "a", step, (key,), pictures=given) for key in keys]
+        plans = [run.plan(features(0), GRID, "a", step, (key,), pictures=pictures) for key in keys]
         assert all(same(plan, plans[0]) for plan in plans)
         return set(plans[0].destinations[0].tolist())
 
@@ -162,10 +160,10 @@ class NoWaiting(TorchDispatchMode):
 
 
 @loop("grid", [(8, 8), GRID, (1, 30)], ids=str)
-@loop("similarity_from", ["tokens", "prediction"])
-def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], similarity_from: str) -> None:
+@loop("cached", [False, True])
+def test_planning_and_merging_never_wait_for_the_device(grid: tuple[int, int], cached: bool) -> None:
     """The tokens are on the meta device, where reading a value raises an error."""
-    run = run_of(similarity_from=similarity_from)
+    run = run_of(kv_cache=cached, full_step_interval=4)
     x = torch.empty(2, grid[0] * grid[1], 6, dtype=torch.bfloat16, device="meta")
     picture = torch.empty(2, 3, 2 * grid[0], 2 * grid[1], device="meta")
     with NoWaiting():

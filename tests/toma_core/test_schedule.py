@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.loop import loop
-from toma_core.config import ToMAConfig
+from toma_core.config import KVCache, ToMAConfig
 from toma_core.reasons import Reason
 from toma_core.schedule import Schedule, StepMode, StepPlan, step_at
 
@@ -45,7 +45,7 @@ def test_steps_of_samplers(sigmas: tuple[float, ...], calls: tuple[float, ...], 
 
 @loop("settings", [{}, {"full_step_interval": 2}, {"full_step_interval": 2, "granularity": "module"}])
 def test_without_a_schedule_every_evaluation_is_step_0_and_merged(settings: dict[str, Any]) -> None:
-    config = ToMAConfig(**settings)
+    config = ToMAConfig(**settings, kv_cache=KVCache.ON)
     assert config.uses_cache is (settings == {"full_step_interval": 2})
     schedule = Schedule(config)
     assert [step_at(schedule.sigmas, sigma) for sigma in (1e9, 1.0, 0.0)] == [0, 0, 0]
@@ -121,7 +121,6 @@ def modes(plans: list[StepPlan]) -> str:
         # The last of two steps that continue another run is merged if there is a KV cache, or the run would merge none.
         ({"full_step_interval": 4, "kv_cache": True}, {**HALF_RUN, "steps": 2}, "rc"),
         ({"full_step_interval": 4, "kv_cache": True}, {"finishes": True, "steps": 2}, "rf"),
-        ({"full_step_interval": 3}, {**HALF_RUN, "steps": 2}, "rf"),
         ({"full_step_interval": 2, "kv_cache": True}, {**HALF_RUN, "steps": 2}, "rf"),
         ({"full_step_interval": 4, "kv_cache": True}, {**HALF_RUN, "steps": 3}, "rcf"),
         ({"full_step_interval": 4, "kv_cache": True}, {**HALF_RUN, "steps": 1}, "f"),
@@ -129,11 +128,13 @@ def modes(plans: list[StepPlan]) -> str:
 )
 def test_modes(settings: dict[str, Any], given: dict[str, Any], expected: str) -> None:
     """The range excludes its end sigma. Full steps are counted from the first step of the range."""
-    assert modes(plans_of(ToMAConfig(**settings), **given)) == expected
+    assert modes(plans_of(ToMAConfig(**{"kv_cache": True, **settings}), **given)) == expected
 
 
 def test_in_long_runs_ratios_change_at_full_steps() -> None:
-    plans = plans_of(ToMAConfig(full_step_interval=4), (8.5, {"a": 0.25}), (0.0, {"a": 0.5}), steps=14)
+    plans = plans_of(
+        ToMAConfig(full_step_interval=4, kv_cache=KVCache.ON), (8.5, {"a": 0.25}), (0.0, {"a": 0.5}), steps=14
+    )
     assert [plan.ratio for plan in plans] == [0.25] * 5 + [0.5] * 9
     assert [step for step, plan in enumerate(plans) if plan.mode is StepMode.REFRESH] == [0, 1, 5, 9, 13]
 
@@ -146,7 +147,7 @@ LTX = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
 @loop(("every", "full"), [(4, [0, 6, 7]), (2, [0, 4, 5, 6, 7])])
 def test_full_steps_are_the_last_where_a_run_begins_flat(every: int, full: list[int]) -> None:
     """If the first sigmas are nearly equal, all full steps but the first move to the end of the run."""
-    config = ToMAConfig(full_step_interval=every)
+    config = ToMAConfig(full_step_interval=every, kv_cache=KVCache.ON)
 
     def full_of(sigmas: tuple[float, ...], **given: Any) -> list[int]:
         plans = [Schedule(config, sigmas, **given).decide(sigma) for sigma in sigmas]
@@ -220,7 +221,7 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
 
 def test_blocks_keep_their_ratio_between_full_steps() -> None:
     """A full step has the ratios of the merged steps after it: step 6, at sigma 4, those below sigma 3.5."""
-    config = ToMAConfig(full_step_interval=3)
+    config = ToMAConfig(full_step_interval=3, kv_cache=KVCache.ON)
     decisions = plans_of(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4
     assert [d.of("b").ratio for d in decisions] == [0.0] * 6 + [0.5] * 4
@@ -240,7 +241,12 @@ def test_a_profile_without_merging_in_a_sigma_range_is_named() -> None:
     interval, profile = Reason.SETTING(setting="full_step_interval", value=3), Reason.PROFILE()
     for every, low, why in ((3, None, (interval,)), (3, {"a": 0.0}, (interval, profile)), (0, {}, (profile,))):
         bands = ((0.0, {"a": 0.5}),) if low is None else ((4.0, {"a": 0.5}), (0.0, low))
-        assert Schedule(ToMAConfig(full_step_interval=every), sigmas_of(10), ratio_schedule=bands).why_full() == why
+        assert (
+            Schedule(
+                ToMAConfig(full_step_interval=every, kv_cache=KVCache.ON), sigmas_of(10), ratio_schedule=bands
+            ).why_full()
+            == why
+        )
 
 
 @loop(
@@ -249,8 +255,6 @@ def test_a_profile_without_merging_in_a_sigma_range_is_named() -> None:
         (1, {"full_step_interval": 4}, True),
         (2, {"full_step_interval": 2}, True),
         (3, {"full_step_interval": 2}, False),
-        (1, {"similarity_from": "prediction"}, True),
-        (2, {"similarity_from": "prediction"}, False),
         (1, {}, False),
         (2, {"full_step_interval": 2, "start_percent": 0.5}, False),
     ],

@@ -33,7 +33,7 @@ def test_unknown_presets_are_refused(preset: Any) -> None:
 def test_what_is_set_wins_over_the_model_and_that_over_the_preset() -> None:
     config = UserSettings("balanced", {"ratio": 0.3, "full_step_interval": 7}).resolved(own=OWN)
     assert (config.ratio, config.full_step_interval, config.skip_first_blocks) == (0.3, 7, 0.15)
-    assert (config.selection_interval, config.uses_cache) == (3, True)
+    assert config.selection_interval == 3
     assert UserSettings("quality").resolved(own=OWN).granularity is Granularity.BLOCK
     assert UserSettings("quality").resolved().granularity is Granularity.STACK
     assert UserSettings("paper").resolved(own=OWN) == UserSettings("paper").resolved()
@@ -45,7 +45,7 @@ def test_windows_are_wider_where_few_tokens_are_kept() -> None:
 
     assert [side(ratio=ratio) for ratio in (0.5, 0.6, 0.2 * 3, 0.61, 0.75)] == [4, 4, 4, 8, 8]
     assert (side(ratio=0.75, window_size=4), side(ratio=0.75, window_size=16)) == (4, 16)
-    assert side(ModelKind.UNET, ratio=0.5) == side(ModelKind.WITHOUT_KV_CACHE, ratio=0.5) == 8
+    assert side(ModelKind.UNET, ratio=0.5) == side(kv_cache=False, ratio=0.75, window_size=8) == 8
 
 
 def test_values_are_refused_before_there_is_a_model() -> None:

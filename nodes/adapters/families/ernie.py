@@ -5,9 +5,20 @@ In ComfyUI 0.20.1 positions have a shape that this pack does not know, so the mo
 
 from __future__ import annotations
 
-from comfy.ldm.ernie.model import ErnieImageModel
+from collections.abc import Iterator, Sequence
+from types import FunctionType
+from typing import Any
 
+from comfy.ldm.ernie import model as ernie
+from comfy.ldm.ernie.model import ErnieImageModel
+from torch import Tensor, nn
+
+from ....toma_core import Evaluation
+from ..attention_override import KVOverride
 from ..family import Block, BlockGroup, BlockSignature, ModelHooks
+from ..model_hooks import Hook, HookPair
+from ..origin import is_original
+from ..signature import CallArguments, Options
 
 NAME = "ERNIE-Image"
 MODEL = ErnieImageModel
@@ -22,10 +33,52 @@ class Signature(BlockSignature):
     rope_arg, rope_token_dim = "rotary_pos_emb", 1
     rope_split_half = True
     passthrough_args = ("temb",)
+    override: KVOverride | None = None  # of the block that runs
+
+    def with_attention(self, call_args: CallArguments, override: KVOverride) -> CallArguments:
+        self.override = override
+        return call_args
+
+    def release(self) -> None:
+        self.override = None
+
+
+class AttentionHook(Hook):
+    """Stands in for the attention of a block, which passes no options to `optimized_attention`. The hook runs the
+    attention's own code, with another function under this name."""
+
+    def __init__(self, module: nn.Module, signature: Signature) -> None:
+        self.module, self.block_signature = module, signature
+        forward = type(module).forward
+        names = {**forward.__globals__, "optimized_attention": self.attend}
+        del names["__name__"]  # by this name torch.compile would look up ComfyUI's function
+        self.forward = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+
+    def __call__(self, x: Tensor, attention_mask: Any = None, image_rotary_emb: Any = None) -> Any:
+        return self.forward(self.module, x, attention_mask, image_rotary_emb)
+
+    def attend(self, *args: Any, **kwargs: Any) -> Any:
+        function, override = ernie.optimized_attention, self.block_signature.override
+        return function(*args, **kwargs) if override is None else override(function, *args, **kwargs)
 
 
 class Hooks(ModelHooks):
-    passes_options = False
-
     def block_groups(self, model: ErnieImageModel) -> tuple[BlockGroup, ...]:
-        return (BlockGroup("layer", model.layers, Signature(), COST, model.patch_size, model.hidden_size),)
+        signature = Signature()
+        modules = (layer.self_attention for layer in model.layers)
+        self.attention_hooks = [(module, AttentionHook(module, signature)) for module in modules]
+        return (BlockGroup("layer", model.layers, signature, COST, model.patch_size, model.hidden_size),)
+
+    def select(
+        self, x: Tensor, evaluation: Evaluation, options: Options, control: Any, references: Sequence[Tensor]
+    ) -> Iterator[HookPair]:
+        yield from super().select(x, evaluation, options, control, references)
+        if evaluation.step_plan.mode.caches:
+            yield from self._original_attention()
+
+    def hook_pairs(self) -> Iterator[HookPair]:
+        yield from super().hook_pairs()
+        yield from self._original_attention()
+
+    def _original_attention(self) -> Iterator[HookPair]:
+        return (pair for pair in self.attention_hooks if is_original(pair[0]))

@@ -134,9 +134,8 @@ class MergedAttention(Hook):
 
 class Hooks(ModelHooks):
     inside = ()
-    passes_options = False
     scope = "unet"  # blocks of one resolution share plans
-    kinds = ModelKind.UNET, ModelKind.UNET  # no KV cache, because convolutions see all tokens
+    kind = ModelKind.UNET  # no KV cache, because convolutions see all tokens
 
     def __init__(self, model: UNetModel) -> None:
         super().__init__(model)

@@ -204,7 +204,7 @@ def test_selection_is_next_to_nothing_of_a_videos_step(kernels: bool, share: flo
 
 def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
     core, trial, counter = pack_module("toma_core"), pack_module("toma_core.kernels.dispatch"), Meter()
-    config = core.ToMAConfig(ratio=0.5, min_tokens=4, similarity_from="prediction")
+    config = core.ToMAConfig(ratio=0.5, min_tokens=4)
     run = core.RunState(core.Schedule(config), dispatch=trial.Dispatch(trial.Choice(cost.Fused(counter))))
     launches = []
     x, picture = (torch.empty(shape, device=META) for shape in ((2, 32 * 32, 640), (1, 16, 64, 64)))

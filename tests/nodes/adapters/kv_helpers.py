@@ -15,8 +15,7 @@ from testbed import models
 from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
 
 KEYS: dict[str, Any] = {
-    "kv_cache": True, "similarity_from": "prediction",
-    "selection_interval": 1, "weight_interval": 1, "full_step_interval": 10,
+    "kv_cache": True, "selection_interval": 1, "weight_interval": 1, "full_step_interval": 10,
 }  # fmt: skip
 
 

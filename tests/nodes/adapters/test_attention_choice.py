@@ -165,7 +165,7 @@ def test_the_attention_of_another_node(
     assert len(override.calls) == expected
     assert any(a < b for a, b in override.calls)
     assert (report_text.Line.ATTENTION_LEFT() in report_text.details(stats_of(merged))) is said
-    assert stats_of(merged).without_kv_cache is None
+    assert stats_of(merged).unmerged_calls == {}
 
 
 @loop("kind", KINDS)

@@ -55,11 +55,7 @@ RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "od
 HALVED = {"sd15", "ltx"}  # families with one token per latent pixel, whose latents have half the side here
 # Use a low `min_tokens`, because Auto would not merge the coarser grids of UNets.
 SMALL = {"ratio": 0.5, "min_tokens": 16}
-PLAIN: dict[str, dict[str, Any]] = {
-    **{kind: {"granularity": kind} for kind in ("module", "block", "stack")},
-    # A residual cache without a KV cache. On a UNet, no preset has a residual cache.
-    "detail": {"granularity": "block", "full_step_interval": 3, "selection_interval": 3, "weight_interval": 3},
-}
+PLAIN: dict[str, dict[str, Any]] = {kind: {"granularity": kind} for kind in ("module", "block", "stack")}
 CASES = [" ".join(case) for case in itertools.product(FAMILIES, (*core.PRESETS, *PLAIN), RUNS)]
 # The run of each family that `make test` tries with all settings. thorough/test_other_golden.py has the other cases.
 QUICK_RUN = {"sdxl": "odd", "sd15": "square", "flux": "odd", "ltx": "square"}

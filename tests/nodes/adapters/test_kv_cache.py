@@ -19,7 +19,7 @@ from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, failing, ove
 Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
 
-SHOWN = [name for name in LAYOUTS if name != "ernie"]
+SHOWN = list(LAYOUTS)
 # One family for each layout of blocks. thorough/test_others.py has the others.
 FEW = ("flux", "z_image", "qwen_image", "sd3", "wan", "h3")
 VIDEOS = [("wan", 1, 3), ("ltx", 1, 3), ("h3", 1, 3)]
@@ -56,7 +56,7 @@ def test_keys_are_propagated_as_their_destinations_change(
     monkeypatch.setattr(pack_module("toma_core.coverage").Coverage, "latent_of", lambda *_: None)
     model, layout = model_of(kind), LAYOUTS[kind][0]
     watch = Watch(4)
-    lasting = {"similarity_from": "tokens", "selection_interval": 100, "weight_interval": 100, "sharpness": 10_000.0}
+    lasting = {"selection_interval": 100, "weight_interval": 100, "sharpness": 10_000.0}
     evaluated(overridden(attach(model, **{**KEYS, **lasting}), watch), moves=0.1)
     full, *merged = watch.evaluations()
     # Find the first merged block. Before it, some models run refiner blocks, which are not merged.
@@ -97,10 +97,8 @@ def test_presets_keep_keys_where_they_can(kind: str, model_of: Any, stats_of: An
     merged = balanced(model_of(kind))
     assert models.sample(merged, HEIGHT, WIDTH, steps=8).isfinite().all()
     stats = stats_of(merged)
-    shown = kind != "ernie"
-    assert stats.without_kv_cache is None
-    assert sorted(stats.merged_steps) == ([1, 2, 3, 5, 6] if shown else [1, 2, 4, 5])
-    assert bool(stats.unmerged) is not shown
+    assert sorted(stats.merged_steps) == [1, 2, 3, 5, 6]
+    assert (stats.unmerged, stats.unmerged_calls) == ({}, {})
 
 
 def theirs(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, **__: Any) -> Tensor:
@@ -120,19 +118,14 @@ NOT_ASKED = Reason.KV_FOREIGN_ATTENTION()
 
 
 def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, without_overrides: None) -> None:
-    """If attention calls no overrides, presets use no KV cache."""
+    """If attention calls no overrides, a run with a KV cache merges nothing."""
     model = model_of("wan")
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(model, HEIGHT, WIDTH, **asked)
-    merged, without = balanced(model), balanced(model, kv_cache=False)
-    found, usual = (models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, without))
-    assert str(NOT_ASKED) in report_text.summary(stats_of(merged))
-    # In `merged`, the second step is full too. Without a KV cache the chains differ from those of the first step, so
-    # the residuals of the new chains are refreshed.
-    assert sorted(stats_of(merged).merged_steps) == [2, 4, 5]
-    assert sorted(stats_of(without).merged_steps) == [1, 2, 4, 5]
-    assert (found - own).norm() <= (usual - own).norm()
-    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), found)
+    merged = balanced(model)
+    for _ in range(2):
+        assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), own)
+        assert str(report_text.headline(stats_of(merged))) == f"Nothing was merged: {NOT_ASKED}"
 
 
 def test_it_is_noticed_where_an_evaluation_begins(
@@ -149,8 +142,8 @@ def test_it_is_noticed_where_an_evaluation_begins(
     monkeypatch.setattr(sampling, "observe", observed)
     merged = balanced(several_calls(model_of("wan")))
     models.sample(merged, HEIGHT, WIDTH, frames=3, steps=4, cfg=5.0)
-    assert seen == [(step, step < 2) for step in range(4) for _ in range(2)]
-    assert stats_of(merged).without_kv_cache == NOT_ASKED
+    assert seen == [(step, step < 1) for step in range(4) for _ in range(2)]
+    assert list(stats_of(merged).unmerged_calls) == [NOT_ASKED]
 
 
 def test_a_full_step_that_a_cache_skips_loses_nothing(flux: Any, attach: Any, stats_of: Any, monkeypatch: Any) -> None:
@@ -194,13 +187,6 @@ def test_a_refresh_follows_a_merged_step_in_which_a_cache_skips_later_blocks(
     models.sample(merged, HEIGHT, WIDTH, steps=7)
     assert sorted(stats_of(merged).merged_steps) == [1, 2, 4, 5]
     assert stats_of(merged).full_reasons == {Reason.NOT_CACHED(): {3}}
-
-
-@loop("settings", [{"full_step_interval": 0}, {"granularity": "module"}])
-def test_where_full_steps_keep_nothing_the_preset_is_as_without(settings: Any, flux: Any, stats_of: Any) -> None:
-    merged, without = (balanced(flux, **settings, **more) for more in ({}, {"kv_cache": False}))
-    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=4) for m in (merged, without)))
-    assert stats_of(merged).without_kv_cache == Reason.KV_NO_FULL_STEPS()
 
 
 @loop("kind", ["qwen_image", "hunyuan"])

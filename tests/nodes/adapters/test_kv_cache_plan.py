@@ -139,7 +139,6 @@ def test_the_estimate_of_a_later_comfyui_may_read_all_that_a_patcher_has(
         monkeypatch.setattr(kv_memory, "estimate_memory", Mock(side_effect=error))
         models.sample(merged, HEIGHT, WIDTH, steps=4)
         assert stats_of(merged).merged_steps
-        assert stats_of(merged).without_kv_cache is None
     assert [plan.quantized for plan in cache_plans] == [False, False, True, True, True]
     assert len(warnings()) == 2
     assert "with a smaller KV cache, or with none" in warnings()[0]

@@ -33,7 +33,7 @@ def test_where_room_is_short_they_are_packed(
     monkeypatch.setattr(management, "get_total_memory", lambda *_, **__: 4 * held - 1)
     found = models.sample(merged, HEIGHT, WIDTH, **size)
     packed = stats_of(merged)
-    assert packed.without_kv_cache is None
+    assert packed.unmerged_calls == {}
     # The requested size assumes the quantization groups of a wide model. This narrow model has smaller groups, so its
     # 4-bit cache is larger.
     assert requested[0] == held
@@ -64,7 +64,6 @@ def test_where_packing_runs_out_of_memory_all_steps_are_full(
     assert all(torch.equal(clip, own) for clip in found)
     assert all(k.shape[1] == v.shape[1] for _, k, v in watch.seen)
     stats = stats_of(merged)
-    assert stats.cache_disabled
     assert (stats.merged_in.total(), stats.merged_steps) == (0, {})
     assert str(report_text.headline(stats)) == f"Nothing was merged: {Reason.KV_CACHE_DISABLED()}"
 
@@ -108,13 +107,13 @@ def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, st
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode as Windows
 
     windowed = Windows.execute(model_of("wan"), 17, 8, schedule, 1, False, "pyramid", False).result[0]
-    merged, without = balanced(windowed), balanced(windowed, kv_cache=False)
+    merged = balanced(windowed)
     asked: dict[str, Any] = {"frames": 13, "steps": 4, "cfg": 5.0}
     found = models.sample(merged, HEIGHT, WIDTH, **asked)
-    moves = stats_of(merged).without_kv_cache == Reason.KV_CONTEXT_WINDOWS()
-    assert moves == (schedule != "standard_static")
+    moves = list(stats_of(merged).unmerged_calls) == [Reason.KV_CONTEXT_WINDOWS()]
+    assert moves == (schedule != "standard_static") != bool(stats_of(merged).merged_steps)
     if moves:
-        assert torch.equal(found, models.sample(without, HEIGHT, WIDTH, **asked))
+        assert torch.equal(found, models.sample(windowed, HEIGHT, WIDTH, **asked))
 
 
 def test_also_in_a_last_step_that_is_in_full(model_of: Any, stats_of: Any, monkeypatch: Any) -> None:
@@ -125,19 +124,17 @@ def test_also_in_a_last_step_that_is_in_full(model_of: Any, stats_of: Any, monke
     wanted = models.sample(merged, HEIGHT, WIDTH, **asked)
     failing(monkeypatch, block, 4, torch.OutOfMemoryError())
     assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **asked), wanted)
-    assert stats_of(merged).cache_disabled
+    assert list(stats_of(merged).unmerged_calls) == [Reason.KV_CACHE_DISABLED()]
     failing(monkeypatch, block, 4, torch.OutOfMemoryError(), times=2)
     with pytest.raises(torch.OutOfMemoryError):
         models.sample(merged, HEIGHT, WIDTH, **asked)
 
 
-def test_without_room_the_preset_is_as_it_was(flux: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_nothing_is_merged(flux: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(management, "get_total_memory", lambda *_, **__: 1000)
-    merged, without = balanced(flux), balanced(flux, kv_cache=False)
-    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=8) for m in (merged, without)))
-    assert stats_of(merged).without_kv_cache.id is Reason.KV_TOO_LARGE
-    assert "do not attend to all tokens" in report_text.summary(stats_of(merged))
-    assert stats_of(without).without_kv_cache is None
+    merged = balanced(flux)
+    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=8) for m in (merged, flux)))
+    assert "Nothing was merged: the KV cache would take" in str(report_text.headline(stats_of(merged)))
 
 
 def test_comfyui_receives_the_size_before_it_loads_the_model(flux: Any, monkeypatch: Any, stats_of: Any) -> None:

@@ -11,9 +11,8 @@ from comfy.patcher_extension import WrappersMP
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.helpers import every_kind
 
-SETTINGS: dict[str, Any] = {"similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1}
+SETTINGS: dict[str, Any] = {"selection_interval": 1, "weight_interval": 1, "kv_cache": True, "full_step_interval": 9}
 
 
 @pytest.fixture
@@ -43,69 +42,40 @@ def watched(model: Any) -> tuple[Any, list[torch.Tensor]]:
     return model, pictures
 
 
-@every_kind
 @pytest.mark.compat
-def test_plans_are_of_the_step_before(model: Any, attach: Any, stats_of: Any, planned: Any) -> None:
-    model, predicted = watched(model)
+def test_plans_are_of_the_step_before(flux: Any, attach: Any, stats_of: Any, planned: Any) -> None:
+    model, predicted = watched(flux)
     patched = attach(model, **SETTINGS)
-    models.sample(patched, steps=3, cfg=4.0)
+    models.sample(patched, steps=4, cfg=4.0)
     stats = stats_of(patched)
     assert sorted(stats.merged_steps) == [1, 2]
     shown = {tuple(map(id, pictures)): pictures for pictures in planned}.values()
-    assert all(any(torch.equal(picture, p) for p in predicted[:2]) for pictures in shown for picture in pictures)
+    assert all(any(torch.equal(picture, p) for p in predicted[:3]) for pictures in shown for picture in pictures)
     assert stats.selections == 2 * len(stats.grids)
 
 
-@every_kind
-def test_every_evaluation_after_the_first_merges_whatever_the_sampler(model: Any, attach: Any, stats_of: Any) -> None:
-    patched = attach(model, **SETTINGS)
+def test_evaluations_between_full_steps_merge_whatever_the_sampler(flux: Any, attach: Any, stats_of: Any) -> None:
+    patched = attach(flux, **SETTINGS)
     models.sample(patched, steps=3, sampler="heun")
     stats = stats_of(patched)
-    assert (stats.evaluations, stats.merged_in.total()) == (5, 4)
+    assert (stats.evaluations, stats.merged_in.total()) == (5, 2)
 
 
-@every_kind
 @loop("every", [2, 3])
 def test_the_full_steps_prediction_plans_the_next_step(
-    every: int, model: Any, attach: Any, stats_of: Any, planned: Any, monkeypatch: Any
+    every: int, flux: Any, attach: Any, stats_of: Any, planned: Any
 ) -> None:
     """A full step makes no plan."""
-    model, predicted = watched(model)
-    monkeypatch.setattr(pack_module("toma_core.prediction"), "_MAX_NOISE", 0.999)
-    settings = {"similarity_from": "prediction", "selection_interval": every, "weight_interval": every}
-    patched = attach(model, **settings, full_step_interval=every)
+    model, predicted = watched(flux)
+    settings = {"selection_interval": every, "weight_interval": every, "full_step_interval": every}
+    patched = attach(model, **{**SETTINGS, **settings})
     models.sample(patched, steps=2 * every + 1, cfg=1.0)
     shown = [next(n for n, p in enumerate(predicted) if torch.equal(p, pictures[0])) for pictures in planned]
     assert {0, every} <= set(shown)
     assert stats_of(patched).selections == 2 * len(stats_of(patched).grids)
 
 
-def test_a_picture_of_mostly_noise_is_not_trusted(flux: Any, attach: Any, planned: Any, monkeypatch: Any) -> None:
-    """Early steps select by tokens, with equal budgets in all windows. Later steps select by the predicted picture."""
-    state, budgets = pack_module("toma_core.run").RunState, list[bool]()
-    own = state._laid_out
-
-    def laid_out(self: Any, *args: Any) -> Any:
-        windows, budget = own(self, *args)
-        budgets.append(budget.adaptive)
-        return windows, budget
-
-    monkeypatch.setattr(state, "_laid_out", laid_out)
-    patched = attach(flux, **SETTINGS)
-    models.sample(patched, steps=20, cfg=1.0)
-    for switches in ([bool(pictures) for pictures in planned], budgets):
-        assert switches == sorted(switches), "never back"
-        assert set(switches) == {False, True}
-
-
-@loop("model_sampling", [None, object()], ids=["nothing", "something else"])
-def test_sigmas_of_an_unknown_kind_are_no_error(model_sampling: Any, pack: Any) -> None:
-    sampling, config = pack_module("nodes.adapters.sampling_run").SamplingRun, pack_module("toma_core").ToMAConfig
-    assert sampling.start(config(ratio=0.5), model_sampling, [1.0, 0.0]).max_prediction_sigma > 1
-
-
-@every_kind
-def test_nothing_is_held_after_a_run_that_broke_off(model: Any, attach: Any, monkeypatch: Any) -> None:
+def test_nothing_is_held_after_a_run_that_broke_off(flux: Any, attach: Any, monkeypatch: Any) -> None:
     held: list[Any] = []
     sampling = pack_module("nodes.adapters.sampling_run").SamplingRun
     own = sampling.predicted
@@ -117,7 +87,7 @@ def test_nothing_is_held_after_a_run_that_broke_off(model: Any, attach: Any, mon
             raise RuntimeError("broken off")
 
     monkeypatch.setattr(sampling, "predicted", broken)
-    patched = attach(model, **SETTINGS)
+    patched = attach(flux, **SETTINGS)
     with pytest.raises(RuntimeError, match="broken off"):
         models.sample(patched, steps=3)
     assert not held[0].trajectory._histories

@@ -45,7 +45,7 @@ def sampled(model: Any, steps: int = STEPS) -> torch.Tensor:
 
 @every_kind
 @pytest.mark.compat
-@loop("settings", [{}, CACHED, {"granularity": "module"}, {"granularity": "block", "similarity_from": "prediction"}])
+@loop("settings", [{}, CACHED, {"granularity": "module"}, {"granularity": "block"}])
 def test_one_ratio_everywhere_is_the_setting_to_the_bit(model: Any, settings: dict[str, Any]) -> None:
     plain = run.apply_toma(model, ToMAConfig(min_tokens=4, ratio=0.4, **settings))
     everywhere = dict.fromkeys(names(model), 0.4)

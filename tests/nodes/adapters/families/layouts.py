@@ -114,7 +114,7 @@ LAYOUTS = {
 ALONE = ("h3",)
 # Settings that make every plan from the picture that the previous step predicted.
 PREDICTED: dict[str, Any] = {
-    "similarity_from": "prediction", "selection_interval": 1, "weight_interval": 1
+    "selection_interval": 1, "weight_interval": 1, "kv_cache": True, "full_step_interval": 9,
 }  # fmt: skip
 
 

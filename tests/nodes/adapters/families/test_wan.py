@@ -79,7 +79,7 @@ def test_presets_where_two_models_take_two_steps_each(
     merged = balanced(wan, name), balanced(models.wan(seed=1), name)
     assert in_two(*merged, frames=frames).isfinite().all()
     assert tuple(sorted(stats_of(m).merged_steps) for m in merged) == steps
-    assert [stats_of(m).without_kv_cache for m in merged] == [None, None]
+    assert [stats_of(m).unmerged_calls for m in merged] == [{}, {}]
 
 
 def test_two_models_one_after_the_other(wan: Any, attach: Any, stats_of: Any, no_state_left: None) -> None:

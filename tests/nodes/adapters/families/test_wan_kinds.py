@@ -134,7 +134,7 @@ def test_references_are_frames_and_poses_follow(kind: str, references: int, merg
     block.agrees()
     preset = balanced(model)
     assert models.sample(preset, HEIGHT, WIDTH, steps=4, cfg=3.0, **asked).isfinite().all()
-    assert (stats_of(preset).unmerged, stats_of(preset).without_kv_cache) == ({}, None)
+    assert (stats_of(preset).unmerged, stats_of(preset).unmerged_calls) == ({}, {})
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {

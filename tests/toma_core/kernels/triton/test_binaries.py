@@ -31,7 +31,7 @@ def run(preset, grids, steps=12, **settings):
     state, counts, propagated = RunState(schedule), [], False
     for sigma in schedule.sigmas:
         decision, first = decide(state, Facts(sigma, conditions={"c": None, "u": None})), grids[0]
-        shown = (torch.zeros(1, 16, *first[:2]),) * 2 if config.uses_prediction else ()
+        shown = (torch.zeros(1, 16, *first[:2]),) * 2 if config.uses_cache else ()
         latent = torch.ones(2, 4, *grids[0][:2])
         moved = LatentChange(latent, 0 * latent)
         where = Evaluation(state, decision, (None, None), ("c", "u"), pictures=shown, change=moved)
@@ -58,7 +58,7 @@ with offline.stubbed(), torch.inference_mode():
     counts["sdxl weighed apart"] = run("balanced", [(64, 64, 640)], selection_interval=4, weight_interval=2)
     counts["flux"] = run("balanced", [(64, 64, 3072)], full_step_interval=3)
     counts["flux 832x1216"] = run("balanced", [(52, 76, 3072)], full_step_interval=3)
-    moving = dict(similarity_from="prediction", window_size=4, selection_interval=1, weight_interval=1)
+    moving = dict(window_size=4, selection_interval=1, weight_interval=1)
     counts["moved"] = run("balanced", [(64, 64, 3072)], full_step_interval=4, **moving)
     counts["moved 832x1216"] = run("balanced", [(52, 76, 3072)], full_step_interval=4, **moving)
 print(json.dumps(counts))
