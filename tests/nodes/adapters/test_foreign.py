@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from scripts.comfy_pack import pack_module
 from testbed import models
@@ -23,6 +24,11 @@ LISTS = {
 }  # fmt: skip
 
 
+def tokens_in(*given: Any) -> int:
+    """Return the number of image tokens in arguments or results of a block. They are the longest stream."""
+    return max(x.shape[1] for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.ndim == 3)
+
+
 class Own(nn.Module):
     """A block of another pack that uses the weights of a block of ComfyUI. seen: the number of tokens in each call."""
 
@@ -31,8 +37,7 @@ class Own(nn.Module):
         self.block, self.seen = [block], seen
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        self.seen.append(max(x.shape[1] for x in given if isinstance(x, torch.Tensor) and x.ndim == 3))
+        self.seen.append(tokens_in(args, kwargs))
         return type(self.block[0]).forward(self.block[0], *args, **kwargs)
 
 
@@ -105,7 +110,7 @@ def test_another_packs_loop_sees_all_tokens(where: str, attach: Any, monkeypatch
     seen: list[int] = []
 
     def loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        looked = lambda _, __, out: seen.append(out[0].shape[1])  # noqa: E731
+        looked = lambda _, __, out: seen.append(tokens_in(out))  # noqa: E731
         handles = [block.register_forward_hook(looked) for block in self.double_blocks]
         out = own(self, *args, **kwargs)
         for handle in handles:
@@ -125,18 +130,12 @@ def test_another_packs_loop_sees_all_tokens(where: str, attach: Any, monkeypatch
 @loop("kind", ["unet", "flux"])
 @loop("before", [False, True])
 def test_hooks_of_pytorch_see_all_tokens(kind: str, before: bool, attach: Any) -> None:
-    model = getattr(models, kind)()
-    network = model.model.diffusion_model
-    chain = network.double_blocks if kind == "flux" else network.middle_block[1].transformer_blocks
-    assert len(chain) > 1
-    seen: list[int] = []
+    model, seen = getattr(models, kind)(), list[int]()
+    _, block = block_of(model, kind, int(before))
     if before:
-        chain[1].register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append((kwargs.get("img") if kind == "flux" else args[0]).shape[1]),
-            with_kwargs=True,
-        )
+        block.register_forward_pre_hook(lambda _, *given: seen.append(tokens_in(given)), with_kwargs=True)
     else:
-        chain[0].register_forward_hook(lambda _, __, out: seen.append((out[0] if kind == "flux" else out).shape[1]))
+        block.register_forward_hook(lambda _, __, out: seen.append(tokens_in(out)))
     sample(model)
     sample(attach(model))
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :] != []
