@@ -87,7 +87,7 @@ def test_enums_take_members_and_their_values_only(name: str) -> None:
     kind = type(setting_spec(name).default)
     for member in kind:
         another = Enum("another", {"WORD": member.value}, type=str).WORD  # a member of another enum with the same word
-        assert [check(name, value) for value in (member, member.value, another)] == [member] * 3
+        assert all(check(name, value) is member for value in (member, member.value, another))
         assert getattr(ToMAConfig(**{name: member.value}), name) is member
     for value in ("", "Tile", "nonsense", None, 0, True, float("nan"), []):
         if name == "kv_cache" and value is True:

@@ -114,7 +114,7 @@ def test_tokens_take_turns_where_what_is_cached_is_propagated(keys: tuple[str, .
 def test_closing_drops_every_tensor_but_the_map_of_the_last_plan() -> None:
     """Scopes a and b have plans of the same grid. The plan that was made last is the second plan of a."""
     run, refs = run_of(), []
-    for scope, selection, plan_keys in (("a", 0, (None,)), ("b", 0, (None, None)), ("a", 1, (None,))):
+    for scope, selection, plan_keys in (("a", 0, (None,)), ("b", 0, (None,)), ("a", 1, (None, None))):
         plan = run.plan(features(1, len(plan_keys)), GRID, scope, step_of(selection=selection), plan_keys)
         refs += [weakref.ref(t) for t in (plan.dest_slots, plan.merge_weights, plan.unmerge_weights)]
     run.plan(features(3, 1, (5, 5)), (5, 5), "a", step_of(), (None,))
