@@ -1,4 +1,4 @@
-"""Provide nodes that load tiny models in place of checkpoints: one for plain graphs, one for templates.
+"""Provide a node that loads a tiny model in place of the checkpoints of a template.
 
 Diffusion models and the latent upsampler are ComfyUI's own classes with random weights. Text encoders and VAEs, which
 do not affect merging, return random numbers of the right shape.
@@ -111,16 +111,4 @@ class TinyTemplateModel:
         return model, Text(), Pictures(*PICTURES[kind]), Sound(), upsampler
 
 
-class TinyModel:
-    """Loads a tiny UNet or Flux, with two prompts."""
-
-    RETURN_TYPES = ("MODEL", "CONDITIONING", "CONDITIONING")
-    FUNCTION, CATEGORY = "load", "tests"
-    INPUT_TYPES = classmethod(lambda cls: {"required": {"kind": (["unet", "flux"],)}})
-
-    def load(self, kind):
-        model = getattr(models, kind)()
-        return model, models.conditioning(model, seed=1), models.conditioning(model, seed=2)
-
-
-NODE_CLASS_MAPPINGS = {"TinyModel": TinyModel, "TinyTemplateModel": TinyTemplateModel}
+NODE_CLASS_MAPPINGS = {"TinyTemplateModel": TinyTemplateModel}
