@@ -119,39 +119,32 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any, baseline: Any) -> 
     assert page.noise - baseline == set()
 
 
-def contrast(page: Any) -> float:
-    """Return the contrast of the text on node 4 against its background, as WCAG defines it."""
-    colours = page.evaluate(
+def readable(page: Any) -> bool:
+    """Return whether the text on node 4 differs by 140 of 255 in brightness from its background. For greys this is a
+    contrast above 4.5 as WCAG defines it."""
+    return page.evaluate(
         """() => {
-            const style = getComputedStyle(window.statusOf(4))
-            return [style.color, style.backgroundColor, style.opacity]
+            const { color, backgroundColor, opacity } = getComputedStyle(window.statusOf(4))
+            const [text, back] = [color, backgroundColor].map(colour => {
+                const [r, g, b] = colour.match(/[\\d.]+/g).map(Number)
+                return 0.299 * r + 0.587 * g + 0.114 * b
+            })
+            return opacity === "1" && Math.abs(text - back) > 140
         }"""
     )
-    assert colours[2] == "1"
-
-    def luminance(colour: str) -> float:
-        parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
-        assert len(parts) == 3
-        return sum(
-            weight * (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4)
-            for part, weight in zip(parts, (0.2126, 0.7152, 0.0722), strict=True)
-        )
-
-    light, dark = sorted(map(luminance, colours[:2]), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
 
 
 def test_texts_can_be_read(page: Any) -> None:
-    page.open(graph(0.0), "contrast")
-    assert contrast(page) >= 4.5
+    page.open(graph(0.0, min_tokens=100 + next(SEEDS)), "contrast")  # not cached by the other renderer
+    assert readable(page)
     page.queue()
     page.queue()
     assert "earlier" in page.verdict(4)
-    assert contrast(page) >= 4.5
+    assert readable(page)
     page.open(graph(window_size=0), "error")
     page.press_run()
     page.expect(True, lambda: "window size" in page.verdict(4))
-    assert contrast(page) >= 4.5
+    assert readable(page)
     page.noise.clear()
 
 
