@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,11 +17,7 @@ from testbed.fullsize import Shape
 from testbed.meter import META, Cost, Meter
 
 SDXL, FLUX = Shape("sdxl"), Shape("flux")
-
-
-@pytest.fixture(autouse=True)
-def loaded(pack: ModuleType) -> None:
-    """Load the pack before a model is built."""
+pytestmark = pytest.mark.usefixtures("pack")  # loaded before a model is built
 
 
 @cache
@@ -34,32 +29,6 @@ def base_of(shape: Shape) -> Cost:
 
 def toma(**settings: Any) -> variants.Variant:
     return variants.toma("", ratio=0.5, **settings)
-
-
-@pytest.mark.parametrize(
-    ("granularity", "kernels", "most"),
-    [
-        ("stack", False, 0.026),
-        ("stack", True, 0.014),
-        ("block", False, 0.14),
-        ("block", True, 0.084),
-        ("module", False, 0.29),
-        ("module", True, 0.25),
-    ],
-)
-def test_what_merging_adds_to_sdxl_and_saves(granularity: str, kernels: bool, most: float) -> None:
-    """Count launches, which are operations except views, in a step that uses an existing plan."""
-    base = base_of(SDXL)
-    assert base.launches == 1682
-    merged = cost.count(SDXL, toma(granularity=granularity), kernels=kernels)
-    assert 0 < merged.launches / base.launches - 1 <= most
-    assert merged.parts["merge"].launches > 0
-    assert merged.parts["unmerge"].launches > 0
-    assert "plan" not in merged.parts, "a plan that is there costs no operation"
-    if not kernels:
-        assert 1.6 < base.flops / merged.flops < 1.75
-        share = 0.035 if granularity != "stack" else 0.002
-        assert merged.parts["merge"].flops + merged.parts["unmerge"].flops < share * merged.flops
 
 
 # With `balanced` on Flux, steps 0 and 4 are full, and cache keys and values. Steps 1 to 3 are merged, and attend to all
@@ -236,17 +205,6 @@ def test_ratio_0_and_comfyuis_tome_node_add_nothing(variant: variants.Variant) -
     assert (off.launches, off.flops, off.bytes) == (base.launches, base.flops, base.bytes)
 
 
-def test_making_plans_is_counted_apart() -> None:
-    plain, planning = (cost.count(SDXL, toma(), kernels=True, plan=plan) for plan in (False, True))
-    plan = planning.parts["plan"]
-    assert planning.launches - plain.launches == plan.launches
-    # There is one plan for each of two grids, and each copies two index tensors to the device.
-    assert [n for name, n in plan.operations.items() if name.endswith(".select_weigh")] == [2]
-    assert plan.launches == 2 + plan.operations["_to_copy"] == 2 + 4
-    slow = cost.count(SDXL, toma(), plan=True)
-    assert slow.parts["plan"].launches > 2 * 32, "the search in plain PyTorch is a loop over the picks"
-
-
 def test_the_stand_in_for_kernels_has_their_shapes() -> None:
     """Results of `cost.Fused` must have the shapes and strides of the kernels' results."""
     pytest.importorskip("triton", reason="Triton has no build for this system")
@@ -272,11 +230,6 @@ def test_the_stand_in_for_kernels_has_their_shapes() -> None:
     for a, b in zip(*map(results, kernels), strict=True):
         assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
     assert counter.cost.launches == 5
-    tables = windows.source.nbytes + windows.valid.nbytes + budget.expand.nbytes
-    merging = x.nbytes + 3 * budget.total * 40 * 2 + real.numel() * windows.slots * 2
-    counter.cost = Cost()
-    kernels[1].unmerge(torch.empty(3, budget.total, 40).half(), results(kernels[0])[2], windows, budget)
-    assert counter.cost.bytes == merging + tables
 
 
 @pytest.mark.parametrize(("model", "within"), [("sdxl", 0.02), ("flux", 0.08), ("z_image", 0.03), ("sd3", 0.05)])

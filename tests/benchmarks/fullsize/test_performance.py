@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from benchmarks import performance
 
-
-@pytest.fixture(autouse=True)
-def loaded(pack: ModuleType) -> None:
-    """Load the pack before a model is built."""
+pytestmark = pytest.mark.usefixtures("pack")  # loaded before a model is built
 
 
 @pytest.mark.parametrize("name", performance.TABLES)

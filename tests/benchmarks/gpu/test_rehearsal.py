@@ -9,14 +9,15 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks import variants
 from scripts import gpu_kit
 from scripts.comfyui import ROOT
 
@@ -25,9 +26,8 @@ ISOLATED = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-roo
 MOST_FILES, MOST_BYTES = 8, 1 << 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def isolation() -> None:
-    """If no process can be cut off from the network here, skip these tests, or fail them in CI."""
+def require_isolation() -> None:
+    """If no process can be cut off from the network here, skip this test, or fail it in CI."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("the kit is for x86-64 Linux")
     try:
@@ -42,11 +42,11 @@ def isolation() -> None:
         pytest.skip(message)
 
 
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
     """Return a folder with the checkout, the home folder and the temporary folder of a simulated GPU machine."""
-    folder = tmp_path_factory.mktemp("machine")
-    tree = folder / "tree"
+    require_isolation()
+    tree = tmp_path / "tree"
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("git tells which files travel, and it is not here")
     for file in gpu_kit.tree():
@@ -58,9 +58,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gpu_kit.pack(tree / ".gpu", 90, "{}.{}".format(*sys.version_info))
     assert (tree / ".gpu" / gpu_kit.ARCHIVE).stat().st_size < 10 * 2**20
     for name in ("home", "tmp"):
-        (folder / name).mkdir()
+        (tmp_path / name).mkdir()
     assert not (tree / ".git").exists()
-    return folder
+    return tmp_path
 
 
 def visit(machine: Path, out: Path) -> subprocess.Popen[str]:
@@ -82,17 +82,16 @@ def visit(machine: Path, out: Path) -> subprocess.Popen[str]:
 
 def kill_all(process: subprocess.Popen[str]) -> None:
     """Kill the process and its children, as a machine does at its time limit."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            session = stat.read_text().rpartition(")")[2].split()[3]
-            if session == str(process.pid):
-                os.kill(int(stat.parent.name), signal.SIGKILL)
+    first = psutil.Process(process.pid)
+    for each in (first, *first.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
     process.communicate()
 
 
 def ended(process: subprocess.Popen[str], out: Path) -> set[str]:
     """Wait for the end of the script, and return the names of the sections with results."""
-    output, _ = process.communicate(timeout=1800)
+    output, _ = process.communicate(timeout=3600)
     assert process.returncode == 0, output[-6000:]
     files = [path for path in out.rglob("*") if path.is_file()]
     assert len(files) <= MOST_FILES
@@ -105,11 +104,11 @@ def ended(process: subprocess.Popen[str], out: Path) -> set[str]:
     return sections | {row["model"] for row in stored["rows"] if row["section"].startswith("sample")}
 
 
-def test_all_sections_when_a_visit_was_killed_before(machine: Path, tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+def test_all_sections_when_a_visit_was_killed_before(machine: Path) -> None:
+    first, second = machine / "first", machine / "second"
     first.mkdir()
     killed, results = visit(machine, first), first / "results.json"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 1800
     while not results.is_file() or not json.loads(results.read_text())["rows"]:
         assert killed.poll() is None
         assert time.monotonic() < deadline
@@ -128,6 +127,19 @@ def test_all_sections_when_a_visit_was_killed_before(machine: Path, tmp_path: Pa
     for what in ("values", "keys"):
         assert f"- propagate {what}: 3 launches, 2 without the regression" in page
     rows = json.loads((second / "results.json").read_text())["rows"]
+    parts = {row["section"] for row in rows if row["section"].startswith("micro")}
+    assert parts == {f"micro: {part}" for part in ("selection", "weights", "merge", "unmerge", "reuse")}
+    assert {row["note"].partition("(")[0] for row in rows if row["section"] == "break-even"} == {
+        "Auto does not merge it "
+    }
+    evaluated = {row["variant"]: row for row in rows if row["section"] == "forward"}
+    assert "no-op" in evaluated["ComfyUI's ToMe node"]["note"]
+    assert all(evaluated[rival.name]["error"] for rival in (variants.tome(0.5), variants.todo()))
+    assert evaluated["ToMA stack, ratio 0.5"]["tokens"] == "16 -> 8, 4 -> 2"
+    sampled = [row for row in rows if row["section"].startswith("sample") and row["shares"]]
+    assert all("3/3 steps merged" in row["note"] for row in sampled)
+    assert all(row["shares"].keys() == {"plan", "merge", "unmerge"} for row in sampled)
+    assert all(0 < share < 1 for row in sampled for share in row["shares"].values())
     host = [row for row in rows if row["section"] == "host"]
     assert {row["batch"] for row in host} == {1, 2}
     assert all(row["host"] and row["gpu"] for row in host)
