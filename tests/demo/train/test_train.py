@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comfy.model_management, "in_training", True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _plan(kind: str, seed: int = 0, steps: int = 3, **changed: Any) -> Plan:
