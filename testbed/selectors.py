@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -112,19 +113,6 @@ RIVALS = ("farthest point", "grid", "random", "tome")
 
 
 @contextmanager
-def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Replace attributes of `owner` inside the context."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
 def selecting(name: str) -> Iterator[None]:
     """Let a rival select the destinations of every plan inside the context, in plain PyTorch. All windows have the same
     share of destinations. Only "farthest point" may have an adaptive budget."""
@@ -137,7 +125,10 @@ def selecting(name: str) -> Iterator[None]:
     def plain(*_: Any) -> Any:
         return kernels.Choice(None, f"destinations by {name}")
 
-    with replaced(state, {"select": rule(name)}), replaced(state.RunState, {"_laid_out": evenly, "_choose": plain}):
+    with (
+        mock.patch.multiple(state, select=rule(name)),
+        mock.patch.multiple(state.RunState, _laid_out=evenly, _choose=plain),
+    ):
         yield
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from benchmarks import variants
 from benchmarks.variants import Patch, chain
 from scripts.comfy_pack import pack_module
-from testbed.selectors import replaced
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def packed(patch: Patch) -> Patch:
         from comfy.patcher_extension import WrappersMP
 
         def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
-            with replaced(pack_module("nodes.adapters.kv_memory"), {"memory_left": lambda *_: 0}):
+            with mock.patch.multiple(pack_module("nodes.adapters.kv_memory"), memory_left=lambda *_: 0):
                 return executor(*args, **kwargs)
 
         # Add this wrapper before the pack's own, so that the pack's run begins inside it.

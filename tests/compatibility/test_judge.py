@@ -39,24 +39,10 @@ def brighter(args: dict[str, Any]) -> Tensor:
 
 
 def test_what_holds_passes(kit: Kit) -> None:
-    assert verdict(kit, Graph(after_cfg(brighter))) == Verdict("merged", {})
+    assert verdict(kit, changed(brighter)) == Verdict("merged", {})
     assert verdict(kit, Graph(), NotFor("for others")) == Verdict("for others", {})
     graphs = [Graph(steered=False, name=str(i)) for i in range(2)]
     assert judge(Row("feature", "group", lambda _: iter(graphs), {"flux": MERGED}), kit).cell == "merged (2)"
-
-
-@pytest.mark.parametrize(
-    ("expected", "complaint"),
-    [
-        (Expected(unmerged={"no such reason": 1}), "not merged: {}, expected"),
-        (unmerged("no such reason", 6), "not merged: {}, expected"),
-        (Expected(merged=False), "merged after all"),
-        (Refused(KeyError), "was expected to raise KeyError"),
-    ],
-)
-def test_another_report_than_expected(kit: Kit, expected: Any, complaint: str) -> None:
-    with pytest.raises(AssertionError, match=complaint):
-        verdict(kit, Graph(after_cfg(brighter)), expected)
 
 
 def merging(args: dict[str, Any]) -> bool:
@@ -64,31 +50,42 @@ def merging(args: dict[str, Any]) -> bool:
     return sampling is not None and bool(sampling.run.stats.merged_blocks)
 
 
+def minding_the_order(model: Any) -> Any:
+    factor = 1.1 if "toma" in model.model_options["transformer_options"] else 1.2
+    return after_cfg(lambda args: args["denoised"] * (factor if merging(args) else 1.0))(model)
+
+
+def never(result: Tensor) -> None:
+    raise AssertionError("the check ran")
+
+
+def changed(change: Callable[[dict[str, Any]], Tensor], **more: Any) -> Graph:
+    return Graph(after_cfg(change), **more)
+
+
 SEES_TOMA = "merging nothing differs from running without ToMA"
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("graph", "expected", "complaint"),
     [
-        (lambda args: args["denoised"] + ("toma" in args["model_options"]["transformer_options"]), SEES_TOMA),
-        (lambda args: args["denoised"] * float("nan"), "the feature alone gives no finite result"),
-        (lambda args: args["denoised"] * (float("nan") if merging(args) else 1.0), "not finite"),
-        (lambda args: args["denoised"] + (-1.0 if merging(args) else 1.0), "its change differs from that without ToMA"),
-        (lambda args: args["denoised"], "does nothing even without ToMA"),
+        (changed(brighter), Expected(unmerged={"no such reason": 1}), "not merged: {}, expected"),
+        (changed(brighter), unmerged("no such reason", 6), "not merged: {}, expected"),
+        (changed(brighter), Expected(merged=False), "merged after all"),
+        (changed(brighter), Refused(KeyError), "was expected to raise KeyError"),
+        (changed(lambda a: a["denoised"] + ("toma" in a["model_options"]["transformer_options"])), MERGED, SEES_TOMA),
+        (changed(lambda a: a["denoised"] * float("nan")), MERGED, "the feature alone gives no finite result"),
+        (changed(lambda a: a["denoised"] * (float("nan") if merging(a) else 1.0)), MERGED, "not finite"),
+        (changed(lambda a: a["denoised"] + (-1.0 if merging(a) else 1.0)), MERGED, "its change differs from that with"),
+        (changed(lambda a: a["denoised"]), MERGED, "does nothing even without ToMA"),
+        (Graph(minding_the_order, steered=False), MERGED, "the order of the nodes matters"),
+        (changed(brighter, steered=False, check=never), MERGED, "the check ran"),
+        (changed(brighter, same_as={}, name="this one"), MERGED, "this one: differs from ToMA alone"),
     ],
 )
-def test_another_result_than_expected(kit: Kit, change: Any, complaint: str) -> None:
+def test_each_fault_is_found(graph: Graph, expected: Any, complaint: str, kit: Kit) -> None:
     with pytest.raises(AssertionError, match=complaint):
-        verdict(kit, Graph(after_cfg(change)))
-
-
-def test_order_of_the_nodes(kit: Kit) -> None:
-    def patch(model: Any) -> Any:
-        factor = 1.1 if "toma" in model.model_options["transformer_options"] else 1.2
-        return after_cfg(lambda args: args["denoised"] * (factor if merging(args) else 1.0))(model)
-
-    with pytest.raises(AssertionError, match="the order of the nodes matters"):
-        verdict(kit, Graph(patch, steered=False))
+        verdict(kit, graph, expected)
 
 
 def test_a_model_left_otherwise_than_it_was(kit: Kit) -> None:
@@ -102,16 +99,6 @@ def test_a_model_left_otherwise_than_it_was(kit: Kit) -> None:
 
     with pytest.raises(AssertionError, match="the model is not as it was"):
         verdict(kit, Graph(patch, model=own, steered=False))
-
-
-def test_named_graph_and_check(kit: Kit) -> None:
-    def never(result: Tensor) -> None:
-        raise AssertionError("the check ran")
-
-    with pytest.raises(AssertionError, match="the check ran"):
-        verdict(kit, Graph(after_cfg(brighter), steered=False, check=never))
-    with pytest.raises(AssertionError, match="this one: differs from ToMA alone"):
-        verdict(kit, Graph(after_cfg(brighter), same_as={}, name="this one"))
 
 
 @pytest.mark.parametrize("path", ["nodes_freelunch.NoSuchNode", "nodes_no_such_module.Node", "nodes.NoSuchNode"])

@@ -240,7 +240,7 @@ def record(plan_calls: list[PlanCall], monkeypatch: pytest.MonkeyPatch) -> Calla
 
 @pytest.fixture(scope="session")
 def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
-    """dense(plan): return the merge matrix (B, D, N) and the unmerge matrix (B, N, D), filled entry by entry."""
+    """dense(plan): return the merge matrix (B, D, N) and the unmerge matrix (B, N, D), filled row by row."""
 
     def matrices(plan: Any) -> tuple[Tensor, Tensor]:
         batch, windows, slots, _ = plan.merge_weights.shape

@@ -19,25 +19,23 @@ patch = pack_module("nodes.toma")
 run = pack_module("nodes.adapters.patch_model")
 profiles, registry = pack_module("toma_core.profile"), pack_module("nodes.adapters.registry")
 report_text = pack_module("nodes.adapters.report_text")
-Node = calibrate.ToMACalibrate
-STEPS = 4
 
 
 @pytest.fixture
 def calibrated(previews: None) -> Any:
-    """calibrated(model, **inputs): return the node's outputs (model, profile, picture) and the text that it shows."""
+    """calibrated(model, **inputs): return the node's model and profile, and the text that it shows."""
 
-    def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, torch.Tensor, str]:
+    def call(model: Any, side: int = 40, **inputs: Any) -> tuple[Any, str, str]:
         given = {
             "latent": {"samples": torch.zeros(1, 4, side, side)},
-            "target": "balanced", "steps": STEPS, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple",
+            "target": "balanced", "steps": 4, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple",
             "negative": models.conditioning(model, seed=2), "positive": models.conditioning(model, seed=1), **inputs,
         }  # fmt: skip
-        answer = Node.execute(model, **given)
+        answer = calibrate.ToMACalibrate.execute(model, **given)
         assert len(answer.ui["images"]) == 1
-        _, _, picture = answer.args
+        made, profile, picture = answer.args
         assert 0 <= picture.min() <= picture.max() <= 1
-        return (*answer.args, answer.ui["toma"][0]["text"])
+        return made, profile, answer.ui["toma"][0]["text"]
 
     return call
 
@@ -48,7 +46,7 @@ def sampled(model: Any, side: int = 40) -> torch.Tensor:
 
 @pytest.mark.compat
 def test_gives_out_what_it_found(unet: Any, calibrated: Any, no_state_left: None) -> None:
-    model, text, _, said = calibrated(unet)
+    model, text, said = calibrated(unet)
     assert said.startswith(("Less error for the same work: 0.", "The preset 'balanced' is kept: "))
     assert "The preset 'balanced' at ratio 0.5: error 0." in said
     assert any(any(ratios) for ratios in profiles.parsed(text).ratios.values())
@@ -79,7 +77,7 @@ def test_nothing_can_be_merged(unknown: bool, unet: Any, calibrated: Any, monkey
     if unknown:
         monkeypatch.setattr(pack_module("nodes.adapters.streams"), "shapes_of", lambda conds: conds.renamed)
     side = 40 if unknown else 16
-    model, text, _, said = calibrated(unet, side)
+    model, text, said = calibrated(unet, side)
     assert text == ""
     assert said.startswith("Nothing can be merged here")
     assert torch.equal(sampled(model, side), sampled(unet, side))
@@ -109,7 +107,7 @@ def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -
     odd.model_options["sampler_calc_cond_batch_function"] = lambda given: comfy.samplers._calc_cond_batch(
         given["model"], given["conds"], given["input"], given["sigma"], given["model_options"]
     )
-    _, text, _, said = calibrated(odd)
+    _, text, said = calibrated(odd)
     assert "another node answers for the model" in said
     assert text == ""
 
@@ -119,12 +117,12 @@ def test_the_same_again(unet: Any, calibrated: Any) -> None:
     random generator."""
     from comfy_extras.nodes_easycache import EasyCacheNode
 
-    _, text, _, _ = calibrated(unet)
+    _, text, _ = calibrated(unet)
     sampled(unet, 24)
     torch.manual_seed(3)
     drawn = torch.randn(2)
     torch.manual_seed(3)
-    model, again, _, _ = calibrated(EasyCacheNode.execute(unet, 3.0, 0.0, 1.0, False).args[0])
+    model, again, _ = calibrated(EasyCacheNode.execute(unet, 3.0, 0.0, 1.0, False).args[0])
     assert torch.equal(torch.randn(2), drawn)
     assert again == text
     assert model.get_wrappers("diffusion_model", "easycache")
@@ -144,12 +142,12 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
             held[:] = [executor(x, *args, **kwargs)]
         return held[0][: len(x)].clone()
 
-    _, text, _, said = calibrated(wrapped(unet, cached))
+    _, text, said = calibrated(wrapped(unet, cached))
     assert not text or "is kept" in said
 
 
-@loop("merged_too", [True, False])
-def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool) -> None:
+@loop(("merged_too", "problem"), [(True, "Nothing was measured"), (False, "Nothing is merged")])
+def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool, problem: str) -> None:
     """NaN comes from every evaluation, or only from evaluations with merged blocks."""
 
     def broken(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -157,8 +155,8 @@ def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool
         merges = any("forward" in vars(m) for m in unet.model.diffusion_model.modules())
         return out * float("nan") if merged_too or merges else out
 
-    model, text, _, said = calibrated(wrapped(unet, broken))
-    assert said.startswith("Nothing was measured" if merged_too else "Nothing is merged")
+    model, text, said = calibrated(wrapped(unet, broken))
+    assert said.startswith(problem)
     assert "NaN" in said
     assert text == ""
     assert run.attachment_of(model) is None
@@ -186,7 +184,7 @@ def test_the_preset_as_a_profile(unet: Any, calibrated: Any, monkeypatch: pytest
     profile then give the preset's latent bit for bit."""
     errors = iter((0.1, 9.0))
     monkeypatch.setattr(calibrate, "error", lambda *_: next(errors))
-    made, text, _, said = calibrated(unet, target="fast")
+    made, text, said = calibrated(unet, target="fast")
     assert "The preset 'balanced' is kept: the choice was no better, with error 9.000." in said
     assert "The preset 'balanced' at ratio 0.6: error 0.100 at " in said
     preset = sampled(patch.ToMA.execute(unet, 0.6, "balanced").args[0])
@@ -199,7 +197,7 @@ def test_the_preset_as_a_profile(unet: Any, calibrated: Any, monkeypatch: pytest
 def test_a_preset_with_full_steps_is_kept_without_measuring(kind: str, model_of: Any, calibrated: Any) -> None:
     model = model_of(kind)
     latent = {"samples": models.empty(model, 12, 16)}
-    made, text, _, said = calibrated(model, target="fast", latent=latent)
+    made, text, said = calibrated(model, target="fast", latent=latent)
     assert said == str(calibrate.Found.FULL_STEPS(preset="balanced"))
     assert text == "", "with an empty profile a ToMA node runs its preset"
     by_hand = patch.ToMA.execute(model, 0.6, "balanced").args[0]
@@ -217,16 +215,12 @@ def test_one_picture_that_turned_out_otherwise_decides_nothing() -> None:
 
 def test_the_gain_comes_first() -> None:
     found = calibrate.Calibrated(None, None, (0.15, 0.0123), (0.8, 0.79))
-    assert list(map(str, calibrate._notes(found, "fast"))) == [
+    assert list(map(str, calibrate._notes(found, "fast")))[:2] == [
         "Less error for the same work: 0.012 instead of 0.150, at 79 % of the blocks' work.",
         "The preset 'balanced' at ratio 0.6: error 0.150 at 80 %.",
-        "",
-        str(pack_module("nodes.report_charts").Caption.WORK()),
     ]
-    assert [(bar.name, bar.value, bar.error) for bar in calibrate._bars(found, "fast")] == [
-        ("balanced", 0.8, 0.15),
-        ("profile", 0.79, 0.0123),
-    ]
+    bars = [(bar.name, bar.value, bar.error) for bar in calibrate._bars(found, "fast")]
+    assert bars == [("balanced", 0.8, 0.15), ("profile", 0.79, 0.0123)]
 
 
 def test_a_sampler_with_another_cfg_is_named() -> None:
@@ -246,9 +240,7 @@ def test_what_is_no_profile_is_said_and_the_preset_runs(unet: Any, flux: Any) ->
     newer = json.dumps({**json.loads(found_profile(unet)), "toma_profile": 9})
     for text, why in (
         ("nonsense", "damaged"),
-        (5, "not the text"),
         (torch.ones(2), "not the text"),
-        ("[" * 9000, "damaged"),
         (newer, "newer version"),
         (found_profile(flux), "of another model"),
     ):

@@ -61,11 +61,13 @@ def test_a_run_is_sent_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
     assert len(sent) == 4, "a model that ComfyUI took from its cache tells of the next run too"
 
 
-def test_a_run_says_whether_its_first_step_was_full(unet: Any, sent: list[Any]) -> None:
+def test_a_run_says_on_its_node_whether_its_first_step_was_full(unet: Any, sent: list[Any]) -> None:
     """The page does not time the first step. It counts the first step as an unmerged step if it was full."""
-    for settings, full in (({}, False), ({"full_step_interval": 2}, True), ({"start_percent": 0.5}, True)):
-        models.sample(patched(unet, **settings).args[0], 24, 24, steps=4)
-        assert sent[-1][1]["first_full"] is full
+    runs = ("1", {}, False), ("2", {"full_step_interval": 2}, True), ("3", {"start_percent": 0.5}, True)
+    made = [patched(unet, node_id=node_id, **settings).args[0] for node_id, settings, _ in runs]
+    for model, (node_id, _, full) in zip(made, runs, strict=True):
+        models.sample(model, 24, 24, steps=4)
+        assert (sent[-1][1]["node"], sent[-1][1]["first_full"]) == (node_id, full)
 
 
 @pytest.mark.usefixtures("previews")
@@ -80,13 +82,6 @@ def test_a_failed_run_is_sent_and_reported_too(unet: Any, sent: list[Any]) -> No
     text, sheet, _ = Report.execute(model, {}).args
     assert "1 of 4 steps" in text.splitlines()[0]
     assert sheet.isfinite().all()
-
-
-def test_two_nodes_are_distinguished(unet: Any, sent: list[Any]) -> None:
-    one, other = patched(unet, node_id="1").args[0], patched(unet, node_id="2", end_percent=0.0001).args[0]
-    models.sample(one, 24, 24, steps=1)
-    models.sample(other, 24, 24, steps=1)
-    assert [message[1]["node"] for message in sent] == ["1", "1", "2", "2"]
 
 
 def test_a_node_that_is_off_says_so_and_leaves_the_model(unet: Any, sent: list[Any]) -> None:

@@ -11,7 +11,9 @@ from testbed import models
 from tests.loop import loop
 
 Report = pack_module("nodes.report").ToMAReport
-Reason = pack_module("toma_core.reasons").Reason
+reasons = pack_module("toma_core.reasons")
+Reason = reasons.Reason
+charts, report_text = pack_module("nodes.report_charts"), pack_module("nodes.adapters.report_text")
 LATENT = {"samples": torch.zeros(1, 4, 8, 8)}
 
 
@@ -23,9 +25,7 @@ def shown(previews: None) -> Any:
         out = Report.execute(model, LATENT)
         text, image, latent = out.args
         assert latent is LATENT
-        assert image.ndim == 4
-        assert image.shape[0] == 1
-        assert image.dtype == torch.float32
+        assert (image.ndim, len(image), image.dtype) == (4, 1, torch.float32)
         assert 0 <= image.min() <= image.max() <= 1
         assert out.ui["text"] == (text,)
         assert len(out.ui["images"]) == 1
@@ -108,3 +108,30 @@ def test_what_the_picture_shows_stands_on_the_node(unet: Any, attach: Any, shown
         (message,) = answer.ui["toma"]
         assert re.findall(r"caption_\w+", str(message["lines"])) == [*maps, "caption_steps", "caption_blocks"]
         assert image.shape[1] > empty.shape[1] + 100
+
+
+def outcome(model: Any, attach: Any, stats_of: Any, **settings: Any) -> dict[str, Any]:
+    """Return the latent, report and chart of a run."""
+    merged = attach(model, **settings)
+    latent = models.sample(merged, 24, 24, steps=3)
+    stats = stats_of(merged)
+    return {
+        "latent": latent.tolist(),
+        "unmerged": stats.unmerged,
+        "report": list(map(reasons.json_of, report_text.report(stats))),
+        "headline": report_text.headline(stats),
+        "chart": charts.steps_chart(stats, 400).tobytes(),
+    }
+
+
+@loop(
+    "settings", [{"skip_last_blocks": 2, "min_tokens": 40}, {"min_tokens": 1000}, {"full_step_interval": 2}], ids=repr
+)
+def test_texts_decide_nothing(
+    settings: dict[str, Any], unet: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = outcome(unet, attach, stats_of, **settings)
+    messages = {name: f"<{name}>" for name in report_text.ENGLISH["messages"]}
+    monkeypatch.setattr(report_text, "ENGLISH", {"labels": {}, "messages": messages})
+    assert outcome(unet, attach, stats_of, **settings) == before
+    assert str(before["headline"]) == f"<{before['headline'].id.value}>"

@@ -17,10 +17,7 @@ nodes = pack_module("nodes.toma")
 config = pack_module("toma_core.config")
 core = pack_module("toma_core")
 run = pack_module("nodes.adapters.patch_model")
-OWN = {
-    "unet": (core.ModelKind.UNET,),
-    "flux": (core.ModelKind.TRANSFORMER, {"paper": {"skip_first_blocks": 5}}),
-}
+OWN = {"unet": (core.ModelKind.UNET,), "flux": (core.ModelKind.TRANSFORMER, {"paper": {"skip_first_blocks": 5}})}
 
 
 def defaults(node: Any) -> dict[str, Any]:

@@ -1,47 +1,24 @@
-"""Test rules that select destinations. Each selects the requested number of distinct tokens. Facility location is best
-at its own objective."""
+"""Test rules that select destinations. Each selects the requested number of distinct tokens."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.comfy_pack import pack_module
-from testbed.selectors import (
-    RIVALS,
-    facility_location,
-    farthest_point,
-    random_order,
-    rule,
-    selecting,
-    strided_grid,
-    tome_matching,
-)
+from testbed.selectors import RIVALS, farthest_point, random_order, rule, selecting, strided_grid, tome_matching
 
-core, selection, layout = (pack_module(name) for name in ("toma_core", "toma_core.selection", "toma_core.windows"))
-cosine_similarity = selection.cosine_similarity
+core, layout = pack_module("toma_core"), pack_module("toma_core.windows")
+cosine_similarity = pack_module("toma_core.selection").cosine_similarity
 make_budget, make_windows = layout.make_budget, layout.make_windows
-ALL = ("facility location", *RIVALS)
-
-
-def smooth(seed: int, batch: int, height: int, width: int, channels: int = 12) -> torch.Tensor:
-    noise = torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(seed))
-    return F.avg_pool2d(noise, 5, 1, 2, count_include_pad=False).flatten(2).transpose(1, 2)
+ALL, SIDES = ("facility location", *RIVALS), st.integers(1, 12)
 
 
 @pytest.mark.parametrize("kind", ALL)
 @settings(max_examples=25)
-@given(
-    st.integers(1, 12),
-    st.integers(1, 12),
-    st.integers(2, 9),
-    st.booleans(),
-    st.floats(0.01, 0.95),
-    st.integers(0, 2**31),
-)
+@given(SIDES, SIDES, st.integers(2, 9), st.booleans(), st.floats(0.01, 0.95), st.integers(0, 2**31))
 def test_distinct_real_tokens_as_many_as_asked(
     kind: str, height: int, width: int, size: int, shifted: bool, ratio: float, seed: int
 ) -> None:
@@ -56,21 +33,6 @@ def test_distinct_real_tokens_as_many_as_asked(
             assert slots[:budgeted] == sorted(set(slots[:budgeted]))
             assert 0 <= min(slots) <= max(slots) < count
             assert slots[budgeted:] == [slots[0]] * (len(slots) - budgeted)
-
-
-@pytest.mark.parametrize("kind", RIVALS)
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
-def test_facility_location_is_better_at_its_objective(kind: str, ratio: float) -> None:
-    """Compare means over 16 windows, because greedy search may lose in a single window."""
-    windows = make_windows(16, 16, 8)
-    budget = make_budget(windows.counts, ratio)
-    for x in (smooth(0, 4, 16, 16), torch.randn(4, 256, 12, generator=torch.Generator().manual_seed(1))):
-        S = cosine_similarity(windows.split(x))
-        value, rival = (
-            facility_location(S.flatten(0, 1), rule(which)(S, windows, budget).flatten(0, 1)).mean()
-            for which in ("facility location", kind)
-        )
-        assert value > rival
 
 
 def test_farthest_point_by_hand() -> None:
@@ -100,8 +62,6 @@ def test_grid_by_hand() -> None:
 
 
 def test_random_has_its_own_generator() -> None:
-    """A seed gives the same destinations for any state of PyTorch's global generator. The selector does not change this
-    state."""
     before = torch.random.get_rng_state()
     first = random_order((16, 9), 8, 5)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -112,7 +72,8 @@ def test_random_has_its_own_generator() -> None:
 
 @pytest.mark.parametrize("kind", RIVALS)
 def test_inside_it_picks_for_every_run(kind: str) -> None:
-    x, step = smooth(0, 1, 16, 16), core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0)
+    x = torch.randn(1, 256, 12, generator=torch.Generator().manual_seed(0))
+    step = core.StepPlan(0, core.StepMode.MERGED, 0.5, 0, 0)
     picks = []
     for one in (kind, "facility location"):
         with selecting(one):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,35 +12,14 @@ from testbed import fullsize
 from testbed.full_model import EDITORS, SPECS
 from testbed.fullsize import Shape
 
-# Billions of weights of each model, as published.
+# Billions of weights of each model, as published. The name of `ltx_av` says 22. `h3` is the pruned checkpoint.
 WEIGHTS = {
-    "sdxl": 2.57,
-    "flux": 11.9,
-    "flux2": 32.2,
-    "klein": 9.1,
-    "chroma": 8.9,
-    "z_image": 6.15,
-    "lumina2": 2.6,
-    "krea2": 12.8,
-    "qwen_image": 20.4,
-    "qwen_image21": 7.1,
-    "sd3": 8.06,
-    "omnigen2": 3.97,
-    "ernie": 8.03,
-    "ideogram": 9.28,
-    "lens": 4.1,
-    "cosmos": 2.09,
-    "wan": 14.29,
-    "ltx": 1.92,
-    "ltx_av": 21.0,  # the model's name says 22
-    "h3": 20.2,  # this is the pruned checkpoint
-}
+    "sdxl": 2.57, "flux": 11.9, "flux2": 32.2, "klein": 9.1, "chroma": 8.9, "z_image": 6.15, "lumina2": 2.6,
+    "krea2": 12.8, "qwen_image": 20.4, "qwen_image21": 7.1, "sd3": 8.06, "omnigen2": 3.97, "ernie": 8.03,
+    "ideogram": 9.28, "lens": 4.1, "cosmos": 2.09, "wan": 14.29, "ltx": 1.92, "ltx_av": 21.0, "h3": 20.2,
+}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("pack")  # loads the pack before a model is built
 every_model = pytest.mark.parametrize("name", SPECS)
-
-
-@pytest.fixture(autouse=True)
-def loaded(pack: ModuleType) -> None:
-    """Load the pack before a model is built."""
 
 
 @every_model

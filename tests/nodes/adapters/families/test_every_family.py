@@ -25,10 +25,7 @@ from tests.nodes.adapters.families.layouts import (
     Layout,
     arguments,
     grid_of,
-    merged_call,
     of_references,
-    restored,
-    run,
 )
 
 Reason = pack_module("toma_core.reasons").Reason
@@ -50,8 +47,7 @@ def test_block_is_computed_on_merged_tokens(
 ) -> None:
     """A destination represents only tokens of its own frame, and all frames have the same number of destinations."""
     (frames, height, width), batch = size, 1 if family in ALONE else batch
-    asked = {"frames": frames, "batch": batch, "steps": 1, "cfg": 1.0}
-    block = merged_block(model_of(family), layout, lambda m: models.sample_streams(m, height, width, **asked))
+    block = merged_block(model_of(family), layout, height=height, width=width, frames=frames, batch=batch)
     grid = grid_of(layout, height, width, frames)
     assert block.planned[0].grid == grid
     assert block.stats.grids == {grid: math.prod(grid) // 2}
@@ -70,31 +66,11 @@ def test_block_is_computed_on_merged_tokens(
 
 @pytest.mark.compat
 @block_kinds
-def test_consecutive_blocks_stay_merged(
-    family: str, layout: Layout, model_of: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
-) -> None:
+def test_consecutive_blocks_stay_merged(family: str, layout: Layout, model_of: Any, merged_block: Any) -> None:
     model = model_of(family)
-    references = of_references(model) if family == "flux" else {}
-    conds = {"positive": models.conditioning(model, seed=1, **references)}
-    blocks = getattr(model.model.diffusion_model, layout.blocks)
-    starts, ends = record(blocks[0]), record(blocks[-1])
-    between = [record(block) for block in blocks[1:-1]]
-    models.sample(attach(model), HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
-    (start,), (end,) = starts, ends
-    plan = plan_calls[start.first_plan].plan
-    M, U = dense(plan)
-    given = arguments(blocks[0], layout, start)
-    merged_args, image, merged = merged_call(layout, given, [plan], M)
-    for block, call in zip(blocks, [start, *(c[0] for c in between), end], strict=True):
-        seen = arguments(block, layout, call)
-        # Arguments without tokens, such as Chroma's modulation, are taken from the block's recorded call.
-        told_as_merged = layout.tokens, layout.rope_arg, *layout.rows, layout.keys
-        others = {n: v for n, v in seen.items() if n not in told_as_merged}
-        out = run(block, layout, {**merged_args, **others})
-        merged_args[layout.tokens] = out if layout.out is None else out[layout.out]
-    found = layout.taken(end.out)
-    torch.testing.assert_close(found, restored(layout, out, image, merged, U), rtol=1e-3, atol=1e-2)
-    assert found.shape == layout.taken(given[layout.tokens]).shape
+    options = of_references(model) if family == "flux" else {}
+    chain = merged_block(model, layout, chain=True, positive=models.conditioning(model, seed=1, **options))
+    chain.agrees(10)
 
 
 # Settings, number of frames, height, width, batch size and guidance of runs.
@@ -177,12 +153,7 @@ def test_block_with_a_renamed_argument_is_not_merged(
     original = cls.forward
     signature = inspect.signature(original)
     assert layout.tokens in signature.parameters
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if new in kwargs:
-            kwargs[layout.tokens] = kwargs.pop(new)
-        return original(self, *args, **kwargs)
-
+    forward = lambda self, *args, **kwargs: original(self, *args, **kwargs)  # noqa: E731
     parameters = [p.replace(name=new) if p.name == layout.tokens else p for p in signature.parameters.values()]
     forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     plain = models.sample(model, HEIGHT, WIDTH, steps=1)
@@ -281,27 +252,11 @@ def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: An
     assert seen >= math.prod(grid_of(layout))
 
 
-def test_more_positional_arguments_than_known(attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, names, given = models.flux(), ("img", "txt", "vec", "pe", "attn_mask"), []
-    blocks = model.model.diffusion_model.double_blocks
-    original = type(blocks[0]).forward
-
-    def forward(
-        self: Any, img: Any, txt: Any, vec: Any, pe: Any, attn_mask: Any = None, extra: Any = None,
-        transformer_options: Any = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        given.append(extra)
-        return original(self, img, txt, vec, pe, attn_mask, transformer_options=transformer_options, **kwargs)
-
-    monkeypatch.setattr(type(blocks[0]), "forward", forward)
-    by_position = lambda _, args, kwargs: ((*map(kwargs.pop, names), "more"), kwargs)  # noqa: E731
-    for block in blocks:
-        block.register_forward_pre_hook(by_position, with_kwargs=True)
-    merged = attach(model)
-    assert models.sample(merged, HEIGHT, WIDTH, steps=1).isfinite().all()
-    assert set(given) == {"more"}
-    reason = Reason.ARGUMENT_IN_USE(arguments=("argument 6",))
-    assert stats_of(merged).unmerged_names() == {reason: {f"double.{i}" for i in range(3)}}
+def test_more_positional_arguments_than_known() -> None:
+    signature = pack_module("nodes.adapters.families.flux").DoubleSignature()
+    args = torch.zeros(1, 140, 4), torch.zeros(1, 7, 4), None, torch.zeros(1, 1, 147, 2), None, "more"
+    call_args = signature.call_args(args, {"transformer_options": {}})
+    assert signature.obstacle(call_args, 0, 140) == Reason.ARGUMENT_IN_USE(arguments=("argument 6",))
 
 
 def test_every_supported_transformer_is_tried_here(pack: Any) -> None:

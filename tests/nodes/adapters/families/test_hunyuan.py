@@ -12,7 +12,7 @@ import torch
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import DOUBLE, HEIGHT, SINGLE, TEXT, WIDTH, current, noise
+from tests.nodes.adapters.families.layouts import DOUBLE, HEIGHT, SINGLE, TEXT, WIDTH, Layout, current, noise
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -31,18 +31,18 @@ def hunyuan() -> Any:
 
 
 @pytest.mark.compat
-@loop("kind", ["double", "single"])
+@loop("layout", [DOUBLE, SINGLE], ids=["double", "single"])
 @loop(("masked", "reference"), [(True, False), (False, True), (True, True)])
-def test_a_block_of_a_video(kind: str, masked: bool, reference: bool, hunyuan: Any, merged_block: Any) -> None:
+def test_a_block_of_a_video(layout: Layout, masked: bool, reference: bool, hunyuan: Any, merged_block: Any) -> None:
     """A reference comes before the video. The mask of the text ends where the tokens end."""
     frames, before, options = 3, FRAME if reference else 0, dict[str, Any]()
     if masked:
         options["attention_mask"] = torch.tensor([[1] * 4 + [0] * (TEXT - 4)])
     if reference:
         options["ref_latent"] = noise(1, 16, 1, HEIGHT, WIDTH)
-    asked = {"frames": frames, "steps": 1, "cfg": 1.0, "positive": models.conditioning(hunyuan, seed=1, **options)}
-    layout = replace(DOUBLE, before=before) if kind == "double" else replace(SINGLE, before=TEXT + before)
-    block = merged_block(hunyuan, layout, lambda m: models.sample(m, HEIGHT, WIDTH, **asked))
+    positive = models.conditioning(hunyuan, seed=1, **options)
+    layout = replace(layout, before=layout.before + before)
+    block = merged_block(hunyuan, layout, frames=frames, positive=positive)
     assert block.planned[0].grid == (frames, HEIGHT // 2, WIDTH // 2)
     assert block.plan.num_destinations == frames * FRAME // 2
     assert block.tokens.shape[1] == layout.before + frames * FRAME

@@ -14,7 +14,7 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import LAYOUTS, errors, first_fixed, noise
-from tests.nodes.adapters.helpers import balanced
+from tests.nodes.adapters.helpers import balanced, prompts_of
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -28,30 +28,23 @@ def sampled(model: Any, **options: Any) -> list[Tensor]:
     return models.sample_streams(model, **{**RUN, "steps": 2, **options})
 
 
-def video_mask(kind: str) -> Tensor:
+def masked(family: str, kind: str) -> Any:
     """Return a mask that fixes the first frame ("frame"), or partly fixes the left half of every frame ("half")."""
-    if kind == "frame":
-        return first_fixed(FRAMES, HEIGHT, WIDTH)
-    mask = torch.ones(1, 1, FRAMES, HEIGHT, WIDTH)
-    mask[..., : WIDTH // 2] = 0.3
-    return mask
+    from comfy.nested_tensor import NestedTensor
 
-
-def masked(family: str, kind: str, audio: float = 1.0) -> Any:
-    import comfy.nested_tensor
-
-    if family == "ltx":
-        return video_mask(kind)
-    sound = torch.full((1, *models.AUDIO["LTXAV"](FRAMES)), audio)
-    return comfy.nested_tensor.NestedTensor([video_mask(kind), sound])
+    video = first_fixed(FRAMES, HEIGHT, WIDTH)
+    if kind == "half":
+        video[:] = 1
+        video[..., : WIDTH // 2] = 0.3
+    return video if family == "ltx" else NestedTensor([video, torch.ones(1, *models.AUDIO["LTXAV"](FRAMES))])
 
 
 @loop("kind", ["frame", "half"])
 @loop("family", BOTH)
 def test_modulation_follows_the_destinations(family: str, kind: str, model_of: Any, merged_block: Any) -> None:
     """Modulation is per frame, as in LTX-2 with a fixed first frame, or per token."""
-    mask, (layout,) = masked(family, kind), LAYOUTS[family]
-    block = merged_block(model_of(family), layout, lambda m: sampled(m, noise_mask=mask, steps=1))
+    (layout,) = LAYOUTS[family]
+    block = merged_block(model_of(family), layout, **RUN, noise_mask=masked(family, kind))
     names = ("timestep",)
     if family == "ltx_av":
         names = ("v_timestep", "v_cross_scale_shift_timestep", "v_cross_gate_timestep")
@@ -103,8 +96,9 @@ def guided(model: Any, strength: float = 1.0, smaller: int = 1) -> dict[str, Any
     if smaller > 1:
         guide, more["guide_mask"] = LTXVAddGuide.dilate_latent(guide, smaller)
         more["latent_downscale_factor"] = smaller
-    conds = [models.conditioning(model, seed=seed) for seed in (1, 2)]
-    *conds, latent, mask = LTXVAddGuide.append_keyframe(*conds, 8, latent, mask, guide, 1.0, (8, 32, 32), **more)
+    *conds, latent, mask = LTXVAddGuide.append_keyframe(
+        *prompts_of(model).values(), 8, latent, mask, guide, 1.0, (8, 32, 32), **more
+    )
     if smaller == 1:
         conds = _append_guide_attention_entry(*conds, FRAME, [1, HEIGHT, WIDTH], strength)
     return {"latent": latent, "noise_mask": mask, "positive": conds[0], "negative": conds[1]}
@@ -193,24 +187,20 @@ def test_the_stages_of_ltx_25(stage: str, stats_of: Any) -> None:
     settings = {"ff_bias": False, "audio_ff_bias": False, "use_keyframes_abs_pos_embedding": True}
     known = inspect.signature(LTXAVModel).parameters
     model = models.ltx_av(**{name: value for name, value in settings.items() if name in known})
-    kind = getattr(import_module("comfy_extras.nodes_lt"), "Guider_LTXAVDualCFG", None)
+    dual = getattr(import_module("comfy_extras.nodes_lt"), "Guider_LTXAVDualCFG", None)
 
     def sampled_stage(model: Any) -> list[Tensor]:
-        guider = (kind or comfy.samplers.CFGGuider)(model)
-        guider.set_conds(*(models.conditioning(model, seed=seed) for seed in (1, 2)))
-        guider.set_cfg(*((1.0, 1.0) if kind else (1.0,)))
+        guider = (dual or comfy.samplers.CFGGuider)(model)
+        guider.set_conds(*prompts_of(model).values())
+        guider.set_cfg(*((1.0, 1.0) if dual else (1.0,)))
         latent, sampler = models.empty(model, 20, 28, frames=3), comfy.samplers.sampler_object("euler_ancestral")
         given = comfy.sample.prepare_noise(latent, 5), latent, sampler, torch.tensor(sigmas)
         with torch.no_grad():
-            out: list[Tensor] = guider.sample(*given, disable_pbar=True, seed=5).unbind()
-        return out
+            return list(guider.sample(*given, disable_pbar=True, seed=5).unbind())
 
     merged = balanced(model)
     own, found = sampled_stage(model), sampled_stage(merged)
-    stats = stats_of(merged)
-    assert len(stats.merged_steps) == number
-    assert stats.unmerged == {}
-    assert stats.unmerged_calls == {}
-    assert errors(found, own)[0] < 0.2
-    assert (errors(found, own)[0] > 0) == (number > 0)
+    stats, error = stats_of(merged), errors(found, own)[0]
+    assert (stats.unmerged, stats.unmerged_calls, len(stats.merged_steps)) == ({}, {}, number)
+    assert 0 < error < 0.2 if number else error == 0
     assert all(map(torch.equal, sampled_stage(merged), found))

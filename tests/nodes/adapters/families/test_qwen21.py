@@ -15,39 +15,28 @@ from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.families.layouts import HEIGHT, TEXT, WIDTH, errors, noise
+from tests.nodes.adapters.helpers import prompts_of
 from tests.nodes.adapters.kv_helpers import KEYS, Watch, evaluated, overridden
 
 REFERENCES = ((8, 12), (24, 30), (HEIGHT, WIDTH))  # smaller than the image, larger, and equally large
 CACHES = ("off", "auto", "cpu")
 PLACES = (*CACHES, "gpu")
-# Whether blocks change their input in place, as in all releases of the model but the first. Such blocks are called
-# twice while the prefix cache is filled.
-FORMS = (False, True)
 IMAGE = HEIGHT * WIDTH
 
 
-@pytest.fixture(scope="module")
-def made(pack: Any) -> Any:
-    """made(in_place): return a small model. in_place: whether its blocks change their input in place. ComfyUI's own
-    class has only one of these forms."""
-    found: dict[bool, Any] = {}
+@pytest.fixture(scope="module", params=[False, True], ids=["copies", "in place"])
+def model(request: pytest.FixtureRequest, pack: Any) -> Any:
+    """Return a small model whose blocks change their input in place, as in all releases of the model but the first, or
+    do not. Blocks that do are called twice while the prefix cache is filled. ComfyUI's own class has only one form."""
+    from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel as Model
 
-    def of(in_place: bool) -> Any:
-        from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel as Model
-
-        if in_place not in found:
-            known = "in_place" in inspect.signature(Model).parameters
-            found[in_place] = models.qwen_image21(**({"in_place": in_place} if known else {}))
-        return found[in_place]
-
-    return of
+    known = "in_place" in inspect.signature(Model).parameters
+    return models.qwen_image21(**({"in_place": request.param} if known else {}))
 
 
-def conds(model: Any, references: tuple[tuple[int, int], ...] = (), **options: Any) -> dict[str, Any]:
-    if references:
-        options["reference_latents"] = [noise(1, 64, *sides) for sides in references]
-    positive, negative = (models.conditioning(model, TEXT, seed, **options) for seed in (1, 2))
-    return {"positive": positive, "negative": negative}
+def conds(model: Any, references: tuple[tuple[int, int], ...] = ()) -> dict[str, Any]:
+    latents = [noise(1, 64, *sides) for sides in references]
+    return prompts_of(model, **({"reference_latents": latents} if latents else {}))
 
 
 def sampled(model: Any, **options: Any) -> Tensor:
@@ -61,12 +50,10 @@ def at(model: Any, cache: str, dtype: str = "default") -> Any:
     return model
 
 
-@loop("in_place", FORMS)
 @loop("references", [REFERENCES[1:2], REFERENCES])
 def test_comfyuis_cache_changes_nothing(
-    in_place: bool, references: Any, made: Any, attach: Any, stats_of: Any, hooks_left: Any
+    references: Any, model: Any, attach: Any, stats_of: Any, hooks_left: Any
 ) -> None:
-    model = made(in_place)
     merged, given = attach(model, **KEYS), conds(model, references)
     plain = sampled(at(model, "auto"), **given)
     found = {cache: sampled(at(merged, cache), **given) for cache in PLACES}
@@ -81,13 +68,12 @@ def test_comfyuis_cache_changes_nothing(
     assert hooks_left(model) == []
 
 
-@loop("in_place", FORMS)
 @loop("cache", CACHES)
 @loop("references", [(), REFERENCES[:2]])
 def test_without_changes_a_merged_step_equals_the_models_own(
-    in_place: bool, cache: str, references: Any, made: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
+    cache: str, references: Any, model: Any, attach: Any, stats_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = at(made(in_place), cache)
+    model = at(model, cache)
     given = conds(model, references)
     monkeypatch.setattr(models.sampling, "conditioning", lambda *_, seed, **__: list(given.values())[seed - 1])
     merged = attach(model, **KEYS)
@@ -98,14 +84,10 @@ def test_without_changes_a_merged_step_equals_the_models_own(
         torch.testing.assert_close(picture, own, rtol=1e-5, atol=1e-5 * float(own.abs().max()))
 
 
-@loop("in_place", FORMS)
 @loop(("dtype", "most"), [("int8", 0.02), ("int4", 0.3)])
-def test_comfyuis_cache_in_fewer_bits(
-    in_place: bool, dtype: str, most: float, made: Any, attach: Any, stats_of: Any
-) -> None:
+def test_comfyuis_cache_in_fewer_bits(dtype: str, most: float, model: Any, attach: Any, stats_of: Any) -> None:
     """A prefix cache in 8 or 4 bits changes merged pictures about as much as it changes unmerged pictures."""
-    model, given = made(in_place), conds(made(in_place), REFERENCES[:2])
-    merged = attach(model, **KEYS)
+    merged, given = attach(model, **KEYS), conds(model, REFERENCES[:2])
     alone = errors([sampled(at(model, "auto", dtype), **given)], [sampled(at(model, "auto"), **given)])[0]
     exact = sampled(at(merged, "auto"), **given)
     found = [sampled(at(merged, cache, dtype), **given) for cache in ("auto", "cpu", "gpu")]
@@ -115,33 +97,16 @@ def test_comfyuis_cache_in_fewer_bits(
     assert 0 < errors(found[:1], [exact])[0] < 2 * most
 
 
-@loop("in_place", FORMS)
 @loop("cache", CACHES)
-def test_queries_of_destinations_see_keys_of_all(in_place: bool, cache: str, made: Any, attach: Any) -> None:
+def test_queries_of_destinations_see_keys_of_all(cache: str, model: Any, attach: Any) -> None:
     """Text attends to text only, and destinations attend to the keys of all tokens."""
-    model = at(made(in_place), cache)
+    model = at(model, cache)
     watch = Watch(1)
     evaluated(overridden(attach(model, ratio=0.5, **KEYS), watch))
     (seen,) = watch.evaluations()
     last = [(q.shape[1], k.shape[1]) for q, k, _ in seen[-8 if cache == "off" else -4 :]]
     image = IMAGE // 2, TEXT + IMAGE
     assert last == ([(TEXT, TEXT), image] * 4 if cache == "off" else [image] * 4)
-
-
-@loop("in_place", FORMS)
-@loop("cache", CACHES)
-@loop("patch", ["a replaced block", "after each block", "a control branch"])
-def test_nodes_between_blocks_see_all_tokens(in_place: bool, cache: str, patch: str, made: Any, attach: Any) -> None:
-    model = at(made(in_place), cache)
-    seen: list[int] = []
-    changed = {
-        "a replaced block": replaced, "after each block": patched, "a control branch": controlled
-    }[patch](model.clone(), seen)  # fmt: skip
-    own = sampled(changed)
-    assert set(seen) == {TEXT + IMAGE}
-    found = sampled(attach(changed, ratio=0.5, **KEYS))
-    assert set(seen) == {TEXT + IMAGE}
-    assert 0 < errors([found], [own])[0] < 0.5
 
 
 def replaced(model: Any, seen: list[int]) -> Any:
@@ -184,13 +149,25 @@ def controlled(model: Any, seen: list[int]) -> Any:
     return model
 
 
-def test_comfyuis_cache_is_counted_beside_the_kv_cache(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@loop("cache", CACHES)
+@loop("patch", [replaced, patched, controlled])
+def test_nodes_between_blocks_see_all_tokens(cache: str, patch: Any, model: Any, attach: Any) -> None:
+    seen: list[int] = []
+    changed = patch(at(model, cache), seen)
+    own = sampled(changed)
+    assert set(seen) == {TEXT + IMAGE}
+    found = sampled(attach(changed, ratio=0.5, **KEYS))
+    assert set(seen) == {TEXT + IMAGE}
+    assert 0 < errors([found], [own])[0] < 0.5
+
+
+def test_comfyuis_cache_is_counted_beside_the_kv_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """ComfyUI's prefix cache holds keys and values of text and references in every block, for each condition of a
     step."""
     from comfy.sampler_helpers import convert_cond
     from comfy.samplers import CFGGuider, sampler_object
 
-    memory, model = pack_module("nodes.adapters.kv_memory"), made(True)
+    memory = pack_module("nodes.adapters.kv_memory")
     prefix = (TEXT + 24 * 30) * 2 * 4 * 48 * 4  # tokens * (keys and values) * blocks * width * bytes
 
     def planned(cache: str, dtype: str, cfg: float, room: float) -> bool:

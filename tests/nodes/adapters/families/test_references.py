@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH, current, grid_of, noise, of_references
+from tests.nodes.adapters.families.layouts import HEIGHT, LAYOUTS, WIDTH, Layout, current, grid_of, noise, of_references
 from tests.nodes.adapters.helpers import prompts_of
 
 report_text = pack_module("nodes.adapters.report_text")
@@ -22,19 +21,19 @@ REFERENCES += [("qwen_image", "index_timestep_zero"), ("krea2", "index"), ("krea
 
 
 @pytest.mark.compat
-@loop(("family", "method"), REFERENCES)
+@loop(("family", "method", "layout"), [(f, method, layout) for f, method in REFERENCES for layout in LAYOUTS[f]])
 @loop("too", [False, True], ids=["unmerged", "merged"])
-def test_references(family: str, method: str | None, too: bool, model_of: Any, merged_block: Any) -> None:
+def test_references(
+    family: str, method: str | None, layout: Layout, too: bool, model_of: Any, merged_block: Any
+) -> None:
     """With `index_timestep_zero`, blocks receive the index of the first reference token. Merging lowers this index by
     the number of tokens removed before that token."""
     model = model_of(family)
     taken = inspect.signature(type(model.model.diffusion_model).forward).parameters
     if family == "krea2" and "ref_latents" not in taken:
         pytest.skip("this ComfyUI has no references for Krea 2")
-    layout = LAYOUTS[family][0]
     conds = {"positive": models.conditioning(model, seed=1, **of_references(model, method))}
-    sample = lambda m: models.sample(m, HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)  # noqa: E731
-    block = merged_block(model, layout, sample, merge_references=too)
+    block = merged_block(model, layout, references=too, **conds)
     assert block.stats.times_less_work is None, "tokens of references are not counted"
     given = block.given
     num_tokens = given["transformer_options"].get("reference_image_num_tokens")
@@ -60,27 +59,6 @@ def test_references(family: str, method: str | None, too: bool, model_of: Any, m
         if given.get(name) is not None:
             block.seen[name] = [(moved(first), moved(last), which) for first, last, which in given[name]]
     block.agrees()
-
-
-@loop("granularity", ["module", "block", "stack"])
-def test_modulation_is_of_the_tokens_that_a_block_has(
-    granularity: str, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = importlib.import_module("comfy.ldm.flux.layers")
-    own, seen = layers.apply_mod, []
-
-    def noted(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        for dims in filter(None, args[2:3]):
-            seen.append((dims[0][0], dims[-1][1], x.shape[1]))
-        return own(x, *args)
-
-    monkeypatch.setattr(layers, "apply_mod", noted)
-    model = model_of("flux2")
-    references = of_references(model, "index_timestep_zero")
-    conds = {"positive": models.conditioning(model, seed=1, **references)}
-    models.sample(attach(model, granularity=granularity), HEIGHT, WIDTH, steps=1, cfg=1.0, **conds)
-    assert seen or not current()
-    assert all(first == 0 and last in (None, tokens) for first, last, tokens in seen)
 
 
 @loop("family", ["flux", "flux2", "krea2", "qwen_image"])
