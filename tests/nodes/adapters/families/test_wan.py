@@ -118,7 +118,7 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
 @loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_context_windows_over_frames(settings: Any, wan: Any, run_merged: Any, plan_calls: Any) -> None:
     """A plan belongs to the frames of one context window. Both conditions share it."""
-    run_merged(windowed(wan), settings, frames=7, steps=2, cfg=5.0)
+    run_merged(windowed(wan), settings, frames=7, cfg=5.0)
     grids = {call.grid[0] for call in plan_calls}
     assert grids in ({5}, {5, 6})
     shown = {frames for call in plan_calls for _, frames in call.copies}
