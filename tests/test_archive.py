@@ -39,11 +39,9 @@ def installed(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fresh_server(installed: Path) -> Iterator[ComfyServer]:
     """Run a ComfyUI with the installed archive and, for a tiny Flux, the demo's nodes, but without this checkout."""
     server = ComfyServer(packs=[installed, ROOT / "demo"], checkout=False)
-    try:
-        place_dit(server.base / "models")
-        yield server.start()
-    finally:
-        server.stop()
+    place_dit(server.base / "models")
+    with server:
+        yield server
 
 
 def test_holds_what_a_user_needs_and_no_more(packed: Path) -> None:
@@ -112,8 +110,7 @@ def test_registry_gets_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (project.supported_os, project.supported_comfyui_version) == (["OS Independent"], ">=0.16.3")
     assert "GPU :: NVIDIA CUDA" in project.supported_accelerators
     assert comfy.publisher_id == "comfyui-toma"
-    assert project.description
-    assert comfy.display_name
+    assert all((project.description, comfy.display_name))
     for url, size in ((comfy.icon, (400, 400)), (comfy.banner_url, (1260, 540))):
         base, _, path = url.partition("/main/")
         assert base == project.urls.repository.replace("//github.com", "//raw.githubusercontent.com")

@@ -80,13 +80,11 @@ def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
 def demo_server() -> Iterator[ComfyServer]:
     """Run a server with the demo nodes, nodes of a newer ComfyUI, and an empty file for every named model."""
     server = ComfyServer(packs=[ROOT / "demo", newer.PACK])
-    try:
-        newer.place_templates(server)
-        (server.base / "models" / "diffusion_models").mkdir(exist_ok=True)
-        (server.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").touch()
-        yield server.start()
-    finally:
-        server.stop()
+    newer.place_templates(server)
+    (server.base / "models" / "diffusion_models").mkdir(exist_ok=True)
+    (server.base / "models" / "diffusion_models" / "toma_demo_dit.safetensors").touch()
+    with server:
+        yield server
 
 
 def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:

@@ -53,19 +53,15 @@ def test_predictions_that_hardly_differ_do_not_hide_it() -> None:
 
 
 def test_without_anything_to_compare_with_it_is_unknown() -> None:
-    found = History()
+    """A history that is not compared holds only the last picture."""
+    found, last = History(), History(compared=False)
     assert found.new_noise(drawn(1), 1.0) is None
-    found.note(drawn(1)[..., :8], drawn(2)[..., :8])
-    assert found.new_noise(drawn(1), 1.0) is None
-
-
-def test_a_history_that_is_not_compared_holds_one_picture() -> None:
-    found = History(compared=False)
     for seed in range(3):
-        found.note(drawn(seed), drawn(seed + 10))
-    assert found.new_noise(drawn(1), 1.0) is None
-    assert len(found._recent) == 1
-    picture = found.prediction(SHAPE)
+        found.note(drawn(seed)[..., :8], drawn(seed + 10)[..., :8])
+        last.note(drawn(seed), drawn(seed + 10))
+    assert [each.new_noise(drawn(1), 1.0) for each in (found, last)] == [None, None]
+    assert len(last._recent) == 1
+    picture = last.prediction(SHAPE)
     assert picture is not None
     assert torch.equal(picture, drawn(12))
 
