@@ -14,7 +14,7 @@ from torch import Tensor
 from .host_memory import HostMemory, Parked
 from .quant4 import Int4Tensor, quantize
 
-Key = tuple[Hashable, Hashable]  # (name, signature of the condition)
+Key = tuple[Hashable, Hashable]  # (name, key of the condition)
 Keys = tuple[Key, ...]
 Stored = Tensor | Int4Tensor | Parked
 

@@ -44,13 +44,13 @@ class _Record:
 
 @dataclass(eq=False)
 class Coverage:
-    """The records of a run, by signature (of condition, shape and area). Several devices share the object."""
+    """The records of a run, by the key of a condition (its content, area, shape). Several devices share the object."""
 
     cache: Cache
     _records: dict[Hashable, _Record] = field(default_factory=dict)
-    _now: dict[Hashable, Origin] = field(default_factory=dict)  # of this evaluation; under None, for other signatures
+    _now: dict[Hashable, Origin] = field(default_factory=dict)  # of this evaluation; under None, for other keys
     _refreshing: dict[Hashable, Origin] = field(default_factory=dict)  # `_now` in a refresh, else empty
-    _absent: set[Hashable] = field(default_factory=set)  # signatures announced for a refresh, but not evaluated in it
+    _absent: set[Hashable] = field(default_factory=set)  # keys announced for a refresh, but not evaluated in it
     _interval: int = 1  # age in steps at which entries are dropped
 
     def begin(self, states: Mapping[Hashable, Hashable], origin: Origin, interval: int) -> bool:
@@ -78,11 +78,11 @@ class Coverage:
         """Note that the evaluation in progress ends without having refreshed all its conditions."""
         with self.cache.lock:
             self._refreshing = {}
-            self.forget({signature for signature, record in self._records.items() if record.layout is None})
+            self.forget({cond_key for cond_key, record in self._records.items() if record.layout is None})
 
-    def fits(self, signatures: Iterable[Hashable], layout: Hashable) -> bool:
+    def fits(self, cond_keys: Iterable[Hashable], layout: Hashable) -> bool:
         """Return whether these conditions were refreshed by calls of this layout."""
-        records = map(self._records.get, signatures)
+        records = map(self._records.get, cond_keys)
         return all(record is not None and record.layout == layout for record in records)
 
     def store(self, keys: Keys, update: Tensor, kv: bool = False) -> None:
@@ -90,17 +90,17 @@ class Coverage:
         with self.cache.lock:
             if self.cache.disabled or not self._refreshing:
                 return
-            self._note({signature for _, signature in keys})
+            self._note({cond_key for _, cond_key in keys})
             try:
                 self.cache.put(keys, update, kv)
             except torch.OutOfMemoryError:
                 self.disable()  # the run can finish without its caches
             self.enforce_limit()
 
-    def _note(self, signatures: set[Hashable]) -> None:
-        """Record that these signatures are being refreshed, and drop records that are too old. `begin` does not drop
+    def _note(self, cond_keys: set[Hashable]) -> None:
+        """Record that these conditions are being refreshed, and drop records that are too old. `begin` does not drop
         them, because another node may skip the step that has begun."""
-        fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in signatures}
+        fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in cond_keys}
         if all(s in self._records and self._records[s].origin == origin for s, origin in fresh.items()):
             return
         self._refreshing = {**self._refreshing, **fresh}
@@ -109,25 +109,25 @@ class Coverage:
         self._records.update({s: _Record(origin) for s, origin in fresh.items()})
         self._absent.difference_update(fresh)
 
-    def ended(self, signatures: tuple[Hashable, ...], latent: Tensor | None, layout: Hashable = None) -> None:
+    def ended(self, cond_keys: tuple[Hashable, ...], latent: Tensor | None, layout: Hashable = None) -> None:
         """Note that a call has written the entries of these conditions. latent: (B, C, ..., H, W), the latent of the
         call; None if entries are not propagated. layout: the layout of the call; None if the call is merged."""
-        parts = [None] * len(signatures) if latent is None else latent.chunk(len(signatures))
+        parts = [None] * len(cond_keys) if latent is None else latent.chunk(len(cond_keys))
         with self.cache.lock:
             if layout is not None:
                 if not self._refreshing:
                     return  # the refresh has been broken off
                 # Areas with too few tokens have stored nothing in the refresh, but `fits` expects a record of them.
-                self._note(set(signatures))
-            for signature, part in zip(signatures, parts, strict=True):
-                record = self._records.get(signature)
+                self._note(set(cond_keys))
+            for cond_key, part in zip(cond_keys, parts, strict=True):
+                record = self._records.get(cond_key)
                 if record is not None:
                     record.layout, record.latent = layout or record.layout, part
 
-    def latent_of(self, signatures: tuple[Hashable, ...]) -> Tensor | None:
+    def latent_of(self, cond_keys: tuple[Hashable, ...]) -> Tensor | None:
         """Return the latent of the calls that wrote the entries of these conditions, (B, C, ..., H, W), if known."""
-        latents = [record.latent for s in signatures if (record := self._records.get(s)) and record.latent is not None]
-        if len(latents) < len(signatures) or len({(each.shape, each.device) for each in latents}) > 1:
+        latents = [record.latent for s in cond_keys if (record := self._records.get(s)) and record.latent is not None]
+        if len(latents) < len(cond_keys) or len({(each.shape, each.device) for each in latents}) > 1:
             return None
         return torch.cat(latents)
 
@@ -136,18 +136,18 @@ class Coverage:
         bounded cache that exceeds the limit even then. Must not be called within a merged step."""
         with self.cache.lock:
             limit = MAX_CACHE_BYTES + self.cache.reserved
-            for signature in sorted(self._records, key=lambda s: self._records[s].origin.step):
-                if self.cache.held > limit and signature not in self._refreshing:
-                    self.forget({signature})
+            for cond_key in sorted(self._records, key=lambda s: self._records[s].origin.step):
+                if self.cache.held > limit and cond_key not in self._refreshing:
+                    self.forget({cond_key})
             if self.cache.bounded and self.cache.held > limit:
                 self.disable()
 
-    def forget(self, signatures: set[Hashable]) -> None:
+    def forget(self, cond_keys: set[Hashable]) -> None:
         """Drop records and entries of these conditions."""
         with self.cache.lock:
-            self.cache.drop([key for key in self.cache.keys if key[1] in signatures])
-            for signature in signatures:
-                self._records.pop(signature, None)
+            self.cache.drop([key for key in self.cache.keys if key[1] in cond_keys])
+            for cond_key in cond_keys:
+                self._records.pop(cond_key, None)
 
     def disable(self) -> bool:
         """Drop all records and entries, and store nothing afterwards. Return whether there was any entry."""

@@ -29,7 +29,7 @@ class Facts:
     step: int | None = None  # 0-based; None if unknown
     model_sigma: float | None = None  # the model's sigma, if it differs from the sampler's
     unreported: int = 0  # how often the sigma has changed while the sampler reported no steps
-    conditions: Mapping[Hashable, Hashable] = field(default_factory=dict)  # `Origin.state` by signature
+    conditions: Mapping[Hashable, Hashable] = field(default_factory=dict)  # `Origin.state` by key
     awaits_prediction: bool = False  # merge plans need a predicted picture, and there is none yet
     unshared: bool = False  # conditions run on several devices, with no predicted picture to make equal plans from
     gradients: bool = False  # gradients are computed, so nothing may be merged or cached
@@ -52,29 +52,30 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
     plan = schedule.decide(facts.sigma, step)
     if plan.mode is StepMode.FULL:
         return plan
+    if run.cache.disabled and not run.disabled_by:
+        run.disable(Reason.KV_CACHE_DISABLED())
     if facts.gradients:
         run.stats.full_because(plan.step, Reason.GRADIENTS())
         return plan.with_mode(StepMode.FULL)
-    if run.disabled_by:
-        return _full(run, plan, run.disabled_by)
-    if facts.enlarges and run.kv_cache:
-        return _full(run, plan, Reason.NEW_NOISE())
-    if facts.unshared and not facts.awaits_prediction:
-        return _full(run, plan, Reason.SEVERAL_DEVICES())
-    if run.kv_cache and run.cache.disabled:
-        # Do not merge without the cache: presets with a KV cache skip no block, so the error would be large.
-        run.stats.call_not_merged(Reason.KV_CACHE_DISABLED())
-        return _full(run, plan, Reason.KV_CACHE_DISABLED())
-    if facts.another:
-        plan = _without_cache(run, plan, Reason.NEW_NOISE())
-    elif facts.unknown:
-        plan = _without_cache(run, plan, facts.unknown)
-    elif run.tiles and plan.mode.merges:
-        plan = _without_cache(run, plan, Reason.TILES())
-    elif plan.mode.caches:
+    if reason := _obstacle(run, facts):
+        return _full(run, plan, reason)
+    if plan.mode.caches:
         plan = plan.with_mode(_cached_mode(run, plan, facts))
     # A refresh does not wait for a prediction, because it needs no merge plan.
     return plan.with_mode(StepMode.FULL) if facts.awaits_prediction and plan.mode.merges else plan
+
+
+def _obstacle(run: RunState, facts: Facts) -> Message | None:
+    """Return why an evaluation can neither merge nor refresh the caches, None if it can."""
+    if run.disabled_by:
+        return run.disabled_by
+    if facts.unshared and not facts.awaits_prediction:
+        return Reason.SEVERAL_DEVICES()
+    if not run.kv_cache:
+        return None
+    if facts.enlarges or facts.another:
+        return Reason.NEW_NOISE()
+    return facts.unknown or (Reason.TILES() if run.tiles else None)
 
 
 def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
@@ -112,10 +113,10 @@ def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
     return run.coverage.begin(facts.conditions, origin, schedule.cache_steps)
 
 
-def decide_call(run: RunState, plan: StepPlan, signatures: tuple[Hashable, ...], layout: Hashable) -> StepPlan:
+def decide_call(run: RunState, plan: StepPlan, cond_keys: tuple[Hashable, ...], layout: Hashable) -> StepPlan:
     """Return the plan of a model call and of all later calls of its evaluation. A merged call becomes a refresh if the
     caches of these conditions do not fit `layout`, the shapes of the call's latents and chains."""
-    if plan.mode is not StepMode.MERGED_CACHED or run.coverage.fits(signatures, layout):
+    if plan.mode is not StepMode.MERGED_CACHED or run.coverage.fits(cond_keys, layout):
         return plan
     run.coverage.refresh()
     run.stats.full_because(plan.step, Reason.NOT_CACHED())
@@ -126,7 +127,7 @@ def decide_tiles(run: RunState, plan: StepPlan, several_devices: bool) -> StepPl
     """Return the plan of a call on tiles of the latent, which uses no cache."""
     if several_devices:
         return _full(run, plan, Reason.SEVERAL_DEVICES())
-    return _without_cache(run, plan, Reason.TILES())
+    return _full(run, plan, Reason.TILES()) if run.kv_cache else plan
 
 
 def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
@@ -150,8 +151,3 @@ def _full(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
     if plan.mode.merges:
         run.stats.full_because(plan.step, reason)
     return plan.with_mode(StepMode.FULL)
-
-
-def _without_cache(run: RunState, plan: StepPlan, reason: Message) -> StepPlan:
-    """Return the plan of an evaluation that cannot use caches: full if the run has a KV cache."""
-    return _full(run, plan, reason) if run.kv_cache else plan

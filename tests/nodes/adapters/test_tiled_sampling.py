@@ -14,6 +14,8 @@ from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.helpers import balanced, split_calls
 
+report_text = pack_module("nodes.adapters.report_text")
+
 SIDE = 24
 CORNERS = corners(SIDE)
 PRESETS = ("balanced", "quality", "paper")
@@ -44,8 +46,8 @@ def check_error(result: torch.Tensor, expected: torch.Tensor, name: str) -> None
 
 
 # One preset for each kind of model. thorough/test_others.py has the others.
-IN_ANY_ORDER = [("unet", "paper"), ("flux", "balanced"), ("qwen", "quality")]
-SPLIT = [("unet", "quality"), ("flux", "paper"), ("qwen", "balanced")]
+IN_ANY_ORDER = [("unet", "balanced"), ("flux", "paper"), ("qwen", "paper")]
+SPLIT = [("unet", "quality"), ("flux", "paper"), ("qwen", "paper")]
 
 
 @pytest.mark.compat
@@ -57,6 +59,13 @@ def test_a_tile_does_not_depend_on_the_others(model: Any, stats_of: Any, name: s
     assert stats_of(patched).merged_blocks
     for tiles, at_once in ((CORNERS[::-1], 1), (CORNERS, 2), (CORNERS[::-1], 4)):
         check_error(sampled(tiled(patched, tiles, at_once)), expected, name)
+
+
+@loop("kind", ["flux", "qwen"])
+def test_transformers_with_a_kv_cache_merge_no_tiles(model: Any, stats_of: Any) -> None:
+    merged = balanced(model)
+    assert torch.equal(*(sampled(tiled(each, CORNERS)) for each in (merged, model)))
+    assert "tiles" in str(report_text.headline(stats_of(merged)))
 
 
 @loop(("kind", "name"), SPLIT)
