@@ -109,17 +109,16 @@ class Coverage:
         self._records.update({s: _Record(origin) for s, origin in fresh.items()})
         self._absent.difference_update(fresh)
 
-    def ended(self, cond_keys: tuple[Hashable, ...], latent: Tensor | None, layout: Hashable = None) -> None:
+    def ended(self, cond_keys: tuple[Hashable, ...], latent: Tensor, layout: Hashable = None) -> None:
         """Note that a call has written the entries of these conditions. latent: (B, C, ..., H, W), the latent of the
-        call; None if entries are not propagated. layout: the layout of the call; None if the call is merged."""
-        parts = [None] * len(cond_keys) if latent is None else latent.chunk(len(cond_keys))
+        call. layout: the layout of the call; None if the call is merged."""
         with self.cache.lock:
             if layout is not None:
                 if not self._refreshing:
                     return  # the refresh has been broken off
                 # Areas with too few tokens have stored nothing in the refresh, but `fits` expects a record of them.
                 self._note(set(cond_keys))
-            for cond_key, part in zip(cond_keys, parts, strict=True):
+            for cond_key, part in zip(cond_keys, latent.chunk(len(cond_keys)), strict=True):
                 record = self._records.get(cond_key)
                 if record is not None:
                     record.layout, record.latent = layout or record.layout, part

@@ -50,7 +50,7 @@ class Line(MessageId):
     UNMERGED = "unmerged"  # reason, blocks
     UNMERGED_CALLS = "unmerged_calls"  # reason
     PLANS = "plans"  # selections, weightings: how often each was made
-    RESIDUAL_CACHE = "residual_cache"  # size: in MB
+    CACHE_SIZE = "cache_size"  # size: in MB
     KV_PLACE = "kv_place"  # card, main: bytes on the card and in main memory, in GB
     KV_NOT_PINNED = "kv_not_pinned"
     KV_FEWER_BLOCKS = "kv_fewer_blocks"  # percent
@@ -163,7 +163,7 @@ def _at_most(stats: RunStats, share: Message | float) -> Message | float:
 def _how(stats: RunStats) -> list[Message]:
     lines = [
         stats.merged_blocks and Line.PLANS(selections=stats.selections, weightings=stats.weighings),
-        stats.cache_bytes and Line.RESIDUAL_CACHE(size=stats.cache_bytes / 1e6),
+        stats.cache_bytes and Line.CACHE_SIZE(size=stats.cache_bytes / 1e6),
         stats.kv_place[1] and Line.KV_PLACE(card=stats.kv_place[0] / 1e9, main=stats.kv_place[1] / 1e9),
         not stats.kv_pinned and Line.KV_NOT_PINNED(),
         stats.kv_skipped and Line.KV_FEWER_BLOCKS(percent=100 * stats.kv_skipped),

@@ -205,7 +205,7 @@ class SamplingRun:
             plan_keys = tuple((device, key) for key in plan_keys)
         pictures = () if picture is None else tuple(crop(picture, area) for area in areas)
         # The latent of the call that wrote this call's caches; None if unknown, or of another shape.
-        before = self.run.coverage.latent_of(cond_keys) if self.run.kv_cache else None
+        before = self.run.coverage.latent_of(cond_keys)
         change = None
         if before is not None and (before.shape, before.device) == (x.shape, x.device):
             change = LatentChange(x, before)

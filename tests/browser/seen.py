@@ -44,7 +44,7 @@ LINES = [
     },
     {"id": "work", "params": {"percent": 29}},
     {"id": "step_times", "params": {"seconds": 1.9, "without": 2.6, "times": 1.37}},
-    {"id": "residual_cache", "params": {"size": 1234.5}},
+    {"id": "cache_size", "params": {"size": 1234.5}},
     {"id": "no_kv_cache", "params": {"reason": {"id": "kv_too_large", "params": {"needed": 9.2, "limit": 4.8}}}},
 ]
 

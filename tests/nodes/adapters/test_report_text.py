@@ -137,7 +137,7 @@ def test_memory_is_reported() -> None:
     stats.merged("single.3", 0)
     assert "cache" not in report_text.summary(stats)
     stats.cache_bytes = 41_900_000
-    assert "residual cache of 41.9 MB" in report_text.summary(stats)
+    assert "KV cache of 41.9 MB" in report_text.summary(stats)
 
 
 def test_text_comes_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
