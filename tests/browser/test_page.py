@@ -72,6 +72,8 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     page.queue()
     shows("window_size", "preset (8)")
     shows("full_step_interval", "preset (0)")
+    if page.renderer == "litegraph":  # the Vue renderer does not redraw a list until its choice changes
+        shows("granularity", "preset (stack)")
     shows("min_tokens", "16")  # it is set
     page.set(4, "window_size", 4)
     shows("window_size", "4")
@@ -83,7 +85,7 @@ def test_the_presets_values_are_shown_and_reset(page: Any) -> None:
     page.evaluate("() => app.graph.getNodeById(4).widgets.find(w => w.name === 'toma_reset').callback()")
     values = page.evaluate("() => app.graph.getNodeById(4).serialize().widgets_values")
     assert values[:2] == ["balanced", 0.5], "these stay"
-    assert set(values[2:15]) == {-1, "preset"}
+    assert set(values[2:-1]) == {-1, "preset"}
     shows("window_size", "preset (8)")
 
 
