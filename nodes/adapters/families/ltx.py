@@ -93,6 +93,10 @@ class AVSignature(Signature):
         *("a_cross_scale_shift_timestep", "a_cross_gate_timestep", "v_prompt_timestep", "a_prompt_timestep"),
     )
 
+    def has_image(self, call_args: CallArguments) -> bool:
+        # Guidance may add a call that leaves the video as it is. Its blocks compute the sound only.
+        return bool(call_args["transformer_options"].get("run_vx", True))
+
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int, int], ...]:
         # In the first attention the video attends to itself, in a later attention the audio attends to the video. If
         # token counts do not distinguish this attention from those before it, the audio attends to merged tokens.
