@@ -42,7 +42,7 @@ def prepared(evaluation: Any, batch: int = 2, **signature: Any) -> Any:
 
 
 def test_a_full_step_caches_its_residual_in_new_tensors() -> None:
-    evaluation = evaluate(full_step_interval=2)
+    evaluation = evaluate(full_step_interval=2, kv_cache=True)
     assert evaluation.refreshes
     evaluation.run.coverage.begin({}, pack_module("toma_core.coverage").Origin(0, 3.0, None, (0,)), 2)
     evaluation.run.coverage.refresh()

@@ -146,7 +146,7 @@ def test_the_measured_number_of_blocks_is_of_flux_1(pack: Any) -> None:
     find, core = pack_module("nodes.adapters.registry").find, pack_module("toma_core")
     small, flux_1 = (find(models.flux(double=d, single=s).model.diffusion_model) for d, s in ((2, 3), (19, 38)))
     skipped = [
-        core.UserSettings("paper").resolved(hooks.kind(kv_cache=True), hooks.own_presets).skip_first_blocks
+        core.UserSettings("paper").resolved(hooks.kind, hooks.own_presets).skip_first_blocks
         for hooks in (small, flux_1)
     ]
     assert skipped == [0.1, 5]

@@ -66,10 +66,10 @@ def test_on_the_card_only(planned: Any) -> None:
     _, packed = planned(0)
     for share, fits in ((1, True), (0.9, True), (0.3, False), (-math.inf, False)):
         config, found = planned(packed.bytes * share, kv_cache="on the card only")
-        assert (bool(config.kv_cache), bool(found.bytes)) == (fits, fits)
+        assert (bool(found.bytes), found.reason is None) == (fits, fits)
         assert (found.in_main, found.main_room) == (0, 0.0)
         assert memory.host_of(found, torch.device("cpu")) is None
-        assert config.skip_first_blocks == (0.15 if share < 1 else 0.0)
+        assert config.skip_first_blocks == (0.15 if share == 0.9 else 0.0)
     assert not planned(0, kv_cache="off")[0].kv_cache
 
 
@@ -78,12 +78,11 @@ def test_of_fewer_blocks_before_none_at_all(planned: Any) -> None:
     assert config.skip_first_blocks == 0.0
     for main, skipped in ((1.0, 0.0), (0.9, 0.15), (0.75, 0.3), (0.6, 0.5)):
         config, found = planned(0, all_of_them.keys * main)
-        assert config.kv_cache
         assert config.skip_first_blocks == found.skipped == skipped
         assert found.in_main == found.keys <= all_of_them.keys * main
     for main in (0.4, 0.0):
-        config, found = planned(0, all_of_them.keys * main)
-        assert (bool(config.kv_cache), found.bytes, found.reason.id) == (False, 0, Reason.KV_TOO_LARGE)
+        _, found = planned(0, all_of_them.keys * main)
+        assert (found.bytes, found.reason.id) == (0, Reason.KV_TOO_LARGE)
     for asked, skipped in ((0.2, 0.3), (5, 5)):
         assert planned(0, all_of_them.keys * 0.75, skip_first_blocks=asked)[0].skip_first_blocks == skipped
 

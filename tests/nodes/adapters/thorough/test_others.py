@@ -36,7 +36,6 @@ CHANGED = without(evaluations.CHANGED, (0.9, 0.6, 1.1), (True, False))
 test_a_sigma_that_is_changed_on_purpose = again(
     evaluations.test_a_sigma_that_is_changed_on_purpose, "factor,wraps", CHANGED
 )
-test_another_size_in_the_same_run = again(evaluations.test_another_size_in_the_same_run, "shape", [("wide",)])
 
 RUNS = without(free_memory.RUNS, free_memory.PRESETS, ("two", "late"))
 test_joined_and_split_calls_give_one_picture = every_kind(
