@@ -222,19 +222,20 @@ class BlockHook(Hook):
     @outside_graph
     def _outside(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block outside of a graph, where its chain decides on merging as soon as the tokens are known."""
-        call_args, merged = self._started(args, kwargs)
-        out = self._call_original(len(args), call_args)
-        return self._unmerged_eagerly(out) if merged else out
+        call_args, merged = self.signature.call_args(args, kwargs), None
+        if self.signature.has_image(call_args):
+            if self.site is self.own_site:
+                merged = self._started(call_args)
+            elif self.site.pair:
+                merged = self._merged_outside(call_args)
+        out = self._call_original(len(args), call_args if merged is None else merged)
+        return out if merged is None or not self.last else self._unmerged_eagerly(out)
 
     @eager
-    def _started(self, args: tuple[Any, ...], kwargs: CallArguments) -> tuple[CallArguments, bool]:
-        """Return the arguments with which the block is called, and whether they are those of merged tokens."""
-        call_args = self.signature.call_args(args, kwargs)
-        if not self.signature.has_image(call_args):
-            return call_args, False
-        if self.site is self.own_site:
-            self.site.start(call_args)
-        return (self._merged(call_args), True) if self.site.pair else (call_args, False)
+    def _started(self, call_args: CallArguments) -> CallArguments | None:
+        """Start the chain; return the arguments for merged tokens, None if the chain is not merged."""
+        self.site.start(call_args)
+        return self._merged(call_args) if self.site.pair else None
 
     def _merged(self, call_args: CallArguments) -> CallArguments:
         """Return the arguments for merged tokens. The chain's first block merges its tokens."""
@@ -260,7 +261,7 @@ class BlockHook(Hook):
         signature = self.signature
         return signature.with_output(out, self.site.leave(signature.output(out))) if self.last else out
 
-    _unmerged_eagerly = eager(_unmerged)
+    _merged_outside, _unmerged_eagerly = outside_graph(_merged), eager(_unmerged)
 
     def _call_original(self, positional: int, call_args: CallArguments) -> Any:
         """Call the block's own `forward`, with as many positional arguments as ComfyUI passed."""
