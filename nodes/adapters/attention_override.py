@@ -1,8 +1,8 @@
 """Replace the keys and values of a block's self-attention by the keys and values of all tokens.
 
-ComfyUI calls the `optimized_attention_override` after norm and rotation, so cached keys are already rotated by their
-positions. Attention itself is computed by the function that would compute it without ToMA. This is another node's
-override; without one, the function that the checkpoint names for this attention; without both, ComfyUI's default.
+ComfyUI calls the `optimized_attention_override` after norm and rotation, so cached keys are already rotated. Attention
+is computed as without ToMA: by another node's override; without one, by the function that the checkpoint names for this
+attention; without both, by ComfyUI's default.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Chains of blocks on merged tokens, for every family: a site in the model, and a hook for each block.
 
-    x = site.enter(x)         merge
-    x = block(x) ...          the blocks, with rotary positions and other arguments for the merged tokens
-    y = site.leave(x)         unmerge
-
-Eager mode and graphs merge in different ways, because the arguments of blocks are known only when blocks are called:
-- In eager mode `start` decides and merges when the first block is called; `enter` passes on the merged tokens.
-- A graph of torch.compile must not depend on the arguments of a call. `prepare` decides before the model runs, from
-  shapes; the graph guards on the token counts, and operators merge.
+In eager mode a chain decides and merges when its first block is called, because the arguments of blocks are known only
+then. A graph of torch.compile must not depend on the arguments of a call: `prepare` decides before the model runs, from
+shapes; the graph guards on the token counts, and operators merge.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The declarations of a family of models, and the code that chooses the hooks of its blocks and joins them to chains.
-
-A family is a file in `families` with NAME, MODEL and `Hooks`. `Hooks` names the blocks, their arguments
-(`BlockSignature`), their costs, and the patches that read tokens between two blocks.
-"""
+"""The declarations of a family of models, and the code that joins its blocks to chains and chooses their hooks."""
 
 from __future__ import annotations
 
@@ -72,7 +68,7 @@ class BlockFacts:
 
 
 class ModelHooks:
-    """The hooks of one model, which live as long as the model."""
+    """The hooks of one model, which live as long as the model. Each family declares its blocks in a derived class."""
 
     # Whether latents may have several frames. Each is merged to as many tokens, because modulation may be per frame.
     takes_frames = False

@@ -1,9 +1,8 @@
 """Replace a module's `forward` for the duration of one model evaluation, in the same way for every model.
 
-ComfyUI's own patches are not sufficient. The UNet has no patches around the feed-forward or a block. A block of Flux
-can have only one patch, which is often another pack's. In both models, patches of other packs would get merged tokens.
-A replaced `forward` lies inside all patches, so the patches get all tokens. The model is unchanged between evaluations,
-however a run ends.
+ComfyUI's own patches are not sufficient. The UNet has none around the feed-forward or a block; a block of Flux can have
+only one, which is often another pack's. In both models, patches of other packs would get merged tokens. A replaced
+`forward` lies inside all patches, so they get all tokens. The model is unchanged between evaluations.
 """
 
 from __future__ import annotations
