@@ -1,8 +1,7 @@
 """A reimplementation of parallel sampling of one picture: raylight (xDiT) shares Flux's tokens, or the conditions of
 any model, among processes.
 
-A group holds one share or all shares. `Together` is a real process of torch.distributed. `InTurn` simulates all
-processes in one, which runs them in turn.
+`InTurn` simulates all processes of a group in one, which runs them in turn.
 """
 
 from __future__ import annotations
@@ -19,29 +18,6 @@ from torch.nn.functional import pad
 
 # Function that runs a block, given the block's arguments for one share and the function that replaces attention.
 Block = Callable[[Any, Callable[..., Tensor]], Any]
-
-
-class Together:
-    """A group in which this process holds one share. torch.distributed must be initialised."""
-
-    def __init__(self) -> None:
-        self.size = torch.distributed.get_world_size()
-        self.held = [torch.distributed.get_rank()]
-
-    def join(self, shares: Sequence[Tensor], dim: int) -> Tensor:
-        """Concatenate the shares of all processes."""
-        (share,) = shares
-        found = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        torch.distributed.all_gather(found, share.contiguous())
-        return torch.cat(found, dim)
-
-    def run(self, block: Block, shares: Sequence[Any]) -> list[Any]:
-        """Run the block on each held share. Queries of a share attend to the keys and values of all shares."""
-
-        def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return attention(q, self.join([k], 2), self.join([v], 2), *args, **kwargs)
-
-        return [block(share, attend) for share in shares]
 
 
 class InTurn:

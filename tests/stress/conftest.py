@@ -1,12 +1,10 @@
-"""Provide fixtures of the stress tests: models, results of fresh processes, and a server."""
+"""Provide fixtures of the stress tests: models, their latents without a fault, and a server."""
 
 from __future__ import annotations
 
+import functools
 import gc
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +26,13 @@ from tests.stress.served import saved_latent
 HERE = Path(__file__).parent
 one_thread, left_untouched = nodes.one_thread, nodes.left_untouched
 shared, model_of, attach, stats_of = nodes.shared, nodes.model_of, nodes.attach, nodes.stats_of
-hooks_left, plan_calls = nodes.hooks_left, nodes.plan_calls
+plan_calls, record = nodes.plan_calls, nodes.record
 os.environ.setdefault("TOMA_FUZZ", "300")  # number of cases in test_fuzz.py; test_damaged.py tries fewer files
 
 
 @pytest.fixture(scope="session")
 def new_model(pack: ModuleType) -> Callable[[str], Any]:
-    """new_model(kind): make a small model as prompt.py does in its own process."""
+    """new_model(kind): make a small model as lab.py does in its own process."""
     return lambda kind: getattr(models, kind)()
 
 
@@ -49,13 +47,13 @@ def model(model_of: Callable[[str], Any], kind: str) -> Any:
 
 
 @pytest.fixture(scope="session")
-def fresh(pack: ModuleType) -> dict[str, dict[str, str]]:
-    """Return {model: {case: hash}} of latents that a fresh process sampled."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(HERE / "prompt.py"), *models.FAMILIES]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def latents(model_of: Callable[[str], Any]) -> Callable[[str], dict[str, str]]:
+    """latents(kind): return the hash of a model's latent for each case of prompt.py. The first call samples them."""
+
+    def sampled(kind: str) -> dict[str, str]:
+        return {case: prompt.digest(prompt.sample(prompt.patched(model_of(kind), case))) for case in prompt.CASES}
+
+    return functools.cache(sampled)
 
 
 @dataclass
@@ -64,7 +62,7 @@ class Rig:
 
     kind: str
     model: Any
-    fresh: dict[str, str]  # by case of prompt.py: the hash of the latent that a fresh process samples
+    expected: dict[str, str]  # by case of prompt.py: the hash of the latent without a fault
 
     def patched(self, case: str = "stack", model: Any = None, **settings: Any) -> Any:
         return prompt.patched(model or self.model, case, **settings)
@@ -87,11 +85,11 @@ class Rig:
 
 
 @pytest.fixture
-def rig(kind: str, model: Any, fresh: Any) -> Iterator[Rig]:
+def rig(kind: str, model: Any, latents: Any) -> Iterator[Rig]:
     """Return the family's model with the checks of `Rig`. After the test, clear a pending interrupt."""
     import comfy.model_management
 
-    yield Rig(kind, model, fresh[kind])
+    yield Rig(kind, model, latents(kind))
     comfy.model_management.interrupt_current_processing(False)
 
 
@@ -104,19 +102,21 @@ def families_made(model_of: Callable[[str], Any], quick_garbage_collection: None
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def lab(pack: ModuleType) -> Iterator[ComfyServer]:
-    """Run a server with the pack, the demo's two models and the nodes of lab.py. The server caches only the results of
-    the last prompt, so that memory grows only if the pack leaks."""
+def new_lab() -> ComfyServer:
+    """Return a server, which is not started, with the pack, the demo's two models and the nodes of lab.py. The server
+    caches only the results of the last prompt, so that memory grows only if the pack leaks. It uses the CPU, on which
+    two processes sample bit-identical latents."""
     flags = ["--use-pytorch-cross-attention", "--cache-classic"]
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    # Use the CPU. The server's results are compared with results of forked processes, which cannot use CUDA.
     server = ComfyServer(packs=[ROOT / "demo", HERE / "lab.py"], flags=flags, environ=environ, cpu=True)
-    try:
-        place_dit(server.base / "models")
-        yield server.start()
-    finally:
-        server.stop()
+    place_dit(server.base / "models")
+    return server
+
+
+@pytest.fixture(scope="session")
+def lab(pack: ModuleType) -> Iterator[ComfyServer]:
+    with new_lab() as server:
+        yield server
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 
 import comfy.model_management
-import folder_paths
 import torch
 
 PACK = "ComfyUI-ToMA"
@@ -31,19 +30,14 @@ def attention(func, *args, **kwargs):
 
 
 def occur(fault):
-    """Raise an error. The fault "hold" waits for an interrupt, or for the file `go` in ComfyUI's input folder."""
+    """Raise an error. The fault "hold" waits for an interrupt."""
     if fault == "error":
         raise RuntimeError("another pack's patch failed")
     if fault == "out of memory":
         raise comfy.model_management.OOM_EXCEPTION("CUDA out of memory, as a test has it")
-    while fault == "hold" and not (Path(folder_paths.get_input_directory()) / "go").exists():
+    while fault == "hold":
         comfy.model_management.throw_exception_if_processing_interrupted()
         time.sleep(0.02)
-
-
-def objects_of_the_pack():
-    """Count the live instances of each class of ToMA."""
-    return Counter(type(o).__name__ for o in gc.get_objects() if PACK in str(getattr(type(o), "__module__", "")))
 
 
 def tensors():
@@ -51,16 +45,6 @@ def tensors():
     attachments = [module for name, module in sys.modules.items() if name.endswith("nodes.adapters.attachment")]
     drawn = 2 * sum(len(stats.maps) for module in attachments for stats in module._reports.values())
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()) - drawn
-
-
-def tensor_bytes():
-    """Count the bytes of all tensors. Tensors that share a storage count once."""
-    storages = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 class LabCensus:
@@ -76,7 +60,9 @@ class LabCensus:
         gc.collect()
         if sys.platform == "linux":  # return memory that the allocator holds but does not use
             ctypes.CDLL(None).malloc_trim(0)
-        counted = {"objects": objects_of_the_pack(), "tensor_bytes": tensor_bytes(), "tensors": tensors()}
+        kinds = [type(o) for o in gc.get_objects()]
+        objects = Counter(kind.__name__ for kind in kinds if PACK in str(getattr(kind, "__module__", "")))
+        counted = {"objects": objects, "tensors": tensors()}
         return {"ui": {"text": [json.dumps(counted)]}}
 
 

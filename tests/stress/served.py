@@ -17,10 +17,8 @@ from scripts.comfy_server import PACK_FOLDER, ComfyServer
 
 OURS = sorted(json.loads((Path(__file__).parents[1] / "nodes" / "schema.json").read_text()))
 # Classes whose objects live no longer than a run.
-OF_A_RUN = {
-    *("RunState", "Schedule", "SamplingRun", "Evaluation", "MergePlan", "Cache", "Coverage", "Refresh", "Cached"),
-    *("_Entry", "Dispatch"),
-}
+OF_A_RUN = {"RunState", "Schedule", "SamplingRun", "Evaluation", "MergePlan", "Cache", "Coverage", "Refresh", "Cached"}
+OF_A_RUN |= {"_Entry", "Dispatch"}
 # Classes whose objects are cached -> maximum number of these objects. The report needs stats and maps of the last runs.
 # Layouts are cached too.
 BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}

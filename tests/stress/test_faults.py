@@ -1,4 +1,4 @@
-"""A fault may occur anywhere in a prompt. Afterwards, the next latent equals the latent of a fresh process, and no
+"""A fault may occur anywhere in a prompt. Afterwards, the next latent equals the latent before the fault, and no
 object of the failed run is alive."""
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ def fail(error: type[BaseException] = FaultError) -> None:
 class Trap:
     """Pre-forward hook of layers inside the blocks that calls `spring` at its call number `at`, counted from 1."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.at = -1
-        self.spring: Callable[[], None] = lambda: None
+    calls, at = 0, -1
+    spring: Callable[[], None]
 
     def arm(self, at: int, spring: Callable[[], None]) -> None:
         self.calls, self.at, self.spring = 0, at, spring
@@ -89,28 +87,26 @@ FAULTS += [(kind, "middle step", error, "stack") for kind in BOTH for error in E
 @pytest.mark.parametrize(("kind", "stage", "error", "case"), FAULTS, ids=named)
 def test_fault_inside_a_merged_block(rig: Any, trap: Trap, stage: str, error: type[BaseException], case: str) -> None:
     patched = rig.patched(case)
-    assert rig.sampled(patched) == rig.fresh[case]
+    assert rig.sampled(patched) == rig.expected[case]
     # In the case "detail" the last step is full, so the fault must come earlier.
     within = trap.calls * (STEPS - 1) // STEPS if case == "detail" else trap.calls
     rig.check_clean()
     before = rig.tensors()
-    hooks: list[str] = []
 
-    def go() -> None:
-        hooks.extend(hooked(rig.model))
+    def spring() -> None:
+        assert hooked(rig.model), "the fault was to be inside a merged block"
         fail(error)
 
-    trap.arm(STAGES[stage](within), go)
+    trap.arm(STAGES[stage](within), spring)
     with pytest.raises(error):
         rig.sampled(patched)
-    assert hooks, "the fault was to be inside a merged block"
     rig.check_clean()
     # There may be fewer tensors than before, because the report of an aborted run has no maps.
     assert rig.tensors() <= before
-    assert rig.sampled(patched) == rig.fresh[case]
+    assert rig.sampled(patched) == rig.expected[case]
     rig.check_clean()
     assert rig.tensors() == before
-    assert rig.sampled(rig.model) == rig.fresh["plain"]
+    assert rig.sampled(rig.model) == rig.expected["plain"]
 
 
 @both
@@ -127,15 +123,14 @@ def test_interrupt_before_and_between_steps(rig: Any, step: int | None) -> None:
             fail(INTERRUPT)
 
     if step == STEPS - 1:
-        assert rig.sampled(patched, callback=after) == rig.fresh["stack"]
+        assert rig.sampled(patched, callback=after) == rig.expected["stack"]
         assert mm.processing_interrupted()
-        # Clear the pending interrupt, as ComfyUI does when it starts the next prompt.
-        mm.interrupt_current_processing(False)
+        mm.interrupt_current_processing(False)  # as ComfyUI does when it starts the next prompt
     else:
         with pytest.raises(INTERRUPT):
             rig.sampled(patched, callback=after)
     rig.check_clean()
-    assert rig.sampled(patched) == rig.fresh["stack"]
+    assert rig.sampled(patched) == rig.expected["stack"]
     rig.check_clean()
 
 
@@ -171,31 +166,28 @@ def test_fault_inside_our_own_code(
         base.model_options["torch_compile_kwargs"] = {"backend": "inductor"}
     patched = rig.patched(model=base, weight_interval=1)
     expected = rig.sampled(patched)
-    assert expected != rig.fresh["plain"]
+    assert expected != rig.expected["plain"]
     rig.check_clean()
     before = rig.tensors()
-    place, calls = pack_module(module), 0
-    original = getattr(place, name)
+    calls, original = list[int](), getattr(pack_module(module), name)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == (1 if name == "make_windows" else 2):
+        calls.append(1)
+        if len(calls) == (1 if name == "make_windows" else 2):
             fail(error)
             mm.throw_exception_if_processing_interrupted()
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(place, name, failing)
+        patch.setattr(pack_module(module), name, failing)
         with pytest.raises(error):
             rig.sampled(patched)
-    assert calls
     rig.check_clean()
     assert rig.tensors() <= before
     assert rig.sampled(patched) == expected
     rig.check_clean()
     assert rig.tensors() == before
-    assert rig.sampled(rig.model) == rig.fresh["plain"]
+    assert rig.sampled(rig.model) == rig.expected["plain"]
 
 
 @pytest.mark.parametrize("kind", ["unet", "flux", "qwen_image"])
@@ -203,9 +195,8 @@ def test_call_that_is_made_again(rig: Any, trap: Trap) -> None:
     """Another pack catches an out-of-memory error inside of ToMA's hooks. Either it repeats the call, or it splits the
     batch into halves, which ToMA's plans do not fit."""
 
-    def cut(value: Any, index: int) -> Any:
-        halves = isinstance(value, torch.Tensor) and value.shape[:1] == (2,)
-        return value[index : index + 1] if halves else value
+    def half(value: Any, index: int) -> Any:
+        return value[index : index + 1] if isinstance(value, torch.Tensor) and len(value) == 2 else value
 
     def again(executor: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -213,51 +204,54 @@ def test_call_that_is_made_again(rig: Any, trap: Trap) -> None:
         except mm.OOM_EXCEPTION:
             if not apart:
                 return executor(*args, **kwargs)
-            told = [([cut(a, n) for a in args], {name: cut(v, n) for name, v in kwargs.items()}) for n in (0, 1)]
-            return torch.cat([executor(*by_place, **by_name) for by_place, by_name in told])
+            halves = [({name: half(v, n) for name, v in kwargs.items()}, [half(v, n) for v in args]) for n in (0, 1)]
+            return torch.cat([executor(*by_place, **by_name) for by_name, by_place in halves])
 
     patched = rig.patched()
     patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "other", again)
-    assert rig.sampled(patched) == rig.fresh["stack"]
+    assert rig.sampled(patched) == rig.expected["stack"]
     middle = trap.calls // 2
     for apart in (False, True):
         trap.arm(middle, lambda: fail(mm.OOM_EXCEPTION))
         found = rig.sampled(patched)
-        assert found not in (rig.fresh["stack"], rig.fresh["plain"]) if apart else found == rig.fresh["stack"]
+        assert found not in (rig.expected["stack"], rig.expected["plain"]) if apart else found == rig.expected["stack"]
     rig.check_clean()
 
 
 @both
-def test_picture_is_not_lost_with_its_drawing(
-    rig: Any, monkeypatch: pytest.MonkeyPatch, stats_of: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_picture_is_not_lost_with_its_drawing(rig: Any, monkeypatch: Any, stats_of: Any, caplog: Any) -> None:
     """The report's map is drawn after sampling. If memory runs out while it is drawn, the run still returns its
     latent."""
     patched = rig.patched()
     with monkeypatch.context() as patch:
         patch.setattr(pack_module("toma_core.run"), "draw_map", lambda plan: fail(mm.OOM_EXCEPTION))
-        assert rig.sampled(patched) == rig.fresh["stack"]
+        assert rig.sampled(patched) == rig.expected["stack"]
     assert stats_of(patched).maps == {}
     assert "could not be drawn: CUDA out of memory" in caplog.text
     rig.check_clean()
-    assert rig.sampled(patched) == rig.fresh["stack"]
+    assert rig.sampled(patched) == rig.expected["stack"]
     assert stats_of(patched).maps
 
 
+def fails(*_: Any, **__: Any) -> None:
+    fail()
+
+
+def fails_after(executor: Any, *args: Any, **kwargs: Any) -> None:
+    executor(*args, **kwargs)
+    fail()
+
+
 PATCHES: dict[str, Callable[[Any], Any]] = {
-    "outer wrapper": lambda model: model.add_wrapper_with_key(
-        WrappersMP.APPLY_MODEL, "other", lambda executor, *a, **k: fail()
-    ),
-    "after cfg": lambda model: model.set_model_sampler_post_cfg_function(lambda args: fail()),
+    "outer wrapper": lambda model: model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "other", fails),
+    "after cfg": lambda model: model.set_model_sampler_post_cfg_function(fails),
     "unet wrapper": lambda model: model.set_model_unet_function_wrapper(
-        lambda apply, args: (apply(args["input"], args["timestep"], **args["c"]), fail())
+        lambda apply, args: fails_after(apply, args["input"], args["timestep"], **args["c"])
     ),
     # Inside of ToMA's wrappers, when the model has run.
-    "diffusion wrapper": lambda model: model.add_wrapper_with_key(
-        WrappersMP.DIFFUSION_MODEL, "other", lambda executor, *a, **k: (executor(*a, **k), fail())
-    ),
-    "before run": lambda model: model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "other", lambda patcher: fail()),
-    "cleanup": lambda model: model.add_callback_with_key(CallbacksMP.ON_CLEANUP, "other", lambda patcher: fail()),
+    "diffusion wrapper": lambda model: model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "other", fails_after),
+    "before run": lambda model: model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "other", fails),
+    "cleanup": lambda model: model.add_callback_with_key(CallbacksMP.ON_CLEANUP, "other", fails),
 }
 
 
@@ -279,6 +273,6 @@ def test_exception_in_another_patch(rig: Any, patch: str, first: bool) -> None:
     with pytest.raises(FaultError):
         rig.sampled(broken)
     rig.check_clean()
-    assert rig.sampled(rig.patched()) == rig.fresh["stack"]
-    assert rig.sampled(rig.model) == rig.fresh["plain"]
+    assert rig.sampled(rig.patched()) == rig.expected["stack"]
+    assert rig.sampled(rig.model) == rig.expected["plain"]
     rig.check_clean()

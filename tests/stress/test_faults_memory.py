@@ -3,8 +3,6 @@ tries again."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import comfy.model_management as mm
@@ -20,9 +18,7 @@ BOTH = ("unet", "flux")
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_attention_that_recovers_from_no_memory_inside_a_merged_block(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_that_recovers_from_no_memory(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an out-of-memory error, ComfyUI's split attention clears its caches and tries again. The picture equals the
     picture of a run without errors."""
     from comfy.ldm.modules import attention
@@ -49,9 +45,9 @@ def test_attention_that_recovers_from_no_memory_inside_a_merged_block(
     rig.check_clean()
 
 
-def test_model_unloaded_reloaded_and_loaded_anew(rig: Any) -> None:
+def test_model_unloaded_and_reloaded(rig: Any) -> None:
     """The model is unloaded between runs, in three ways. It is also unloaded in part while sampling, because another
-    model needs memory. A model that was loaded again is freed."""
+    model needs memory."""
     patched, freed = rig.patched(), []
     size = patched.model_size()
 
@@ -61,20 +57,11 @@ def test_model_unloaded_reloaded_and_loaded_anew(rig: Any) -> None:
     every = torch.device("cpu")
     for unload in (lambda: None, mm.unload_all_models, lambda: mm.free_memory(1e32, every), patched.detach):
         unload()
-        assert rig.sampled(patched) == rig.fresh["stack"]
-    assert rig.sampled(patched, callback=after) == rig.fresh["stack"]
+        assert rig.sampled(patched) == rig.expected["stack"]
+    assert rig.sampled(patched, callback=after) == rig.expected["stack"]
     assert freed[0] > 0
     patched.detach()
-    assert rig.sampled(patched) == rig.fresh["stack"]
-
-    own = getattr(models, rig.kind)()
-    gone = weakref.ref(own.model.diffusion_model)
-    assert rig.sampled(rig.patched(model=own)) == rig.fresh["stack"]
-    mm.unload_all_models()
-    del own
-    gc.collect()
-    assert gone() is None, "a freed model is still referenced"
-    assert rig.sampled(rig.patched(model=getattr(models, rig.kind)())) == rig.fresh["stack"]
+    assert rig.sampled(patched) == rig.expected["stack"]
     rig.check_clean()
 
 
@@ -97,7 +84,7 @@ def test_weights_that_do_not_fit(rig: Any, monkeypatch: pytest.MonkeyPatch, shar
         model.add_patches({n: ("diff", (0.01 * torch.randn(weights[n].shape, generator=g),)) for n in names}, 0.8)
     patched = rig.patched(model=model)
     expected = rig.sampled(patched)
-    assert (expected == rig.fresh["stack"]) is not lora
+    assert (expected == rig.expected["stack"]) is not lora
     mm.unload_all_models()
     monkeypatch.setattr(LoadedModel, "model_load", lambda self, *_, **force: load(self, room, **force))
     assert rig.sampled(patched) == expected

@@ -3,17 +3,18 @@ than without ToMA."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from scripts.comfy_pack import pack_module
 from testbed import models
-from tests.stress.test_numerics import DtypesUsed
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LARGEST = torch.finfo(HALF).max
@@ -47,6 +48,19 @@ WAYS += [(kind, ("bf16", "fp8 in bf16")[turn % 2]) for turn, kind in enumerate(K
 WAYS += [(kind, "fp16") for kind in WITH_HALF if kind not in BOTH]
 LOWEST = [(kind, "fp16" if kind in WITH_HALF else "bf16") for kind in KINDS if kind != "flux2"]
 LOWEST += [(kind, "fp32") for kind in BOTH]
+
+
+class DtypesUsed(TorchDispatchMode):
+    """Counts the tensors that PyTorch operations take and return, by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found.update(t.dtype for t in tree_iter((args, kwargs, out)) if isinstance(t, Tensor))
+        return out
 
 
 @pytest.fixture(scope="module")
@@ -85,57 +99,58 @@ def sampled(model: Any, noise: Tensor, steps: int = 3) -> Tensor:
     return comfy.sample.sample(model, noise, steps, 3.0, "euler", "simple", *conds, latent, seed=5, disable_pbar=True)
 
 
+@pytest.fixture
+def merged_runs(attach: Any, stats_of: Any) -> Callable[[Any, Tensor], Iterator[Tensor]]:
+    """merged_runs(model, noise): sample with each of SETTINGS. Check that every run merges blocks."""
+
+    def runs(model: Any, noise: Tensor) -> Iterator[Tensor]:
+        for settings in SETTINGS.values():
+            patched = attach(model, **settings)
+            out = sampled(patched, noise)
+            assert stats_of(patched).merged_blocks
+            yield out
+
+    return runs
+
+
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize(("kind", "stored"), WAYS)
-def test_dtypes_cost_a_merged_run_no_more_than_an_unmerged_one(
-    kind: str, stored: str, model_in: Any, attach: Any, plan_calls: Any, stats_of: Any
-) -> None:
+def test_error_of_dtypes(kind: str, stored: str, model_in: Any, attach: Any, plan_calls: Any, merged_runs: Any) -> None:
     low, full = model_in(kind, stored), model_in(kind, stored, as_fp32=True)
     noise = noise_of(low)
     unmerged = distance(sampled(low, noise), sampled(full, noise))
-    patched = attach(low, **COMPARABLE)
-    merged = distance(sampled(patched, noise), sampled(attach(full, **COMPARABLE), noise))
+    merged = distance(*(sampled(attach(model, **COMPARABLE), noise) for model in (low, full)))
     assert 0 < merged < 2 * unmerged
     computed = STORED[stored][1]
     assert {call.x.dtype for call in plan_calls} == {computed, FULL}
     assert all(call.plan.merge_weights.dtype is call.x.dtype for call in plan_calls)
     assert {p.dtype for p in low.model.diffusion_model.parameters()} - {FULL} == {STORED[stored][0]}
-    for settings in SETTINGS.values():
-        patched = attach(low, **settings)
-        assert sampled(patched, noise).isfinite().all()
-        assert stats_of(patched).merged_blocks
+    assert all(out.isfinite().all() for out in merged_runs(low, noise))
 
 
 @pytest.mark.parametrize(
-    ("kind", "stored"), [(kind, "fp16") for kind in WITH_HALF] + [(kind, "fp8 in fp16") for kind in BOTH]
+    ("kind", "stored"), [(kind, "fp16") for kind in WITH_HALF] + [(kind, way) for kind in BOTH for way in STORED]
 )
-def test_no_bf16_on_the_path_of_an_fp16_model(
-    kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any
-) -> None:
-    """ToMA must add no operations in fp64. The model itself may have some."""
+def test_no_other_float(kind: str, stored: str, model_in: Any, merged_runs: Any) -> None:
+    """Some cards cannot compute in bf16, and Apple's GPUs cannot compute in fp64. The model itself may use fp64."""
     model = model_in(kind, stored)
     noise = noise_of(model)
     with DtypesUsed() as plain:
-        sampled(model, noise, steps=1)
-    for settings in ("stack", "module"):
-        patched = attach(model, **SETTINGS[settings])
-        with DtypesUsed() as merged:
-            sampled(patched, noise, steps=1)
-        assert stats_of(patched).merged_blocks
-        assert BRAIN not in merged.found
-        assert merged.found[torch.float64] <= plain.found[torch.float64]
+        sampled(model, noise)
+    with DtypesUsed() as merged:
+        runs = list(merged_runs(model, noise))
+    for dtype in {HALF, BRAIN, torch.float64} - {STORED[stored][1]}:
+        assert merged.found[dtype] <= len(runs) * plain.found[dtype], dtype
 
 
 @pytest.mark.parametrize(
     ("kind", "stored", "value"),
     [(*way, float("nan")) for way in LOWEST] + [(*way, float("inf")) for way in LOWEST if way[0] in BOTH],
 )
-def test_broken_image_of_a_batch_is_alone_with_it(
-    kind: str, stored: str, value: float, model_in: Any, attach: Any, stats_of: Any
-) -> None:
+def test_broken_image_of_a_batch(kind: str, stored: str, value: float, model_in: Any, merged_runs: Any) -> None:
     """One number of the second latent is NaN or infinite. Values that are finite without ToMA stay finite. The first
     image is bit-identical to the first image of an intact batch."""
     model = model_in(kind, stored)
@@ -147,27 +162,21 @@ def test_broken_image_of_a_batch_is_alone_with_it(
     apart = plain[0].equal(clean[0])
     assert apart or (kind, stored) == ("flux", "fp16")
     assert not plain[1].isfinite().all()
-    for settings in SETTINGS.values():
-        patched = attach(model, **settings)
-        merged = sampled(patched, broken)
-        assert stats_of(patched).merged_blocks
-        assert merged[0].equal(sampled(patched, noise)[0]) or not apart
+    for merged, intact in zip(merged_runs(model, broken), merged_runs(model, noise), strict=True):
+        assert merged[0].equal(intact[0]) or not apart
         assert merged.isfinite()[plain.isfinite()].all()
         assert merged[1].isfinite().any() == plain[1].isfinite().any()
 
 
 @pytest.mark.parametrize(("kind", "stored"), LOWEST)
-def test_images_without_content(kind: str, stored: str, model_in: Any, attach: Any, stats_of: Any) -> None:
+def test_images_without_content(kind: str, stored: str, model_in: Any, merged_runs: Any) -> None:
     """With latents of zeros or of a single number, all similarities are equal."""
     model = model_in(kind, stored)
     for noise in (torch.zeros_like(noise_of(model)), torch.full_like(noise_of(model), 0.5)):
         assert sampled(model, noise).isfinite().all()
-        for settings in SETTINGS.values():
-            patched = attach(model, **settings)
-            first = sampled(patched, noise)
+        for first, again in zip(merged_runs(model, noise), merged_runs(model, noise), strict=True):
             assert first.isfinite().all()
-            assert sampled(patched, noise).equal(first)
-            assert stats_of(patched).merged_blocks
+            assert again.equal(first)
 
 
 def entries(model: Any) -> list[Any]:
@@ -178,29 +187,23 @@ def entries(model: Any) -> list[Any]:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Tensor]]:
-    """watched(model): record the largest magnitude of each token that the blocks get, or NaN if the token contains
-    NaN."""
+def watched(record: Any) -> Callable[[Any], Callable[[], Tensor]]:
+    """watched(model): return a function that returns the largest magnitude of each token that blocks got since its last
+    call, or NaN if the token contains NaN."""
 
-    def watch(model: Any) -> list[Tensor]:
-        found: list[Tensor] = []
+    def watch(model: Any) -> Callable[[], Tensor]:
+        pairs = pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs()
+        records = [(record(block), hook.signature) for block, hook in pairs if hasattr(hook, "signature")]
 
-        def seen(block: type[torch.nn.Module], signature: Any) -> None:
-            original = block.forward
+        def largest() -> Tensor:
+            found = []
+            for calls, signature in records:
+                given = [signature.call_args(tuple(call.args), call.kwargs) for call in calls]
+                found += [signature.tokens(each).float().abs().amax(-1).flatten() for each in given]
+                calls.clear()
+            return torch.cat(found)
 
-            @functools.wraps(original)
-            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                tokens = signature.tokens(signature.call_args(args, kwargs))
-                found.append(tokens.float().abs().amax(-1).flatten())
-                return original(self, *args, **kwargs)
-
-            monkeypatch.setattr(block, "forward", forward)
-
-        places = pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs()
-        signatures = {type(block): hook.signature for block, hook in places if hasattr(hook, "signature")}
-        for block, signature in signatures.items():
-            seen(block, signature)
-        return found
+        return largest
 
     return watch
 
@@ -211,7 +214,7 @@ POWERS += [(kind, -12) for kind in WITH_HALF if kind not in ("z_image", "sd3")]
 
 
 @pytest.mark.parametrize(("kind", "power"), POWERS)
-def test_huge_and_tiny_activations_in_fp16(kind: str, power: int, model_in: Any, watched: Any, attach: Any) -> None:
+def test_huge_and_tiny_values_in_fp16(kind: str, power: int, model_in: Any, watched: Any, merged_runs: Any) -> None:
     """The norms of tokens exceed the range of fp16, or values are denormal."""
     model = model_in(kind, "fp16")
     noise = noise_of(model)
@@ -219,22 +222,16 @@ def test_huge_and_tiny_activations_in_fp16(kind: str, power: int, model_in: Any,
         for parameter in layer.parameters():
             parameter.data = parameter.data * 2.0**power
     found = watched(model)
-    plain = sampled(model, noise)
-    largest = float(torch.cat(found).amax())
-    assert plain.isfinite().all()
-    assert 2.0**power < largest < LARGEST if power > 0 else float(found[0].amin()) < 1e-2
-    for settings in SETTINGS.values():
-        found.clear()
-        merged = sampled(attach(model, **settings), noise)
-        assert torch.cat(found).isfinite().all()
-        assert merged.isfinite().all()
+    assert sampled(model, noise).isfinite().all()
+    magnitudes = found()
+    assert 2.0**power < float(magnitudes.amax()) < LARGEST if power > 0 else float(magnitudes.amin()) < 1e-2
+    assert all(out.isfinite().all() for out in merged_runs(model, noise))
+    assert found().isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["flux", "chroma"])
 @pytest.mark.parametrize("settings", [*SETTINGS, "soft weights"])
-def test_flux_in_fp16_with_tokens_at_the_limit(
-    kind: str, settings: str, model_in: Any, watched: Any, attach: Any
-) -> None:
+def test_flux_in_fp16_at_the_limit(kind: str, settings: str, model_in: Any, watched: Any, attach: Any) -> None:
     """ComfyUI's Flux clamps the tokens of its single blocks to the range of fp16, so a channel may be at the limit.
     Weights that sum to 1.0003 would turn such a channel into infinity. The next attention would turn infinity into NaN.
     Clamping replaces NaN by 0, so the image would be all zeros."""
@@ -253,10 +250,9 @@ def test_flux_in_fp16_with_tokens_at_the_limit(
     found = watched(model)
     plain = sampled(model, noise)
     assert plain.isfinite().all()
-    assert float(torch.cat(found).amax()) == limit
+    assert float(found().amax()) == limit
     soft = {**EVERYTHING, "window_size": 4, "sharpness": 30.0}
-    found.clear()
     merged = sampled(attach(model, **SETTINGS.get(settings, soft)), noise)
-    assert torch.cat(found).isfinite().all()
+    assert found().isfinite().all()
     assert merged.isfinite().all()
     assert distance(merged, plain) < 0.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,30 +19,17 @@ SIDE = 24  # UNet: grids of 12 x 12 and 6 x 6
 TEXT, IMAGE, REFERENCES = 7, 144, (48, 12)  # Flux: a grid of 12 x 12
 
 
-@dataclass
-class Told:
-    """One call of the attention. length: number of queries. options: a copy of transformer_options."""
-
-    length: int
-    options: dict[str, Any]
-
-
-def listening(model: Any) -> tuple[Any, list[Told]]:
-    """Return a clone with an attention override, and a list of the override's calls."""
-    calls: list[Told] = []
+def listening(model: Any) -> tuple[Any, list[Any]]:
+    """Return a clone with an attention override, and a list of the override's calls. length: number of queries.
+    options: a copy of transformer_options."""
+    calls = list[Any]()
 
     def override(func: Any, q: Tensor, *args: Any, transformer_options: Any, **kwargs: Any) -> Tensor:
-        calls.append(Told(q.shape[2 if kwargs.get("skip_reshape") else 1], dict(transformer_options)))
+        length = q.shape[2 if kwargs.get("skip_reshape") else 1]
+        calls.append(SimpleNamespace(length=length, options=dict(transformer_options)))
         return func(q, *args, transformer_options=transformer_options, **kwargs)
 
     return overridden(model, override), calls
-
-
-def kontext(model: Any) -> dict[str, Any]:
-    """Return conditioning with two reference images of 48 and 12 tokens, for both prompts."""
-    g = torch.Generator().manual_seed(9)
-    latents = [torch.randn(1, 16, *size, generator=g) for size in ((12, 16), (8, 6))]
-    return prompts_of(model, reference_latents=latents)
 
 
 @pytest.mark.compat
@@ -69,13 +56,14 @@ def test_the_grid_fits_the_tokens_in_a_unet(unet: Any, attach: Any, granularity:
 @loop("granularity", GRANULARITIES)
 @loop("full_step_interval", [0, 2])
 @loop("with_references", [False, True])
-def test_the_image_lies_where_flux_says(
+def test_flux_img_slice(
     flux: Any, attach: Any, granularity: str, full_step_interval: int, with_references: bool
 ) -> None:
     """`img_slice` is [text, text + D + references] for D merged image tokens."""
     foreign, calls = listening(flux)
     settings = {"granularity": granularity, "full_step_interval": full_step_interval, "skip_first_blocks": 1}
-    conds = kontext(flux) if with_references else {}
+    latents = [torch.ones(1, 16, *size) for size in ((12, 16), (8, 6))]  # 48 and 12 tokens
+    conds = prompts_of(flux, reference_latents=latents) if with_references else {}
     models.sample(attach(foreign, **settings), SIDE, SIDE, steps=4, **conds)
     extra = sum(REFERENCES) if with_references else 0
     lengths = set()
@@ -90,9 +78,7 @@ def test_the_image_lies_where_flux_says(
 
 @every_kind
 @loop("granularity", GRANULARITIES)
-def test_attention_patches_receive_all_tokens_and_their_layout(
-    model: Any, attach: Any, kind: str, granularity: str
-) -> None:
+def test_attention_patches_receive_all_tokens(model: Any, attach: Any, kind: str, granularity: str) -> None:
     model, pairs = model.clone(), []
 
     def look(tokens: Tensor, *given: Any) -> Any:

@@ -23,23 +23,17 @@ class Doubling(hooks.Hook):  # type: ignore[misc, name-defined]
         self.released += 1
 
 
-def test_hook_stands_in_for_forward_and_is_taken_out() -> None:
-    module, hook = nn.Identity(), Doubling()
-    with hooks.installed([(module, hook)]):
-        assert module(3) == 6
-    assert module(3) == 3
-    assert "forward" not in vars(module)
-    assert "original" not in vars(hook)
-    assert hook.released == 1
-
-
-def test_two_hooks_on_one_module_nest_and_a_forward_of_another_pack_is_put_back() -> None:
-    module = nn.Identity()
-    foreign = lambda x: x + 1  # noqa: E731
-    module.forward = foreign
-    with hooks.installed([(module, Doubling()), (module, Doubling())]):
-        assert module(3) == 16
-    assert vars(module)["forward"] is foreign
+@loop("foreign", [None, lambda x: x + 1])
+def test_hooks_nest_and_a_forward_of_another_pack_is_put_back(foreign: Any) -> None:
+    module, hooks_of_module = nn.Identity(), [Doubling(), Doubling()]
+    if foreign:
+        module.forward = foreign
+    with hooks.installed([(module, hook) for hook in hooks_of_module]):
+        assert module(3) == (16 if foreign else 12)
+    assert vars(module).get("forward") is foreign
+    for hook in hooks_of_module:
+        assert hook.released == 1
+        assert "original" not in vars(hook)
 
 
 @loop("error", [RuntimeError, KeyboardInterrupt])

@@ -49,6 +49,7 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
         return close(run)
 
     monkeypatch.setattr(RunState, "close", closed)
+    monkeypatch.setattr(comfy.model_management, "soft_empty_cache", emptied := Mock())
     merged = attach(model_of(kind), granularity="block", selection_interval=1, weight_interval=1)
     out = models.sample(merged, HEIGHT, WIDTH, **VIDEO)
     stats = stats_of(merged)
@@ -61,12 +62,11 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
     assert held == [0]
     assert Reason.OUT_OF_MEMORY() in stats.unmerged_calls
     assert len(made) == plans + 1
+    emptied.assert_called()
 
 
 @loop("kind", ["flux", "unet", "wan"])
-def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
-    kind: str, model_of: Any, attach: Any, monkeypatch: Any
-) -> None:
+def test_where_the_models_own_memory_is_short(kind: str, model_of: Any, attach: Any, monkeypatch: Any) -> None:
     """The evaluation of a picture is not repeated, because a full evaluation needs even more memory than a merged one.
     The evaluation of a video is repeated once, in full."""
     model, short = model_of(kind), Mock(side_effect=torch.OutOfMemoryError)
@@ -78,9 +78,7 @@ def test_where_the_models_own_memory_is_short_the_run_ends_as_without(
 
 
 @loop("call", [3, 5])
-def test_one_of_several_devices_that_runs_out_of_memory_makes_its_own_call_again(
-    call: int, stats_of: Any, on_two_devices: Any, monkeypatch: Any
-) -> None:
+def test_one_device_that_runs_out_of_memory(call: int, stats_of: Any, on_two_devices: Any, monkeypatch: Any) -> None:
     """Only this device's call is repeated. If all calls were, ComfyUI would take the other device's old result for its
     new one."""
     one, other = models.wan(), models.wan()
@@ -100,9 +98,7 @@ def test_without_memory_for_a_plan_a_picture_ends_its_run(model_of: Any, attach:
         models.sample(attach(model_of("wan")), HEIGHT, WIDTH, steps=2)
 
 
-def test_without_memory_for_a_plan_a_compiled_model_is_not_merged(
-    attach: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None
-) -> None:
+def test_a_compiled_plan_without_memory(attach: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None) -> None:
     """The compiled graph of full steps repeats the evaluation. The next run, which has enough memory, is merged."""
     model, asked = models.wan(layers=2), {"frames": 3, "steps": 2, "cfg": 1.0}
     merged = compiled(attach(model), "eager", inside=True)
@@ -122,11 +118,3 @@ def test_the_cache_of_a_video_has_a_limit(model_of: Any, attach: Any, stats_of: 
     for frames in (1, 3):
         models.sample(merged, HEIGHT, WIDTH, frames=frames, steps=4, cfg=1.0)
         assert (Reason.KV_CACHE_DISABLED() in stats_of(merged).unmerged_calls) is (frames == 3)
-
-
-def test_memory_is_emptied_as_another_pack_does_it(model_of: Any, attach: Any, monkeypatch: Any) -> None:
-    without_memory(monkeypatch, 0)
-    emptied = Mock()
-    monkeypatch.setattr(comfy.model_management, "soft_empty_cache", emptied)
-    models.sample(attach(model_of("wan")), HEIGHT, WIDTH, **VIDEO)
-    emptied.assert_called()

@@ -62,9 +62,7 @@ def test_evaluations_between_full_steps_merge_whatever_the_sampler(flux: Any, at
 
 
 @loop("every", [2, 3])
-def test_the_full_steps_prediction_plans_the_next_step(
-    every: int, flux: Any, attach: Any, stats_of: Any, planned: Any
-) -> None:
+def test_full_step_plans(every: int, flux: Any, attach: Any, stats_of: Any, planned: Any) -> None:
     """A full step makes no plan."""
     model, predicted = watched(flux)
     settings = {"selection_interval": every, "weight_interval": every, "full_step_interval": every}
@@ -75,21 +73,20 @@ def test_the_full_steps_prediction_plans_the_next_step(
     assert stats_of(patched).selections == 2 * len(stats_of(patched).grids)
 
 
-def test_nothing_is_held_after_a_run_that_broke_off(flux: Any, attach: Any, monkeypatch: Any) -> None:
+def test_nothing_is_held_after_a_run_that_broke_off(flux: Any, attach: Any) -> None:
     held: list[Any] = []
-    sampling = pack_module("nodes.adapters.sampling_run").SamplingRun
-    own = sampling.predicted
 
-    def broken(self: Any, picture: Any) -> None:
-        own(self, picture)
-        held.append(self)
+    def broken(args: dict[str, Any]) -> torch.Tensor:
+        held.append(args["model_options"]["transformer_options"]["toma_sampling"])
         if len(held) == 2:
+            assert held[0].trajectory.latent is not None
             raise RuntimeError("broken off")
+        return args["denoised"]
 
-    monkeypatch.setattr(sampling, "predicted", broken)
-    patched = attach(flux, **SETTINGS)
+    foreign = flux.clone()
+    foreign.set_model_sampler_post_cfg_function(broken)
     with pytest.raises(RuntimeError, match="broken off"):
-        models.sample(patched, steps=3)
+        models.sample(attach(foreign, **SETTINGS), steps=3)
     assert not held[0].trajectory._histories
     assert held[0].trajectory.latent is None
 

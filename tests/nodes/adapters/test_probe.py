@@ -114,18 +114,11 @@ def test_a_condition_that_begins_on_the_way(unet: Any, no_state_left: None) -> N
     assert {band for _, band, _ in probes.squared_errors()} >= {1, 2}
 
 
-def test_a_site_that_gives_no_numbers_is_left_out(unet: Any) -> None:
-    probes = check_run(unet, 2, steps=8)
-    site = next(iter(probes.sites))
-    probes._errors[0, site, 0.5] = torch.tensor(float("nan"))
-    errors = probes.squared_errors()
-    assert not any(name == site for name, *_ in errors)
-    assert len(errors) == (len(probes.sites) - 1) * len(probes.bands) * RATIOS
-
-
 def test_other_ratios_are_scaled_like_all_sites_together() -> None:
-    probes = probing.Probes({"a": ["a"], "b": ["b"]})
-    probes._errors = {(0, "a", 0.5): 2.0, (1, None, 0.25): 1.0, (1, None, 0.5): 4.0, (1, None, 0.75): float("nan")}
+    """A site that gives NaN in any band is left out."""
+    probes, nan = probing.Probes({"a": ["a"], "b": ["b"]}), float("nan")
+    probes._errors = {(0, "a", 0.5): 2.0, (0, "b", 0.5): nan, (1, "b", 0.5): 3.0}
+    probes._errors |= {(1, None, 0.25): 1.0, (1, None, 0.5): 4.0, (1, None, 0.75): nan}
     assert probes.squared_errors() == {("a", 0, 0.25): 0.5, ("a", 0, 0.5): 2.0, ("a", 0, 0.75): 4.5}
 
 

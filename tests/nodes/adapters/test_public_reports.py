@@ -1,12 +1,10 @@
 """Test public reports about token merging and step caches in ComfyUI, each reproduced by a small input.
 
-The table in docs/reliability.md has a row for each report. `make test` reproduces some of the reports.
-thorough/test_others.py reproduces the others.
+The table in docs/reliability.md has a row for each report.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
 from collections.abc import Callable
@@ -14,7 +12,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import comfy.model_management as management
-import comfy.sample
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
@@ -23,7 +20,6 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from scripts.comfyui import ROOT
 from testbed import models
-from tests.loop import loop
 from tests.nodes.adapters.helpers import balanced
 from tests.nodes.adapters.test_evaluations import Trained
 
@@ -33,7 +29,7 @@ STEPS, HEIGHT, WIDTH = 6, 18, 26
 
 
 class Lab:
-    """A small Flux with and without ToMA, its pictures, and the trained few-step model."""
+    """A small Flux with and without ToMA, and its pictures."""
 
     def __init__(self, stats_of: Any) -> None:
         self.model = models.flux()
@@ -41,10 +37,6 @@ class Lab:
         self.merged = balanced(self.model)
         self.plain, self.first = self.drawn(self.model), self.drawn()
         assert not torch.equal(self.first, self.plain)
-
-    @functools.cached_property
-    def few(self) -> Trained:
-        return Trained("few")
 
     def drawn(self, model: Any = None, height: int = HEIGHT, width: int = WIDTH, **options: Any) -> Tensor:
         return models.sample(model or self.merged, height, width, **{"steps": STEPS, **options})
@@ -57,9 +49,7 @@ class Lab:
 
 
 Tried = Callable[[Lab], None]
-# By report: how it is reproduced. Reports in THOROUGH are tried by thorough/test_others.py.
-REPORTS: dict[str, Tried] = {}
-THOROUGH: list[Tried] = []
+REPORTS: dict[str, Tried] = {}  # by report: the function that reproduces it
 
 
 @pytest.fixture(scope="module")
@@ -67,30 +57,37 @@ def lab(pack: Any, stats_of: Any) -> Lab:
     return Lab(stats_of)
 
 
-def report(*sources: str, quick: bool = True) -> Callable[[Tried], Tried]:
+def report(*sources: str) -> Callable[[Tried], Tried]:
     def added(tried: Tried) -> Tried:
         REPORTS.update(dict.fromkeys(sources, tried))
-        if not quick:
-            THOROUGH.append(tried)
         return tried
 
     return added
 
 
-@report("welltop-cn/ComfyUI-TeaCache#7")
-def another_resolution_afterwards(lab: Lab) -> None:
-    lab.as_fresh(height=30, width=20)
+def enlarged(lab: Lab) -> dict[str, Any]:
+    latent = torch.nn.functional.interpolate(lab.first, scale_factor=2)
+    return {"height": 2 * HEIGHT, "width": 2 * WIDTH, "latent": latent, "steps": 4, "denoise": 0.5, "seed": 9}
 
 
-@report("welltop-cn/ComfyUI-TeaCache#17", "chengzeyi/Comfy-WaveSpeed#14", quick=False)
-def a_second_sampler_on_the_enlarged_latent(lab: Lab) -> None:
-    large = torch.nn.functional.interpolate(lab.first, scale_factor=2)
-    lab.as_fresh(height=2 * HEIGHT, width=2 * WIDTH, latent=large, steps=4, denoise=0.5, seed=9)
+# By report: options of a second run.
+SECOND_RUNS: dict[str, Callable[[Lab], dict[str, Any]]] = {
+    "welltop-cn/ComfyUI-TeaCache#7": lambda lab: {"height": 30, "width": 20},
+    "welltop-cn/ComfyUI-TeaCache#15": lambda lab: {  # a detailer with fewer steps
+        "height": 13, "width": 11, "steps": 4, "noise_mask": torch.ones(1, 1, 13, 11).tril(),
+    },
+    "welltop-cn/ComfyUI-TeaCache#17": enlarged,
+    "chengzeyi/Comfy-WaveSpeed#14": enlarged,
+    "chengzeyi/Comfy-WaveSpeed#40": lambda lab: {"positive": models.conditioning(lab.model, 13, seed=3)},
+    "chengzeyi/Comfy-WaveSpeed#114": lambda lab: {"positive": models.conditioning(lab.model, 5, seed=3)},
+    "shiimizu/ComfyUI-TiledDiffusion#67": lambda lab: {"positive": models.conditioning(lab.model, seed=8), "seed": 11},
+}  # fmt: skip
 
 
-@report("welltop-cn/ComfyUI-TeaCache#15")
-def a_detailer_with_fewer_steps(lab: Lab) -> None:
-    lab.as_fresh(height=13, width=11, steps=4, noise_mask=torch.ones(1, 1, 13, 11).tril())
+@report(*SECOND_RUNS)
+def a_second_run(lab: Lab) -> None:
+    for options in SECOND_RUNS.values():
+        lab.as_fresh(**options(lab))
 
 
 @report("welltop-cn/ComfyUI-TeaCache#8", "Comfy-Org/ComfyUI#8888")
@@ -99,28 +96,13 @@ def a_node_with_ratio_zero_or_taken_out(lab: Lab) -> None:
         assert torch.equal(lab.drawn(model), lab.plain)
 
 
-@report("nunchux-ai/nunchaku#597", "chengzeyi/Comfy-WaveSpeed#57", quick=False)
+@report("nunchux-ai/nunchaku#597", "chengzeyi/Comfy-WaveSpeed#57")
 def a_batch_of_three(lab: Lab) -> None:
-    from demo.conditioning import empty_latent, seeded_noise
-
-    few, errors = lab.few, []
-    for batch in (1, 3):
-        noise, latent = seeded_noise(list(range(1, batch + 1)), 32, 32), empty_latent(32, 32, batch)
-        outs = [
-            comfy.sample.sample(
-                model, noise, 8, 1.0, "euler", "simple", few.prompt(3), few.prompt(4), latent, seed=1, disable_pbar=True
-            )
-            for model in (few.merged, few.model)
-        ]
-        errors.append([float((a - b).norm() / b.norm()) for a, b in zip(*outs, strict=True)])
-    assert errors[1][0] == pytest.approx(errors[0][0], rel=0.02)
-    assert max(errors[1]) < 2 * errors[0][0]
-
-
-@report("chengzeyi/Comfy-WaveSpeed#40", "chengzeyi/Comfy-WaveSpeed#114")
-def prompts_of_other_lengths(lab: Lab) -> None:
-    for tokens in (13, 5):
-        lab.as_fresh(positive=models.conditioning(lab.model, tokens, seed=3))
+    alone = float((lab.first - lab.plain).norm() / lab.plain.norm())
+    batches = lab.drawn(batch=3), lab.drawn(lab.model, batch=3)
+    errors = [float((merged - plain).norm() / plain.norm()) for merged, plain in zip(*batches, strict=True)]
+    assert errors[0] == pytest.approx(alone, rel=0.02)
+    assert max(errors) < 2 * alone
 
 
 @report("nunchux-ai/ComfyUI-nunchaku#690", "lldacing/ComfyUI_Patches_ll#7", "kijai/ComfyUI-KJNodes#344")
@@ -160,19 +142,13 @@ def a_lora_put_on_and_taken_off(lab: Lab) -> None:
     key = next(name for name, w in weights.items() if "single_blocks.1" in name and w.ndim == 2)
     patches = {key: ("diff", (torch.randn(weights[key].shape, generator=torch.Generator().manual_seed(4)),))}
     for _ in range(2):
-        outs = []
-        for model in (lab.merged.clone(), balanced(models.flux())):
+        late, early = lab.merged.clone(), models.flux()
+        for model in (late, early):
             model.add_patches(patches, 0.1)
-            outs.append(lab.drawn(model))
+        outs = [lab.drawn(late), lab.drawn(balanced(early))]
         assert torch.equal(*outs)
         assert not torch.equal(outs[0], lab.first)
         assert torch.equal(lab.drawn(), lab.first)
-
-
-@report("shiimizu/ComfyUI-TiledDiffusion#67")
-def the_image_of_before_in_the_next_one(lab: Lab) -> None:
-    lab.drawn(seed=11, positive=models.conditioning(lab.model, seed=8))
-    lab.as_fresh(seed=12)
 
 
 @report("ClownsharkBatwing/RES4LYF#237", "xmarre/ComfyUI-Spectrum-MiniMax-H3#103")
@@ -209,7 +185,7 @@ def another_number_of_frames(lab: Lab) -> None:
 @report("welltop-cn/ComfyUI-TeaCache#159")
 def a_picture_to_edit(lab: Lab) -> None:
     """With a reference, the error of merging is at most twice the error without a reference."""
-    few = lab.few
+    few = Trained("few")
     picture = few.drawn(few.model)
     plain = float((few.drawn(few.merged) - picture).norm() / picture.norm())
     positive = few.prompt(3, reference_latents=[picture])
@@ -277,26 +253,25 @@ def a_cache_that_skips_blocks_of_full_steps(lab: Lab) -> None:
     ]
 
 
-@report("kijai/ComfyUI-WanVideoWrapper#160", quick=False)
+@report("kijai/ComfyUI-WanVideoWrapper#160")
 def context_windows(lab: Lab) -> None:
-    """Fixed windows have separate caches. Moving windows are merged without a cache."""
+    """Fixed windows have separate caches. Moving windows have no valid cache, so they are not merged."""
     nodes = pytest.importorskip("comfy_extras.nodes_context_windows")
-    schema = {item.id: item for item in nodes.ContextWindowsManualNode.define_schema().inputs}
-    options = {name: getattr(item, "default", None) for name, item in schema.items() if name != "model"}
+    inputs = nodes.ContextWindowsManualNode.define_schema().inputs
+    options = {item.id: getattr(item, "default", None) for item in inputs}
     options |= {"context_length": 4, "context_overlap": 1, "dim": 2, "freenoise": False}
     kinds = importlib.import_module("comfy.context_windows").ContextSchedules
     for schedule in (kinds.STATIC_STANDARD, kinds.UNIFORM_STANDARD):
         outs = []
         for _ in range(2):
-            windows = nodes.ContextWindowsManualNode.execute(
-                model=balanced(models.wan()), **{**options, "context_schedule": schedule}
-            ).result[0]
+            options |= {"model": balanced(models.wan()), "context_schedule": schedule}
+            windows = nodes.ContextWindowsManualNode.execute(**options).result[0]
             outs.append(lab.drawn(windows, frames=7))
-            assert lab.stats_of(windows).merged_in.total()
+            assert (lab.stats_of(windows).merged_in.total() > 0) is (schedule == kinds.STATIC_STANDARD)
         assert torch.equal(*outs)
 
 
-@loop("tried", [tried for tried in dict.fromkeys(REPORTS.values()) if tried not in THOROUGH])
+@pytest.mark.parametrize("tried", dict.fromkeys(REPORTS.values()))
 def test_report(lab: Lab, tried: Tried) -> None:
     """Check also that the merged model's next latent is bit-identical to its first latent."""
     tried(lab)

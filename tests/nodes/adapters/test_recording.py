@@ -33,9 +33,7 @@ def sampled(kind: str, model: Any, **options: Any) -> list[torch.Tensor]:
 @pytest.mark.compat
 @loop("kind", RECORDED)
 @loop("settings", SETTINGS)
-def test_a_recorded_evaluation_is_the_models_own(
-    kind: str, settings: str, model_of: Any, stats_of: Any, monkeypatch: Any
-) -> None:
+def test_recorded_evaluations_are_own(kind: str, settings: str, model_of: Any, stats_of: Any, monkeypatch: Any) -> None:
     model, (name, options, first) = model_of(kind), SETTINGS[settings]
     merged = balanced(model, name, **options)
     with recorded(kind, monkeypatch) as own:
@@ -53,9 +51,7 @@ def test_a_recorded_evaluation_is_the_models_own(
 
 @loop("kind", RECORDED)
 @loop(("at", "evaluations"), [(1, 6), (2, 5), (6, 2)])
-def test_after_memory_ran_out_the_next_recording_begins_anew(
-    kind: str, at: int, evaluations: int, model_of: Any, monkeypatch: Any
-) -> None:
+def test_next_recording_after_no_memory(kind: str, at: int, evaluations: int, model_of: Any, monkeypatch: Any) -> None:
     """Memory runs out in a refresh, in a merged step, and in the last step, which is full and is being recorded."""
     model = model_of(kind)
     with recorded(kind, monkeypatch) as recording, monkeypatch.context() as patch:
@@ -71,9 +67,7 @@ def test_after_memory_ran_out_the_next_recording_begins_anew(
 @loop("kind", RECORDED)
 @loop("error", [InterruptProcessingException, ValueError])
 @loop("at", [1, 2, 6])
-def test_a_run_that_ends_early_leaves_the_compiler_as_it_was(
-    kind: str, error: type[Exception], at: int, model_of: Any, monkeypatch: Any
-) -> None:
+def test_a_run_that_ends_early(kind: str, error: type[Exception], at: int, model_of: Any, monkeypatch: Any) -> None:
     model = model_of(kind)
     merged = balanced(model)
     with recorded(kind, monkeypatch) as recording:

@@ -75,8 +75,9 @@ def test_known_models_have_hooks_of_their_own(unet: Any, flux: Any) -> None:
         assert registry.find(network) is hooks[0]
 
 
-def test_hooks_do_not_keep_a_model_alive(pack: Any, attach: Any) -> None:
-    model = models.flux()
+@loop("kind", ["unet", "flux"])
+def test_hooks_do_not_keep_a_model_alive(kind: str, new_model: Any, attach: Any) -> None:
+    model = new_model(kind)
     gone = weakref.ref(model.model.diffusion_model)
     models.sample(attach(model), 8, 8, steps=1)
     comfy.model_management.unload_all_models()

@@ -155,18 +155,12 @@ def test_text_comes_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 @loop(
     ("values", "text"),
     [
-        ({"window_size": 0}, "window size is 0. Allowed: a whole number from 2 to 64. Try 8."),
         ({"ratio": True}, "ratio is True. Allowed: a number from 0 to 0.95. Try 0.5."),
         ({"granularity": "x"}, "granularity is 'x'. Allowed: module, block, stack. Choose one of them."),
         (
             {"start_percent": 0.6, "end_percent": 0.5},
             "Start percent (0.6) is larger than end percent (0.5), so nothing would be merged. Lower start percent or "
             "raise end percent.",
-        ),
-        (
-            {"full_step_interval": 1},
-            "full step interval is 1, so every step would be a full step. Allowed: 0 (never) or 2 and more. To switch "
-            "ToMA off, set the ratio to 0.",
         ),
     ],
 )

@@ -28,9 +28,7 @@ FIRST = {1: {"steps": 3, "last_step": 1}, 2: {"steps": 3, "last_step": 2}}
 
 @pytest.mark.compat
 @loop("granularity", ["block", "stack"])
-def test_a_full_step_is_that_of_the_model(
-    flux: Any, attach: Any, stats_of: Any, granularity: str, no_state_left: None
-) -> None:
+def test_a_full_step_is_unmerged(flux: Any, attach: Any, stats_of: Any, granularity: str, no_state_left: None) -> None:
     """A full step equals a step of the model without ToMA, although hooks cache its updates. The next step is
     merged."""
     patched = attach(flux, **REUSE, granularity=granularity)
@@ -85,9 +83,7 @@ def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach
 
 
 @loop("patched", [True, False])
-def test_guidance_that_begins_late_is_full_once_and_cached_from_then_on(
-    flux: Any, attach: Any, monkeypatch: Any, patched: bool
-) -> None:
+def test_guidance_that_begins_late(flux: Any, attach: Any, monkeypatch: Any, patched: bool) -> None:
     """The first call of the guidance refreshes its own cache. The other calls of the step use their caches."""
     begins = flux.get_model_object("model_sampling").percent_to_sigma(0.15)
     pipeline = pack_module("toma_core.pipeline").Evaluation

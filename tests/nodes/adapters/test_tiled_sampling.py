@@ -39,8 +39,8 @@ def sampled(model: Any, **options: Any) -> torch.Tensor:
 def check_error(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     """Check that the difference is not larger than the effect of rounding.
 
-    On some CPUs, rounding depends on the batch size. Of two nearly equal destinations, the search may then select the
-    other one. On an AMD EPYC, the relative difference is then 3e-4. The error of merging is 0.02 to 0.1.
+    On some CPUs rounding depends on the batch size, and the search may select another of two nearly equal destinations:
+    the relative difference is 3e-4 on an AMD EPYC. The error of merging is 0.02 to 0.1.
     """
     assert (result - expected).norm() < (0.01 if name == "paper" else 0.001) * expected.norm()
 
@@ -77,9 +77,7 @@ def test_joined_and_split_calls_agree_on_tiles(model: Any, monkeypatch: Any, nam
 
 
 @every_kind
-def test_cond_and_uncond_share_the_plan_of_a_tile(
-    model: Any, attach: Any, apart: Any, plan_calls: Any, monkeypatch: Any
-) -> None:
+def test_tile_plans_are_shared(model: Any, attach: Any, apart: Any, plan_calls: Any, monkeypatch: Any) -> None:
     """A call has two tiles with both conditions, so it has four images. The two images of a tile have equal plans."""
     apart(model)
     patched = tiled(attach(model, granularity="block"), CORNERS, at_once=2)

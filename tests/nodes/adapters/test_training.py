@@ -66,9 +66,7 @@ def test_training_is_as_without(model: Any, stats_of: Any, preset: str, checkpoi
     assert stats.cache_bytes == 0
 
 
-def test_an_evaluation_with_gradients_is_full_and_leaves_the_others_alone(
-    unet: Any, attach: Any, stats_of: Any
-) -> None:
+def test_an_evaluation_with_gradients_is_full(unet: Any, attach: Any, stats_of: Any) -> None:
     """Gradient guidance enables gradients for one evaluation of a run."""
 
     def sampler(model: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any = None, **_: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 from testbed import models
 from tests.loop import loop
-from tests.nodes.adapters.helpers import Control, prompts_of
 
 Reason = pack_module("toma_core.reasons").Reason
 
@@ -53,9 +51,7 @@ def test_blocks_are_computed_on_merged_tokens(
 
 
 @pytest.mark.compat
-def test_modules_are_computed_on_merged_tokens_one_by_one(
-    unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any
-) -> None:
+def test_modules_one_by_one(unet: Any, stack: Any, attach: Any, record: Any, plan_calls: Any, dense: Any) -> None:
     block = stack.transformer_blocks[0]
     calls = record(block)
     models.sample(attach(unet, granularity="module"), SIDE, SIDE, steps=1)
@@ -131,30 +127,3 @@ def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:
     stack = SpatialVideoTransformer(64, 4, 16, depth=1, context_dim=48, use_linear=True, timesteps=2)
     network.input_blocks[4][1] = stack
     assert not is_of(adapter, network)
-
-
-@pytest.mark.compat
-@loop("granularity", ["module", "block", "stack"])
-def test_sag_reads_the_attention_map_of_all_tokens(
-    unet: Any, attach: Any, stats_of: Any, record: Any, granularity: str
-) -> None:
-    sag = import_module("comfy_extras.nodes_sag").SelfAttentionGuidance.execute(unet, 0.5, 2.0).args[0]
-    model = attach(sag, granularity=granularity)
-    queries = record(unet.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1.to_q)
-    assert models.sample(model, 32, 32, steps=2).isfinite().all()
-    assert {call.args[0].shape[1] for call in queries} == {64}
-    assert "middle.0.0 self-attention" in stats_of(model).unmerged_names()[Reason.BLOCK_REPLACED()]
-
-
-def test_control_is_added_to_unmerged_activations(unet: Any, attach: Any, stats_of: Any) -> None:
-    """A ControlNet's residuals are added between stacks, where all tokens are present."""
-
-    def residuals(x: Tensor, _: Tensor) -> dict[str, Any]:
-        coarse = torch.full((x.shape[0], 64, 6, 6), 3.0)
-        return {"middle": [coarse], "output": [None] * 8 + [coarse], "input": []}
-
-    model, conds = attach(unet), prompts_of(unet, control=Control(residuals), control_apply_to_uncond=True)
-    controlled = models.sample(model, SIDE, SIDE, steps=1, **conds)
-    assert controlled.isfinite().all()
-    assert not torch.equal(controlled, models.sample(model, SIDE, SIDE, steps=1))
-    assert len(stats_of(model).merged_blocks) == 17

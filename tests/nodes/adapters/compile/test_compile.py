@@ -14,12 +14,19 @@ from typing import Any
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
+from torch import Tensor
 
 from scripts.comfy_pack import pack_module
 from testbed import models
+from tests.nodes.adapters import test_kv_cache as kv_cache
+from tests.nodes.adapters.cards import a_card, compared, sampled
 from tests.nodes.adapters.compiling import Counting, compiled
+from tests.nodes.adapters.families.layouts import HEIGHT, WIDTH
+from tests.nodes.adapters.helpers import balanced
+from tests.nodes.adapters.kv_helpers import KEYS, overridden
 
 SIDE = 16
+without_overrides = kv_cache.without_overrides
 
 
 @pytest.fixture(autouse=True)
@@ -36,22 +43,15 @@ def model(request: pytest.FixtureRequest) -> Any:
     return small_unet() if request.param == "unet" else models.flux(double=2, single=2)
 
 
-def small_unet() -> Any:
+def small_unet(middle: int = 1) -> Any:
     shape = {"num_res_blocks": [1, 1], "transformer_depth": [0, 1], "transformer_depth_output": [0, 0, 2, 1]}
-    return models.unet(depths=(0, 1), middle=1, **shape)
+    return models.unet(depths=(0, 1), middle=middle, **shape)
 
 
-@pytest.fixture
-def both(order: str, model: Any, attach: Any) -> Any:
-    """both(backend, inside, **settings): apply ToMA and torch.compile to the model. `order` says which of them comes
-    first."""
-
-    def make(backend: Any, inside: bool, **settings: Any) -> Any:
-        if order == "toma first":
-            return compiled(attach(model, **settings), backend, inside)
-        return attach(compiled(model, backend, inside), **settings)
-
-    return make
+def check_same(model: Any, reference: Any, height: int = SIDE, width: int = SIDE, **options: Any) -> None:
+    """Check that two models sample bit-identical latents."""
+    outs = [models.sample(each, height, width, **options) for each in (model, reference)]
+    assert torch.equal(*outs), options
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,15 @@ def both(order: str, model: Any, attach: Any) -> Any:
         ("toma first", "module", False),
     ],
 )
-def test_compiled_run_is_the_uncompiled_one(
-    model: Any, attach: Any, stats_of: Any, both: Any, granularity: str, inside: bool
-) -> None:
+def test_compiled_is_equal(model: Any, attach: Any, stats_of: Any, order: str, granularity: str, inside: bool) -> None:
     """End merging in the middle of the run. A graph that contained the decision to merge would continue merging."""
     settings = {"end_percent": 0.5, "granularity": granularity, "selection_interval": 2, "weight_interval": 1}
-    plain_model = attach(model, **settings)
-    plain = models.sample(plain_model, SIDE, SIDE, steps=4)
-    backend = Counting()
-    compiled_model = both(backend, inside, **settings)
-    assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=4), plain)
+    plain_model, backend = attach(model, **settings), Counting()
+    if order == "toma first":
+        compiled_model = compiled(attach(model, **settings), backend, inside)
+    else:
+        compiled_model = attach(compiled(model, backend, inside), **settings)
+    check_same(compiled_model, plain_model, steps=4)
     stats, expected = stats_of(compiled_model), stats_of(plain_model)
     assert 0 < len(stats.merged_steps) < 4
     assert stats.selections == expected.selections
@@ -82,9 +81,8 @@ def test_compiled_run_is_the_uncompiled_one(
     warm = backend.graphs
     # If merging is inside the graph, all merged steps use one graph, and all full steps use a second graph.
     assert warm == 2 if inside else warm > 2
-    assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=4), plain)
-    longer = models.sample(compiled_model, SIDE, SIDE, steps=7, seed=6)
-    assert torch.equal(longer, models.sample(plain_model, SIDE, SIDE, steps=7, seed=6))
+    check_same(compiled_model, plain_model, steps=4)
+    check_same(compiled_model, plain_model, steps=7, seed=6)
     if granularity == "module":
         # ComfyUI passes the number of steps to the model, so a run of 7 steps compiled new graphs. A second run reuses
         # them.
@@ -105,19 +103,18 @@ def test_a_profile_takes_a_graph_for_each_sigma_range(model: Any) -> None:
     plain_model = run.apply_toma(model, config, None, ratio_schedule)
     compiled_model = compiled(plain_model, backend, inside=True)
     for steps in (6, 9):
-        plain = models.sample(plain_model, SIDE, SIDE, steps=steps)
-        assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=steps), plain)
+        check_same(compiled_model, plain_model, steps=steps)
         assert backend.graphs == 3
 
 
 def check_graphs(merged: Any, inside: bool, graphs: int, steps: int) -> Any:
     """Check that the compiled model gives equal latents and compiles nothing in a second run. Return this model."""
-    plain, backend = models.sample(merged, SIDE, SIDE, steps=steps), Counting()
+    backend = Counting()
     model = compiled(merged, backend, inside)
-    assert torch.equal(models.sample(model, SIDE, SIDE, steps=steps), plain)
+    check_same(model, merged, steps=steps)
     warm = backend.graphs
     assert warm == graphs if inside else warm > graphs
-    assert torch.equal(models.sample(model, SIDE, SIDE, steps=steps), plain)
+    check_same(model, merged, steps=steps)
     assert backend.graphs == warm
     return model
 
@@ -145,20 +142,16 @@ def test_tokens_of_another_node_stop_merging_in_a_graph_too(attach: Any, stats_o
         if hasattr(module, "transformer_blocks"):
             module.proj_in.register_forward_hook(lambda _, __, out: torch.cat([out, out[:, :1]], 1))
             module.proj_out.register_forward_pre_hook(lambda _, given: (given[0][:, :-1],))
-    plain_model = attach(model)
-    compiled_model = compiled(attach(model), Counting(), inside=True)
-    plain = models.sample(plain_model, SIDE, SIDE, steps=2)
-    assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=2), plain)
+    plain_model, compiled_model = attach(model), compiled(attach(model), Counting(), inside=True)
+    check_same(compiled_model, plain_model, steps=2)
     assert stats_of(compiled_model).unmerged == stats_of(plain_model).unmerged
     assert not stats_of(compiled_model).merged_blocks
 
 
 def test_other_sizes_and_batches_run(model: Any, attach: Any) -> None:
-    toma, backend = attach(model), Counting()
-    compiled_model = compiled(attach(model), backend, inside=True)
+    toma, compiled_model = attach(model), compiled(attach(model), Counting(), inside=True)
     for height, width, batch in ((16, 16, 1), (16, 24, 1), (20, 16, 2), (16, 16, 1)):
-        plain = models.sample(toma, height, width, steps=2, batch=batch)
-        assert torch.equal(models.sample(compiled_model, height, width, steps=2, batch=batch), plain)
+        check_same(compiled_model, toma, height, width, steps=2, batch=batch)
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["model", "each block"])
@@ -169,10 +162,8 @@ def test_prompts_of_other_lengths(attach: Any, each: bool) -> None:
     toma, compiled_model = attach(model), compiled(attach(model), backend, inside=True, keys=blocks if each else None)
     graphs = []
     for positive, negative in ((7, 7), (9, 5), (12, 20), (33, 9), (7, 7)):
-        lengths = {"positive": positive, "negative": negative}
-        conds = {name: models.conditioning(model, tokens) for name, tokens in lengths.items()}
-        plain = models.sample(toma, SIDE, SIDE, steps=2, **conds)
-        assert torch.equal(models.sample(compiled_model, SIDE, SIDE, steps=2, **conds), plain)
+        conds = [models.conditioning(model, tokens) for tokens in (positive, negative)]
+        check_same(compiled_model, toma, steps=2, positive=conds[0], negative=conds[1])
         graphs.append(backend.graphs)
     assert graphs == [graphs[0]] + 4 * [2 * graphs[0]]
 
@@ -187,43 +178,32 @@ def test_another_size_before_another_prompt(attach: Any, kind: str) -> None:
     keys = [f"diffusion_model.{name}.{n}" for n in range(2)]
     toma, compiled_model = attach(model), compiled(attach(model), Counting(), inside=True, keys=keys)
     for side, tokens in ((SIDE, 7), (SIDE + 4, 7), (SIDE, 9), (SIDE + 8, 12)):
-        sampled = {"steps": 2, "cfg": 1.0, "positive": models.conditioning(model, tokens)}
-        plain = models.sample(toma, side, side, **sampled)
-        assert torch.equal(models.sample(compiled_model, side, side, **sampled), plain), (side, tokens)
+        check_same(compiled_model, toma, side, side, steps=2, cfg=1.0, positive=models.conditioning(model, tokens))
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
     """A chain of merged blocks may begin in the graph of one block and end outside of it."""
-    plain = models.sample(attach(flux), SIDE, SIDE, steps=3)
     for blocks in (("double_blocks.0", "single_blocks.2"), ("single_blocks.0",)):
-        toma = compiled(attach(flux), Counting(), inside, [f"diffusion_model.{block}" for block in blocks])
-        assert torch.equal(models.sample(toma, SIDE, SIDE, steps=3), plain)
+        keys = [f"diffusion_model.{block}" for block in blocks]
+        check_same(compiled(attach(flux), Counting(), inside, keys), attach(flux), steps=3)
 
 
 @pytest.mark.parametrize("family", sorted(set(models.TRANSFORMERS) - {"flux"}))
 def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats_of: Any) -> None:
     model, settings = models.TRANSFORMERS[family](), {"end_percent": 0.6}
     run = {"steps": 4, "cfg": 1.0}
-    plain = models.sample(attach(model, **settings), SIDE, SIDE, **run)
-    backend = Counting()
+    backend, own = Counting(), Counting()
     toma = compiled(attach(model, **settings), backend, inside=True)
-    assert torch.equal(models.sample(toma, SIDE, SIDE, **run), plain)
+    check_same(toma, attach(model, **settings), **run)
     assert stats_of(toma).unmerged == {}
     assert len(stats_of(toma).merged_steps) > 1
-    own = of_the_model_itself(model, run)
+    torch._dynamo.reset()
+    models.sample(compiled(model, own), SIDE, SIDE, **run)  # several graphs if the model's own code breaks the graph
     # Most families need every graph twice, for merged and for full steps. LTX-2 and Qwen-Image 2.1 break the graph
     # before the blocks, and need only the blocks' graph twice. MiniMax H3 reads its sigma, so every step compiles a
     # graph.
-    assert backend.graphs == own + {"ltx_av": 1, "qwen_image21": 1, "h3": 0}.get(family, own)
-
-
-def of_the_model_itself(model: Any, run: dict[str, Any]) -> int:
-    """Count the graphs of the model without ToMA. There are several graphs if the model's own code breaks the graph."""
-    torch._dynamo.reset()
-    backend = Counting()
-    models.sample(compiled(model, backend), SIDE, SIDE, **run)
-    return backend.graphs
+    assert backend.graphs == own.graphs + {"ltx_av": 1, "qwen_image21": 1, "h3": 0}.get(family, own.graphs)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
@@ -259,3 +239,79 @@ def test_the_model_is_not_shown_what_rides_in_its_options(model: Any, attach: An
     models.sample(toma, SIDE, SIDE, steps=4)
     assert "sigmas" in seen
     assert not [key for key in seen if "toma" in key]
+
+
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_layout_for_other_attention(attach: Any, kind: str, inside: bool) -> None:
+    """Another node's attention scales its output by the token layout, so a wrong layout changes the image."""
+    model = small_unet(middle=3) if kind == "unet" else models.flux(single=3, double=2)
+
+    def override(func: Any, *args: Any, transformer_options: Any, **kwargs: Any) -> Tensor:
+        place = transformer_options["activations_shape"][2:] if kind == "unet" else transformer_options.get("img_slice")
+        out: Tensor = func(*args, transformer_options=transformer_options, **kwargs)
+        return out if place is None else out * (1 + place[0] / 100 + place[1] / 1000)
+
+    toma = attach(overridden(model, override), end_percent=0.6, full_step_interval=3)
+    check_graphs(toma, inside, 2, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed"), [*((kind, False) for kind in kv_cache.SHOWN), ("flux", True), ("wan", True)]
+)
+def test_the_same_inside_the_graphs_of_a_compiled_model(
+    kind: str, packed: bool, model_of: Any, attach: Any, stats_of: Any, monkeypatch: Any
+) -> None:
+    """The KV cache is in full precision or in 4 bits (`packed`). Most families need at most three graphs."""
+    model_of(kind)  # skips models that this ComfyUI lacks
+    if packed:
+        monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)
+    model, backend = getattr(models, kind)(), Counting()
+    plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), backend, inside=True)
+    wanted = models.sample(plain, HEIGHT, WIDTH, steps=6)
+    assert torch.equal(models.sample(merged, HEIGHT, WIDTH, steps=6), wanted)
+    assert stats_of(merged).cache_bytes == stats_of(plain).cache_bytes
+    assert stats_of(merged).unmerged == {}
+    warm = backend.graphs
+    models.sample(merged, HEIGHT, WIDTH, steps=9)
+    if kind not in ("ltx_av", "h3", "qwen_image21"):  # these models break their graph before the blocks
+        assert backend.graphs == warm <= 3
+
+
+def test_the_same_beside_the_prefix_cache_of_qwen_image_21(attach: Any, stats_of: Any) -> None:
+    model, run = models.qwen_image21(layers=2), {"steps": 4, "cfg": 1.0}
+    del model.model_options["transformer_options"]["qwen_image21_cache"]  # this option switches off the prefix cache
+    plain, merged = attach(model, **KEYS), compiled(attach(model, **KEYS), Counting(), inside=True)
+    wanted = models.sample(plain, HEIGHT, WIDTH, **run)
+    for _ in range(2):
+        assert torch.equal(models.sample(merged, HEIGHT, WIDTH, **run), wanted)
+    assert stats_of(merged).cache_bytes == stats_of(plain).cache_bytes > 0
+    assert stats_of(merged).unmerged == {}
+    assert stats_of(merged).merged_steps == stats_of(plain).merged_steps != {}
+
+
+def test_attention_without_overrides_is_noticed(stats_of: Any, without_overrides: None) -> None:
+    model, asked = models.wan(layers=2), {"frames": 3, "steps": 6, "cfg": 1.0}
+    plain, merged = balanced(model), compiled(balanced(model), Counting(), inside=True)
+    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, **asked) for m in (merged, plain)))
+    assert list(stats_of(merged).unmerged_calls) == list(stats_of(plain).unmerged_calls) == [kv_cache.NOT_ASKED]
+
+
+def test_keys_and_values_in_main_memory() -> None:
+    """Custom operators copy keys and values to main memory and back, so that these copies need no additional graph."""
+    model, backend = models.z_image(layers=2), Counting()
+    card = compared("z_image", compiled(balanced(model), backend, inside=True), quantized=True, cfg=1.0)
+    assert card.peak[1] > 0
+    assert backend.graphs == 3, "those of a refresh, of merged and of full steps"
+    with a_card(0.0, quantized=True):
+        wanted = sampled("z_image", balanced(model), cfg=1.0)
+    with a_card(0.0, quantized=True):
+        found = sampled("z_image", compiled(balanced(model), backend, inside=True), cfg=1.0)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_other_compilers_receive_no_hints(attach: Any, stats_of: Any) -> None:
+    model = models.flux(double=2, single=2)
+    merged = compiled(attach(model, **KEYS), Counting())
+    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=5) for m in (merged, model)))
+    assert list(stats_of(merged).unmerged_calls) == [kv_cache.Reason.KV_COMPILE_BACKEND()]

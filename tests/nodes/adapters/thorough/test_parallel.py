@@ -1,96 +1,93 @@
-"""Test two real processes that sample together. Either both merge correctly, or neither merges.
-
-compatibility/parallel.py reimplements how raylight and xDiT share tokens and conditions among processes.
-"""
+"""Test models that several processes share. compatibility/parallel.py simulates how raylight and xDiT share tokens and
+conditions. Neither is merged. Sharded weights (FSDP) are merged as if they were not sharded."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch import distributed as dist
 
-from scripts.comfyui import ROOT
+from compatibility.parallel import InTurn, Shares, by_condition
+from testbed import models
 from tests.loop import loop
+from tests.nodes.adapters.helpers import every_kind, prompts_of
 
-RANK = Path(__file__).with_name("rank.py")
 TOKENS_CHANGED = "tokens_changed"
-WAYS = ("raylight", "xdit")
-KINDS = ("0-references", "1-references", "2-references", "odd", "module", "detail")
-BLOCKS = {"flux": 6, "unet": 17}
-
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="PyTorch without gloo"
-)
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """Return the results of every case of rank.py for each of two processes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    logs = [folder / f"{rank}.log" for rank in range(2)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            command = [sys.executable, str(RANK), str(rank), str(folder)]
-            ranks.append(subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT))
-    try:
-        ended = [process.wait(timeout=500) for process in ranks]
-    except subprocess.TimeoutExpired:
-        ended = [-1, -1]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert ended == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+# A picture has 144 tokens, a text has 6. With two references of the picture's size, each process has 219 of 438 tokens,
+# more than the 150 tokens of picture and text. With 132 tokens of a picture and 7 of text, shares are not equal.
+SIDE, TEXT = 24, 6
+SHARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings, and options of the picture
+    "one reference": ({}, {"references": 1}),
+    "two references": ({}, {"references": 2}),
+    "odd": ({}, {"text": 7, "width": 22}),
+    "module": ({"granularity": "module"}, {"references": 2}),
+    "cached": ({"full_step_interval": 2}, {"references": 2, "steps": 3}),
+}
 
 
-def check(found: Any, name: str, merged: int, unmerged: set[str], off: float = 1e-5) -> None:
-    """Check the pictures of both processes. off: the largest allowed difference from a picture that one process samples
-    without ToMA."""
-    for process in found:
-        case = process[name]
-        assert case["the same on all"]
-        assert case["as ToMA on one process"] is bool(merged)
-        assert case["as without ToMA"] is not bool(merged)
-        assert case["merged"] == merged
-        assert set(case["unmerged"]) <= unmerged
-        assert case["off from one process"] < off, "not the model that it should be"
+def picture(model: Any, references: int = 0, text: int = TEXT, width: int = SIDE, steps: int = 2) -> Tensor:
+    """Sample a latent. references: number of reference images, which have the latent's size."""
+    g = torch.Generator().manual_seed(9)
+    latents = [torch.randn(1, 16, SIDE, width, generator=g) for _ in range(references)]
+    options: dict[str, Any] = {"reference_latents": latents} if latents else {}
+    return models.sample(model, SIDE, width, steps=steps, **prompts_of(model, text, **options))
 
 
-@loop("way", WAYS)
-@loop("kind", KINDS)
-def test_shared_tokens_are_not_merged(found: Any, way: str, kind: str) -> None:
+def check_unmerged(stats: Any, shared: Any, merged: Any, reasons: set[str], **options: Any) -> None:
+    assert torch.equal(picture(merged, **options), picture(shared, **options))
+    found = stats(merged)
+    assert found.merged_blocks == set()
+    assert {block for parts in found.unmerged.values() for block, _ in parts} == found.blocks != set()
+    assert {reason.id.value for reason in found.unmerged} <= reasons
+
+
+@loop("rejoin", [True, False], ids=["raylight", "xdit"])
+@loop("case", SHARED)
+def test_shared_tokens_are_not_merged(flux: Any, attach: Any, stats_of: Any, case: str, rejoin: bool) -> None:
     """Each process has a part of the token sequence. With references this part has more tokens than the image.
     Nevertheless, merging it by the image's grid would be wrong."""
-    name = f"tokens-{way}-{kind}"
-    # Double blocks, whose `forward` raylight replaces, have the reason `block_replaced`. In the case `odd`, tokens also
-    # attend to padding, which changes the picture.
-    check(found, name, 0, {TOKENS_CHANGED, "block_replaced"}, 0.05 if kind == "odd" else 1e-5)
-    for process in found:
-        assert sum(process[name]["unmerged"].values()) == BLOCKS["flux"]
-        assert process[name]["off from one process"] > 0
+    settings, options = SHARED[case]
+    shared, alone = Shares(InTurn(), rejoin).on(flux), picture(flux, **options)
+    off = (picture(shared, **options) - alone).norm() / alone.norm()
+    # In the case "odd", tokens also attend to padding, which changes the picture.
+    assert 0 < off < (0.05 if case == "odd" else 1e-5), "not the model that it should be"
+    # Double blocks, whose `forward` raylight replaces, have the reason `block_replaced`.
+    check_unmerged(stats_of, shared, attach(shared, **settings), {TOKENS_CHANGED, "block_replaced"}, **options)
 
 
-@loop("model", ["flux", "unet"])
+@every_kind
 @loop("granularity", ["stack", "module"])
-def test_shared_conditions_are_not_merged(found: Any, model: str, granularity: str) -> None:
+def test_shared_conditions_are_not_merged(model: Any, attach: Any, stats_of: Any, granularity: str) -> None:
     """Each process evaluates one of two conditions, and ToMA cannot know which of the two."""
-    name = f"conditions-{model}-{granularity}"
-    check(found, name, 0, {TOKENS_CHANGED})
-    assert all(process[name]["unmerged"] for process in found)
+    shared = by_condition(InTurn(), model)
+    check_unmerged(stats_of, shared, attach(shared, granularity=granularity), {TOKENS_CHANGED})
 
 
-@loop("model", ["flux", "unet"])
-@loop("spread", ["pictures", "weights"])
-def test_complete_pictures_are_merged_as_on_one_process(found: Any, model: str, spread: str) -> None:
-    """Each process samples a complete picture, with its own copy of the weights or with sharded weights (FSDP)."""
-    check(found, f"{spread}-{model}", BLOCKS[model], set())
-    assert all(process[f"{spread}-{model}"]["off from one process"] == 0 for process in found)
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make this process the only one of a group of torch.distributed."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("PyTorch without gloo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@every_kind
+def test_sharded_weights(kind: str, model: Any, new_model: Any, attach: Any, stats_of: Any, group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    sharded, mesh = new_model(kind), dist.device_mesh.init_device_mesh("cpu", (1,))
+    for block in [*sharded.model.diffusion_model.modules()]:
+        if type(block).__name__ in ("BasicTransformerBlock", "DoubleStreamBlock", "SingleStreamBlock"):
+            fully_shard(block, mesh=mesh)
+    merged = attach(sharded)
+    assert torch.equal(picture(merged), picture(attach(model)))
+    assert stats_of(merged).unmerged == {}
+    assert stats_of(merged).merged_blocks
