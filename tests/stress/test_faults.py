@@ -94,7 +94,9 @@ def test_fault_inside_a_merged_block(rig: Any, trap: Trap, stage: str, error: ty
     before = rig.tensors()
 
     def spring() -> None:
-        assert hooked(rig.model), "the fault was to be inside a merged block"
+        # In the case "detail" the first step is full, too, so its first call is in a block without hooks.
+        full = (case, stage) == ("detail", "first call")
+        assert hooked(rig.model) or full, "the fault was to be inside a merged block"
         fail(error)
 
     trap.arm(STAGES[stage](within), spring)

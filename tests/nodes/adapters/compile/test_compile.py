@@ -119,15 +119,6 @@ def check_graphs(merged: Any, inside: bool, graphs: int, steps: int) -> Any:
     return model
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_residual_cache_is_used_in_a_compiled_run(model: Any, attach: Any, stats_of: Any, inside: bool) -> None:
-    """A run has graphs of a refresh, of merged steps, and of the full step at the end."""
-    plain, merged = (attach(model, full_step_interval=2) for _ in range(2))
-    models.sample(plain, SIDE, SIDE, steps=5)
-    compiled_model = check_graphs(merged, inside, 3, steps=5)
-    assert stats_of(compiled_model).cache_bytes == stats_of(plain).cache_bytes > 0
-
-
 def test_a_grid_too_small_to_merge_breaks_no_graph(model: Any, attach: Any, stats_of: Any) -> None:
     """`min_tokens` 0 (Auto) does not merge this grid, so ToMA puts no hooks into the model."""
     plain_model, merged = (attach(model, min_tokens=0) for _ in range(2))
