@@ -132,7 +132,8 @@ def test_error_of_dtypes(kind: str, stored: str, model_in: Any, attach: Any, pla
 
 
 @pytest.mark.parametrize(
-    ("kind", "stored"), [(kind, "fp16") for kind in WITH_HALF] + [(kind, way) for kind in BOTH for way in STORED]
+    ("kind", "stored"),
+    sorted({(kind, "fp16") for kind in WITH_HALF} | {(kind, way) for kind in BOTH for way in STORED}),
 )
 def test_no_other_float(kind: str, stored: str, model_in: Any, merged_runs: Any) -> None:
     """Some cards cannot compute in bf16, and Apple's GPUs cannot compute in fp64. The model itself may use fp64."""
