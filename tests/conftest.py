@@ -1,7 +1,5 @@
 """Provide fixtures for all tests: ComfyUI on the import path, the loaded pack, and one real server."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

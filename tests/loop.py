@@ -1,7 +1,5 @@
 """Provide `loop`, which parametrises tests that the folder `thorough` repeats with more values."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

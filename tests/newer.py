@@ -1,7 +1,5 @@
 """Provide what the tested ComfyUI lacks for templates: nodes of a newer ComfyUI, as a pack, and empty model files."""
 
-from __future__ import annotations
-
 import json
 
 from PIL import Image

@@ -1,7 +1,5 @@
 """Test `scripts.api_check`: all names of ComfyUI that the pack uses are in known.json and in the tested ComfyUI."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

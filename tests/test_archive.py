@@ -1,7 +1,5 @@
 """Test the archive that users install: its content, and a run in a ComfyUI without this checkout."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Test `scripts.comfy_pack`, which loads the pack with the module names that it has inside ComfyUI."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import ModuleType

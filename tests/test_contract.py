@@ -1,7 +1,5 @@
 """Test the options and shapes that ComfyUI passes to blocks, which signatures do not show."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

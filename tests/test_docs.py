@@ -1,7 +1,5 @@
 """Test that links and pictures of pages exist, and that settings, presets and nodes on pages match the code."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

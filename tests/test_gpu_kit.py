@@ -1,7 +1,5 @@
 """Test the GPU kit: CUDA libraries that are cut to one architecture, and the script of a visit."""
 
-from __future__ import annotations
-
 import os
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """Test that every node has a help page in every language, which describes the node's settings."""
 
-from __future__ import annotations
-
 import json
 
 from scripts.comfy_pack import pack_module

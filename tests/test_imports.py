@@ -1,7 +1,5 @@
 """Test what modules import, read from syntax trees: the rules of CONTRIBUTING.md, and that there are no circles."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import sys

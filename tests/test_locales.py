@@ -1,7 +1,5 @@
 """Test texts of nodes (locales) and of messages (web/i18n): every language of ComfyUI's page has every key."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Test that texts in every language recommend the same ratios and the same order of nodes."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Test that tag, version and changelog agree, and that publishing uses the tools that the tests use."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Test how scripts find ComfyUI, make the environment and report errors."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

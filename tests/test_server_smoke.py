@@ -1,7 +1,5 @@
 """Test the pack inside a real server: it loads, its nodes are registered, and other prompts still run."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts.comfy_client import PromptError

@@ -1,7 +1,5 @@
 """Test that texts have none of the mistaken words, and that no file is too long."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

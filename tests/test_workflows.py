@@ -1,7 +1,5 @@
 """Test the format of the shipped workflows and blueprints, their thumbnails, and that a real server accepts them."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.error

@@ -1,7 +1,5 @@
 """Test the functions that all benchmarks share: quantiles, interleaving, gates and result files."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test the metrics of benchmarks.fidelity on pictures with known results."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import ModuleType

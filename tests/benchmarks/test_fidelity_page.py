@@ -1,7 +1,5 @@
 """Test that docs/fidelity.md and the pages beside the result files have the numbers of the results."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ LPIPS has random weights here, because its weights may not be downloadable. With
 distance of 0, and more noise gives a larger distance.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test benchmarks.real: the graphs that it queues, and the folder of pictures."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

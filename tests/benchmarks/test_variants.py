@@ -1,7 +1,5 @@
 """Test the benchmarks' variants: how many tokens ToMA's rows merge, and what rivals do."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Provide the graphs that browser tests open, in ComfyUI's API format, and the expected status texts."""
 
-from __future__ import annotations
-
 import json
 from itertools import count
 from typing import Any

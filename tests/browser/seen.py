@@ -1,7 +1,5 @@
 """Provide helpers that read the screen: field values, colours, and whether nodes overlap or leave their group."""
 
-from __future__ import annotations
-
 import io
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Test that the page shows an error on the node that caused it, at validation and during a run, in both renderers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test in one renderer which node, browser tab and workflow show a run's status. Also test the help panel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the page in real Chromium, in both renderers, on a real server with tiny models."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

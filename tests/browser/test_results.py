@@ -1,7 +1,5 @@
 """Test the results on the page: report, benchmark and calibration, in both renderers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from demo.showcase_graphs import DIT_FILE

@@ -1,7 +1,5 @@
 """Test that the templates and the demo's graph open as they were saved, in both renderers."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test that each check of `compatibility.judge` detects the fault that it is for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

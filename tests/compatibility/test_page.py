@@ -1,7 +1,5 @@
 """Test one sentence of the page: the list of verdicts that a preset changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the demo's `--listen` and `--port`."""
 
-from __future__ import annotations
-
 import socket
 import sys
 

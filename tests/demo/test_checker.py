@@ -1,7 +1,5 @@
 """Test the checker, the model that reads scenes from pictures: its metrics and its trained weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

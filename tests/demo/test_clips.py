@@ -1,7 +1,5 @@
 """Test moving scenes, and the tiny Wan that is trained on them."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test that a deep UNet is initialised with the weights of the trained shallow one."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

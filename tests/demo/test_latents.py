@@ -1,7 +1,5 @@
 """Test the fixed transform between pictures and latents."""
 
-from __future__ import annotations
-
 import comfy.latent_formats
 import pytest
 import torch

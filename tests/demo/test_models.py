@@ -1,7 +1,5 @@
 """Test that ComfyUI's loader recognises the tiny models and that its samplers can sample them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

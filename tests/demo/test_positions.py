@@ -1,7 +1,5 @@
 """Test the UNet's position codes: every cell of a picture has its own code, and a crop has the codes of its place."""
 
-from __future__ import annotations
-
 import torch
 
 from demo.models import load_unet

@@ -1,7 +1,5 @@
 """Test the drawn scenes: a seed gives one picture, every attribute is visible, and tokens distinguish scenes."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import combinations, count
 

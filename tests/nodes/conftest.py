@@ -1,7 +1,5 @@
 """Provide small real models that tests share, and fixtures that record the internals of a run."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Test Benchmark: which runs are measured in which order, what their times include, and which ratio is recommended."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test the calibration node on real models: its profiles and texts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from types import SimpleNamespace

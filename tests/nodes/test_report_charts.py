@@ -1,7 +1,5 @@
 """Test the charts and the merge map pixel by pixel: the heights of bars, the colours of squares, dots and lines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

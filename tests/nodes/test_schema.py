@@ -4,8 +4,6 @@ the end of a node, then write the file again:
     TOMA_WRITE_SCHEMA=1 make test ARGS=tests/nodes/test_schema.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,8 +1,6 @@
 """Test latents of several streams, such as a video with its sound: only the first stream is merged, measured and
 drawn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

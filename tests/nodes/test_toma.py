@@ -1,7 +1,5 @@
 """Test the two nodes that apply ToMA: the settings that their widgets give, and errors for invalid values."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import fields
 from enum import Enum

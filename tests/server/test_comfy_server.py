@@ -1,7 +1,5 @@
 """Test `scripts.comfy_server`, which runs a real server: success, failure and shutdown."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Test a real server with the pack and the demo's models: graphs over HTTP, and their results."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 """Test templates on a real server, from the input picture to the saved picture or video. A pack of stand-ins provides
 nodes that the tested ComfyUI lacks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

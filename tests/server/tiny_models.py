@@ -4,8 +4,6 @@ Diffusion models and the latent upsampler are ComfyUI's own classes with random 
 do not affect merging, return random numbers of the right shape.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Provide fixtures of the stress tests: models, their latents without a fault, and a server."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -1,7 +1,5 @@
 """Provide the sampling that tests repeat after every fault."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

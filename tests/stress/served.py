@@ -1,7 +1,5 @@
 """Provide checks of prompts that a server has run."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -3,8 +3,6 @@
 TOMA_FUZZ sets the number of files, see conftest.py. `make fuzz` sets a higher number than other commands.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

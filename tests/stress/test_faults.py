@@ -1,8 +1,6 @@
 """A fault may occur anywhere in a prompt. Afterwards, the next latent equals the latent before the fault, and no
 object of the failed run is alive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Test scarce memory: models that are unloaded between or within prompts, weights that do not fit, and attention that
 tries again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import comfy.model_management as mm

@@ -4,8 +4,6 @@ and no object of the failed run is alive.
 lab.py has the nodes that fail. During and after each fault, ComfyUI has the same patched MODEL in its cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

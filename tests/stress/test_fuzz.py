@@ -3,8 +3,6 @@
 There are 300 cases by default, and 10,000 in `make fuzz`. TOMA_FUZZ sets the number.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Test selection, weights and merging of huge, tiny, equal and non-finite tokens in every dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Sample with small models in every dtype, with non-finite, constant, huge and tiny values. Results must not be worse
 than without ToMA."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any

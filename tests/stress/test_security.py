@@ -1,7 +1,5 @@
 """Test the promises of SECURITY.md, checked in every file of the archive and in a running server."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -4,8 +4,6 @@ is left. Every latent equals the latent of a second server, which runs the promp
 There are 12 prompts by default and 300 in `make soak`. TOMA_SOAK sets the number.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Test rules that select destinations. Each selects the requested number of distinct tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Provide helpers for runs with a KV cache on toy blocks, whose updates are cached."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Provide random tokens, runs and plans."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Test that adaptive budgets have the exact total and valid maps, and that detail gets more destinations."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.loop import loop

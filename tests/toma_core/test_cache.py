@@ -1,7 +1,5 @@
 """Test that a `Cache` stores tensors by key, and that it stores and counts each tensor once."""
 
-from __future__ import annotations
-
 import weakref
 
 import torch

@@ -1,7 +1,5 @@
 """Test the choice of ratios from a table of errors, against a search of all combinations and by hand."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

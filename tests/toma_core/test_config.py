@@ -1,7 +1,5 @@
 """Test which values each setting of `ToMAConfig` accepts and refuses, and the error messages for refused values."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from enum import Enum

@@ -1,7 +1,5 @@
 """Test which sizes Auto (`min_tokens` = 0) merges on several cards."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test which cached entries are valid, which evaluations are refreshes, and what a cache beyond its limit drops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test that keys and values in main memory are read as they were written, also when memory or pinning fails."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Test the share of new noise in a latent, which is 0 in linear combinations of earlier latents and predictions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

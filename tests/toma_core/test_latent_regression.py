@@ -1,7 +1,5 @@
 """Test the regression of the change of a cached tensor on the change of the latent, against plain least squares."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

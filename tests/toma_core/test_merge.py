@@ -1,7 +1,5 @@
 """Test merge and unmerge against dense matrices from plain loops, and test weights and maps of plans."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections import Counter

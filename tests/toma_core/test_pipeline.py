@@ -1,7 +1,5 @@
 """Test the public interface of `toma_core` on toy blocks, by hand and without ComfyUI."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

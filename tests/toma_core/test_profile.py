@@ -1,7 +1,5 @@
 """Test that a profile, written as text and parsed again, is the same, and why other texts are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

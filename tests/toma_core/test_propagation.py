@@ -1,7 +1,5 @@
 """Test that merged steps add the change of the update, which is known at destinations, to cached updates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

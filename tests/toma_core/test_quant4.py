@@ -1,7 +1,5 @@
 """Test that quantising tensors to four bits per number has a small error, and that the estimate of memory is exact."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Test the messages of `toma_core`, which consist of an id and values. The core has no texts for users."""
 
-from __future__ import annotations
-
 from toma_core.config import ConfigError, Refusal, shown
 from toma_core.reasons import Message, Reason, json_of
 

@@ -1,7 +1,5 @@
 """Test when plans are made, shared and dropped, and that nothing waits for the device."""
 
-from __future__ import annotations
-
 import gc
 import random
 import threading

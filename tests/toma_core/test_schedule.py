@@ -1,7 +1,5 @@
 """Test the step of a sigma, the mode and ratios of a step, and when a plan is made again."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

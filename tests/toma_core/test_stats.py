@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from toma_core.reasons import Reason
 from toma_core.stats import RunStats
 

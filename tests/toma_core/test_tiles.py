@@ -1,7 +1,5 @@
 """Test that images with equal latents share a plan, within a call and between calls."""
 
-from __future__ import annotations
-
 import random
 
 import torch

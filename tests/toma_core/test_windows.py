@@ -1,7 +1,5 @@
 """Test that every token is in exactly one window, and that every budget is exact."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

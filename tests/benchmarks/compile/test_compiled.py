@@ -1,7 +1,5 @@
 """Test the torch.compile benchmark, with a backend that runs graphs unchanged."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test the launches and FLOPs that ToMA adds and saves, counted at full size on the meta device."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any, NamedTuple

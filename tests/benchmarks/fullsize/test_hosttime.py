@@ -1,7 +1,5 @@
 """Test `benchmarks.hosttime`, which measures the time that a call takes on the host."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

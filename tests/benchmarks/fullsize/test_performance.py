@@ -1,8 +1,6 @@
 """Test that the tables of docs/performance.md and benchmarks/results/counts.md have the numbers that the code
 counts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

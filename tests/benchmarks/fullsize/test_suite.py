@@ -1,7 +1,5 @@
 """Test the benchmarks on tiny models: variants, gates and result files."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,8 +1,6 @@
 """Test visit.sh, the script for a GPU machine, without a GPU. It runs in a copy of the checkout without .git, with an
 empty HOME and no network."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Test calibrations of the trained UNet, evaluated on scenes that calibration has not seen."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test that every row of the fidelity benchmark runs, and that rivals do what their names say."""
 
-from __future__ import annotations
-
 import json
 from types import ModuleType
 from typing import Any

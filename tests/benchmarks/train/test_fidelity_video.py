@@ -1,8 +1,6 @@
 """Test metrics of clips against values computed by hand. Also run the command of benchmarks.fidelity.video on random
 weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test benchmarks.real on a real server with a tiny model: a complete run, a repeated run, and all errors."""
 
-from __future__ import annotations
-
 import _thread
 import json
 import re

@@ -1,7 +1,5 @@
 """Run every row of the compatibility matrix, and compare its verdicts with those of docs/compatibility.md."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Test `python -m demo`: its metrics, its table, its graphs, and one real run at a tiny size."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

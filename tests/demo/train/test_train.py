@@ -1,7 +1,5 @@
 """Test training: it runs, an interrupted run resumes exactly, and a seed determines the weights."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

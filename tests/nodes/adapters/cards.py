@@ -1,7 +1,5 @@
 """Simulate a GPU on the CPU. `recorded_copies` simulates the copies between GPU memory and main memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

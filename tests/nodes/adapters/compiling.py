@@ -1,7 +1,5 @@
 """Provide helpers that compile a model with ComfyUI's torch.compile node and a backend that counts graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

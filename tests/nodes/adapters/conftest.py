@@ -1,7 +1,5 @@
 """Provide fixtures: a shared model by name, the pack's warnings, and models that two devices run together."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Provide helpers that tests of several adapters share: presets, prompts, a ControlNet, and runs of a sampler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Provide helpers for tests of the KV cache: settings, runs, and the inputs of attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import comfy.sample

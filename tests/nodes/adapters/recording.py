@@ -6,8 +6,6 @@ ends. A recording that an error leaves open must be ended before another recordi
 violations of these rules. For the stand-in, a block ends when the model calls the next block.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Merged blocks use the attention that the user or the checkpoint chose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

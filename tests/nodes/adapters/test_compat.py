@@ -1,7 +1,5 @@
 """Test that known signatures of ComfyUI's code are accepted, and that messages name unknown signatures."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from contextlib import ExitStack, nullcontext

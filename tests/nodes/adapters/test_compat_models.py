@@ -1,7 +1,5 @@
 """Test models that a later ComfyUI has changed: they run unmerged, and one warning names the change."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

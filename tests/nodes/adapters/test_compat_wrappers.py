@@ -1,7 +1,5 @@
 """Test wrappers, model patchers and packages that a later ComfyUI has changed: the model runs unmerged."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Test the custom operators that merge inside of compiled graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

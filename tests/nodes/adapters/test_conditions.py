@@ -1,7 +1,5 @@
 """Test steps with several conditions: a negative prompt, areas, timed prompts, and conditions on several devices."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

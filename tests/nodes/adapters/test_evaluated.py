@@ -1,7 +1,5 @@
 """Test that the size of the KV cache that is predicted before a run equals the bytes that the run then holds."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -4,8 +4,6 @@ Samplers of other packs evaluate latents of a second size, change prompts at eve
 sigmas that are not in the schedule. The error of merging must be at most twice the error with Euler's method.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Test code that all families share: Auto's choice of blocks to merge, and the work that a run saved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the Flux adapter with skipped blocks, ControlNets, references and other nodes."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Test models with blocks, loops or PyTorch hooks of other packs: code of other packs never receives merged tokens."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """ComfyUI joins conditions in one call or splits them, depending on free memory. Both must give the same picture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

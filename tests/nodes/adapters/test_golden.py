@@ -10,8 +10,6 @@ latents are in entries named "CASE from RELEASE". To write these entries, set CO
 same command.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

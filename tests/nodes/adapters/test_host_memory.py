@@ -1,7 +1,5 @@
 """Test keys and values in main memory: pictures stay bit-identical, and no copies or buffers are left after a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the KV cache in every family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan of the KV cache follows from the memory that ComfyUI leaves beside the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock

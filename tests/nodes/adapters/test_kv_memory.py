@@ -1,7 +1,5 @@
 """Test that ComfyUI reserves the KV cache's memory. Also test 4-bit caches, and full steps after memory has run out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import comfy.model_management as management

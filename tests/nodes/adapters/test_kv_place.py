@@ -1,7 +1,5 @@
 """Test which keys and values are stored on the card, and which in main memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The token layout in transformer_options, which other nodes' attention reads, matches the tokens of every block."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

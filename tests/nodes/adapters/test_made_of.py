@@ -4,8 +4,6 @@ weights, on trained models.
 The error of merging is at most twice the error in a run without these changes. Steps without a valid cache are full.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

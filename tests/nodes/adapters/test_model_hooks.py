@@ -1,7 +1,5 @@
 """Test `model_hooks`, which replaces the `forward` of modules and restores it, also after errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """If merging runs out of memory, the run continues without merging."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """Test complete runs. Without merging they are bit-identical to runs without ToMA. They change no model or clone."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

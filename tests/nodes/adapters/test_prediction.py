@@ -1,7 +1,5 @@
 """Test plans that are made from the picture that the model predicted in the previous step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test probes. During an unmerged run, a probe measures the error of merging one site (a group of blocks)."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 

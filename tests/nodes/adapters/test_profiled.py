@@ -1,7 +1,5 @@
 """Test sampling with a profile, which gives ratios by block and sigma."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import comfy.samplers

@@ -3,8 +3,6 @@
 The table in docs/reliability.md has a row for each report.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Callable

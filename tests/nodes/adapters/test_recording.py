@@ -1,7 +1,5 @@
 """In some models, ComfyUI's compiler records the allocations of an evaluation. ToMA's caches must not be among them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test the report of a run, as one line for the log and as several lines, and the English text of messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test the residual cache on ComfyUI's blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import comfy.samplers

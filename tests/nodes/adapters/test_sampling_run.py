@@ -1,7 +1,5 @@
 """Every size, batch, guidance and sampler gives a finite latent, and each evaluation counts for the right step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test that ToMA reads the model's sigmas from the schedule, without host syncs."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

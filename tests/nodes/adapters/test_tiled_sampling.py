@@ -1,7 +1,5 @@
 """Test tiled sampling: a tile of the latent is merged by its own content, independently of other tiles."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

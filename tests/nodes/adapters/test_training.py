@@ -1,7 +1,5 @@
 """Test that training with ToMA equals training without ToMA, in ComfyUI's TrainLoraNode on ComfyUI's model classes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the UNet adapter with each granularity, skipped blocks and other nodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

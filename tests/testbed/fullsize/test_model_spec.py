@@ -1,7 +1,5 @@
 """Test that full-width models have as many weights as published, and are called as ComfyUI calls them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

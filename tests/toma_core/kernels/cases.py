@@ -1,7 +1,5 @@
 """Provide tokens, layouts and views for tests of kernels, and programs without Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Provide fixtures for kernels, which run on a CUDA device if there is one, otherwise in Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

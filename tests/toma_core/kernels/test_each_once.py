@@ -1,7 +1,5 @@
 """Test kernels once, on small windows. The tests in the folder `triton` cover them at many sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

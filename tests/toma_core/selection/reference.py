@@ -1,7 +1,5 @@
 """Provide greedy searches in one window, as references for the fast versions."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import torch

@@ -1,7 +1,5 @@
 """Test greedy facility location against plain loops, brute force and apricot-select, which breaks ties differently."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Test cosine similarity, and the facility location objective against plain loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -4,8 +4,6 @@ With Inductor, merging is part of the compiled graph (`inside`). With any other 
 tests use `Counting`, which runs graphs unchanged, so compiled and uncompiled images must be bit-identical.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Provide fixtures that compare merged blocks and runs with expected ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

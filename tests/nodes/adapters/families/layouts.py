@@ -1,8 +1,6 @@
 """Provide expected results for tests: the layout of the blocks' arguments in every family, and merged blocks computed
 by plain indexing."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Add a new family to `testbed.models` and `LAYOUTS`. The last test here fails if 
 family.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any

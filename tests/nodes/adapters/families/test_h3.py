@@ -2,8 +2,6 @@
 video. With a mask, as in inpainting, each video token has its own row of modulation. In Fast-H3, attention is sparse in
 a part of the schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature

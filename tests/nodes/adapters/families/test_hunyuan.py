@@ -1,7 +1,5 @@
 """Test HunyuanVideo: frames that follow text and a reference, a mask of the text, and modulation by frame."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Test LTX-Video and LTX-2: frames, modulation per frame and per token, guides, and the audio stream."""
 
-from __future__ import annotations
-
 import inspect
 from importlib import import_module
 from typing import Any

@@ -1,8 +1,6 @@
 """Test Qwen-Image 2.1. It calls its blocks in several ways, may have references, and is tested with nodes that change
 blocks."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Test reference images whose tokens follow the generated image: they stay unmerged, or have separate plans."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

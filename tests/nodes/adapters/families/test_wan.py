@@ -1,8 +1,6 @@
 """Test videos of Wan and Cosmos: modulation by frame, two models, context windows and regions. Test the kinds of Wan
 that have references, context, poses or music beside the video, and kinds that are not supported."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Run the tests of test_golden.py on the cases that it leaves out."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.loop import loop

@@ -1,8 +1,6 @@
 """Run tests of `make test` with the models, presets, samplers and settings that it leaves out, and test samplers that
 draw new noise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any

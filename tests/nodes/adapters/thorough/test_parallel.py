@@ -1,8 +1,6 @@
 """Test models that several processes share. compatibility/parallel.py simulates how raylight and xDiT share tokens and
 conditions. Neither is merged. Sharded weights (FSDP) are merged as if they were not sharded."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

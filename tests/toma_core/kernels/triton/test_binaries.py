@@ -1,7 +1,5 @@
 """Test that all Triton binaries that a run needs are compiled at its first plan, on a simulated GPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

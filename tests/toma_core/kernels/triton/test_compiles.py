@@ -1,7 +1,5 @@
 """Test that kernels compile for three generations of GPUs, because the interpreter checks no types and limits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test when a run uses Triton kernels and when plain PyTorch, that it reports why, and that both give equal results."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys

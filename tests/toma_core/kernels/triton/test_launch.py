@@ -1,7 +1,5 @@
 """Test that a prepared launch calls the binary that Triton would choose for the same arguments, on a simulated GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.toma_core.kernels.cases import printed

@@ -1,7 +1,5 @@
 """Test the kernels that merge, unmerge and restore tokens, against the plain PyTorch of `toma_core.merge` in fp32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

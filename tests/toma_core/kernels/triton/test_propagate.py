@@ -1,7 +1,5 @@
 """Test kernels that propagate cached tensors, against the plain PyTorch of `latent_regression` in fp32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test the kernels that quantise to four bits, and that kernels and PyTorch dequantise each other's results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the kernel that selects destinations and computes weights, against plain PyTorch in fp32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
