@@ -113,8 +113,8 @@ class Job:
 
 
 def picks_problem(picks: Tensor, x: Tensor, windows: Any, budget: Any) -> str:
-    """Compare destination slots (B, W, K) with those that the search in fp64 selects. Return the problem as text, empty
-    if there is none."""
+    """Compare `picks` (B, W, K) with the destinations that the search selects in fp64. Return the problem as text,
+    empty if there is none."""
     selection = pack_module("toma_core.selection")
     similarity = selection.cosine_similarity(windows.split(x.double()))
     best = selection.select(similarity, windows, budget)

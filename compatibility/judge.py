@@ -30,8 +30,8 @@ _LISTS = ("double_blocks", "single_blocks", "layers", "blocks", "transformer_blo
 # Settings that merge nothing. In the first half of the steps the hooks are in place, but every grid is too small. In
 # the second half ToMA is off.
 NEVER = {"min_tokens": 1_048_576, "end_percent": 0.5}
-# A feature changes the merged and the unmerged latent. This is the minimum cosine between the two changes. Unrelated
-# changes of these latents have a cosine between -0.1 and 0.1.
+# The minimum cosine between a feature's changes of the latent with and without merging. Unrelated changes of these
+# latents have a cosine between -0.1 and 0.1.
 FOLLOWED = 0.3
 
 

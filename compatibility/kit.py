@@ -26,8 +26,8 @@ SIDE = 24
 STEPS = 4 if PRESET else 2
 # Options of sampling for rows that have many graphs.
 SMALL = {"height": 16, "width": 16}
-# Transformer blocks at each resolution of encoder and decoder. Each resolution has one residual block. In SDXL it has
-# two.
+# Transformer blocks at each resolution of encoder and decoder. Each resolution has one residual block, in the
+# full SDXL two.
 _SDXL = {"transformer_depth": [0, 1, 2], "transformer_depth_output": [0, 0, 1, 1, 2, 2]}
 _SD15: dict[str, Any] = {"transformer_depth": [1, 1, 0], "transformer_depth_output": [1, 1, 1, 1, 0, 0], "middle": 1}
 

@@ -82,7 +82,7 @@ class Case:
 
     @property
     def speedup(self) -> float:
-        """Return the ratio of the medians. Above 1, ToMA is faster."""
+        """Return the median time without ToMA divided by the median time with it."""
         plain, merged = self.seconds
         return plain / merged
 

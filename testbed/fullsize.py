@@ -106,7 +106,7 @@ class Shape:
         """Return CONDITIONING for a sampler: random text for one picture."""
         generator = torch.Generator().manual_seed(seed)
         text, width, pooled = self._text
-        # SDXL's vector is the pooled text followed by six sizes.
+        # SDXL's `pooled` includes six sizes; the pooled text alone has 1280 numbers.
         pooled = 1280 if self.model == "sdxl" else pooled
         options: dict[str, Any] = {"guidance": 3.5}
         drawn = torch.randn(1, text, width, generator=generator)

@@ -13,7 +13,7 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan, step_at
 
-# A KV cache is used only if at most this share of the latent's noise is new. In long runs the limit is lower, because
+# Caches are used only if at most this share of the latent's noise is new. In long runs the limit is lower, because
 # there a run without new noise has less error (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE, _IN_LONG_RUNS = 0.4, 0.3
 # If a run begins flat (`Schedule.begins_flat`), new noise is ignored while at most this share of the latent comes from

@@ -60,7 +60,7 @@ class Reason(MessageId):
     # Memory.
     OUT_OF_MEMORY = "out_of_memory"
     KV_CACHE_DISABLED = "kv_cache_disabled"
-    # Why merged blocks do not attend to all tokens.
+    # Why a run that needs its caches cannot have them, and merges nothing.
     KV_MODEL_ATTENTION = "kv_model_attention"
     KV_FOREIGN_ATTENTION = "kv_foreign_attention"
     KV_CONTEXT_WINDOWS = "kv_context_windows"

@@ -190,9 +190,8 @@ class Schedule:
         steps = len(self.sigmas)
         counted = bool(config.full_step_interval and steps)
         full = counted and self._is_full(step)
-        # If two models share a run of four steps, merge the last step of the second half if there is a KV cache. This
-        # half would otherwise merge no step. The run has less error than a run of three unmerged steps
-        # (benchmarks/results/fidelity/trials.md).
+        # If two models sample two steps each, the second merges its last step with a KV cache. It would otherwise merge
+        # no step. The run has less error than a run of three unmerged steps (benchmarks/results/fidelity/trials.md).
         half = self.continues_run and steps == 2 and config.full_step_interval > 2 and bool(config.kv_cache)
         final = counted and self.finishes and step == steps - 1 and not half
         generations = age // config.selection_interval, age // config.weight_interval

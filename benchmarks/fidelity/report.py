@@ -23,8 +23,8 @@ def pareto(rows: Rows) -> list[str]:
 
 
 def plot(path: Path, conditions: dict[str, Any], rows: Rows) -> None:
-    """Plot the error over the cost, with the Pareto front. The margin names the settings on the front, the presets and
-    the rivals."""
+    """Plot the error over the cost, with the Pareto front. Names beside the plot: the presets, the rivals and the
+    settings on the front."""
     import matplotlib
 
     matplotlib.use("Agg")

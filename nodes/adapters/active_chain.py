@@ -97,7 +97,7 @@ class ActiveChain:
 
     def restore(self, out: Tensor, reduced: Tensor, x: Tensor) -> Tensor:
         """Unmerge out, the (B, D, C) output of the last block, to (B, N, C). reduced: input of the first block, (B, D,
-        C). x: the tokens before merging, (B, N, C)."""
+        C). x: the tokens before merging, (B, N, C). Note in the run if a block's attention has not called `attend`."""
         counts = [count for _, count in self.lengths]
         if self.evaluation.step_plan.mode.caches and not self.attended.issuperset(self.names):
             self.evaluation.run.foreign_attention = True
@@ -109,7 +109,7 @@ class ActiveChain:
         """Return the keys or values of all tokens, T = before + N + rest. t: those of merged tokens, T = before + D +
         rest. Both are (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C). A refresh caches t and returns it.
         A merged step propagates the change at its destinations to the cached tensor. If nothing is cached, return t; if
-        `always`, return t unmerged."""
+        `always`, return t unmerged. what: "key" or "value", and the number of the block's attention."""
         evaluation, lengths = self.evaluation, [count for _, count in self.lengths]
         quantized, total = evaluation.run.cache.quantized, sum(lengths)
         tokens_btc = (t.transpose(1, 2) if axis == 2 else t).narrow(1, before, total).flatten(2)

@@ -70,8 +70,8 @@ class ChainSite:
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
         """Set the token counts for a graph in which blocks like `module` get (B, N, width) tokens for a latent of B
         images. Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks.
-        Return True if the counts are set, or if the decision must wait for the tokens: without a KV cache, if the width
-        is unknown (0) or B is no multiple of the number of plan keys."""
+        Return True if the counts are set. Also return True if the decision waits for the tokens: without a KV cache it
+        does if the width is unknown (0) or B is no multiple of the number of plan keys."""
         chain = self.chain
         if chain is None:
             return False

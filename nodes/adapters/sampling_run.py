@@ -146,7 +146,8 @@ class SamplingRun:
         model_options: Mapping[str, Any] = {},
         model: Any = None,
     ) -> None:
-        """Begin a call for groups of conditions on a latent of (B, C, ..., H, W), and decide its mode."""
+        """Decide the mode of a call of ComfyUI's `calc_cond_batch`. conds: its lists of conditions. latent: (B, C, ...,
+        H, W)."""
         at = self.tracker.of(timestep)
         if at.model_sigma != self.sigma:
             self.sigma = at.model_sigma
@@ -283,7 +284,7 @@ class SamplingRun:
         return tuple(keys)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy is the run itself, because other nodes copy or pickle the options that hold the run while sampling.
+        # While sampling, other nodes copy or pickle the options, which hold the run. They must get the run itself.
         _runs[self._key] = self
         return _run_of, (self._key,)
 

@@ -202,8 +202,8 @@ class BlockSignature:
         return Reason.ARGUMENT_IN_USE(arguments=tuple(tied)) if tied else None
 
     def reference_tokens(self, call_args: CallArguments) -> int:
-        """Return how many tokens of reference images follow the image. By this number `obstacle` detects streams that
-        several processes share (raylight, xDiT), because each process has fewer tokens."""
+        """Return how many tokens of reference images follow the image. From it `obstacle` sees that
+        processes split the tokens between them (raylight, xDiT): each process then has fewer."""
         options: Mapping[str, Any] = call_args.get("transformer_options") or {}
         return sum(options.get("reference_image_num_tokens", ()))
 

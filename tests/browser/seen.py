@@ -59,7 +59,7 @@ def tidy(page: Any) -> None:
 
 
 def field(page: Any, name: str) -> str:
-    """Return the text in a field of node 4. In the Vue renderer, the node must be in view."""
+    """Return the text in a field of ToMA Advanced, node 4. In the Vue renderer, the node must be in view."""
     in_canvas = "name => app.graph.getNodeById(4).widgets.find(w => w.name === name)._displayValue"
     on_page = """name => {
         const element = document.querySelector('[data-node-id="4"]')

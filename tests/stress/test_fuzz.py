@@ -30,7 +30,7 @@ core, config = pack_module("toma_core"), pack_module("toma_core.config")
 
 
 def cases(share: float) -> Any:
-    """Give a test `share` times TOMA_FUZZ cases."""
+    """Let a test run `share` * TOMA_FUZZ cases, at least 5."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     return settings(max_examples=max(5, int(CASES * share)), suppress_health_check=checks)
 

@@ -33,7 +33,7 @@ class Signature(BlockSignature):
     rope_arg, rope_token_dim = "rotary_pos_emb", 1
     rope_split_half = True
     passthrough_args = ("temb",)
-    override: KVOverride | None = None  # of the block that runs
+    override: KVOverride | None = None  # of the last block with hooks; it serves one attention only
 
     def with_attention(self, call_args: CallArguments, override: KVOverride) -> CallArguments:
         self.override = override

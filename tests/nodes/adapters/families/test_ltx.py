@@ -105,7 +105,7 @@ def guided(model: Any, strength: float = 1.0, smaller: int = 1) -> dict[str, Any
 @loop("family", BOTH)
 def test_guides_are_merged_behind_the_video(family: str, model_of: Any, run_merged: Any, run_unmerged: Any) -> None:
     """A guide with a strength other than 1 scales attention to its tokens. Guides of an IC-LoRA have fewer tokens per
-    frame than the video. A run with such a guide is not merged."""
+    frame than the video. With either guide a run is not merged, with others it is."""
     model, strong = model_of(family), guided(model_of(family))
     stats = run_merged(model, {}, **RUN, **strong)
     assert stats.grids == {(FRAMES + 1, HEIGHT, WIDTH): (FRAMES + 1) * FRAME // 2}
