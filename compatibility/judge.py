@@ -225,8 +225,8 @@ def close(a: Tensor, b: Tensor) -> bool:
 def _described(unmerged: set[Any]) -> str:
     """Summarise unmerged parts by their number of blocks, as in `self-attention of 2 blocks, 3 blocks`."""
     counts: dict[str, int] = {}
-    for each in sorted(unmerged, key=str):
-        counts[each.part] = counts.get(each.part, 0) + 1
+    for _, part in sorted(unmerged, key=lambda names: " ".join(filter(None, names))):
+        counts[part] = counts.get(part, 0) + 1
     words = []
     for kind, count in counts.items():
         blocks = f"{count} block{'s' * (count > 1)}"

@@ -164,7 +164,7 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
 
     def similar(result: Tensor) -> None:
         one, full = kit.sample(attach(model, **smooth)), kit.sample(model)
-        assert (result - one).norm() < 0.2 * (one - full).norm(), "large error against one device"
+        assert (result - full).norm() < 1.2 * (one - full).norm(), "a larger error than on one device"
 
     def shared(result: Tensor) -> None:
         state = pack_module("toma_core.run").RunState
@@ -184,7 +184,7 @@ def multigpu(kit: Kit) -> Iterator[Graph]:
             assert torch.equal(*found.values()), "cond and uncond have destinations of their own"
 
     smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}
-    yield Graph(split, model=model, settings=smooth, steered=False, check=similar, name="error against one device")
+    yield Graph(split, model=model, settings=smooth, steered=False, check=similar, name="error")
     yield Graph(split, model=model, settings={}, steered=False, check=shared, name="destinations")
 
 
