@@ -37,7 +37,7 @@ def test_turns_alternate_and_warm_ups_do_not_count() -> None:
 
 
 def test_no_turn_begins_that_would_end_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock of this test, every turn takes one second."""
+    """A turn times every case once. By the clock of this test, each turn takes one second."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = clock.perf_counter = lambda: clock.now
     monkeypatch.setattr(bench, "time", clock)
@@ -53,7 +53,8 @@ def test_no_turn_begins_that_would_end_after_the_limit(monkeypatch: pytest.Monke
 
 
 def test_speedup_is_the_median_of_the_turns_ratios() -> None:
-    """The turns have the ratios 2, 2 and 1.5, whose median is 2. The ratio of the two median times would be 1.5."""
+    """Without ToMA the three turns take 2, 2 and 1.5 times as long, in the median 2. The two median times would give
+    1.5."""
     result = compared(row("ToMA"), timing(1.0, 10.0, 4.0), timing(2.0, 20.0, 6.0))
     assert (result.speedup, result.p50, result.gate) == (2.0, 4.0, "")
 

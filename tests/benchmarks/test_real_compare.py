@@ -1,7 +1,7 @@
 """Test benchmarks.real: metrics of pictures with known results, and the report.
 
-LPIPS has random weights here, because its weights may not be downloadable. With any weights, equal pictures have a
-distance of 0, and more noise gives a larger distance.
+LPIPS has random weights here, because the trained ones cannot be downloaded everywhere. With any weights, equal
+pictures have a distance of 0, and more noise gives a larger distance.
 """
 
 import json
@@ -76,7 +76,7 @@ def test_summary_by_hand_and_report_files(tmp_path: Path) -> None:
     summaries = summarise(pairs)
     plain, merged, _ = summaries
     shown = [(each.setting, each.pictures, each.seconds) for each in summaries]
-    # Only runs of seed 2 count: 4 and 4 s without ToMA, 2 and 3 s with ToMA.
+    # Only the times of seed 2 count: 4 and 4 s without ToMA, 2 and 3 s with ToMA.
     assert shown == [(UNMERGED, 4, 4.0), ("balanced 0.5", 4, 2.5), (OTHER_SEED, 2, None)]
     assert (plain.speedup, merged.speedup, merged.identical) == (None, pytest.approx(1.6), 1)
     values = [pair.figures["PSNR"] for pair in pairs if pair.setting == "balanced 0.5"]

@@ -43,8 +43,8 @@ def test_fills_in_prompt_seed_and_setting(graph: Graph) -> None:
     assert merged["3"]["inputs"]["seed"] == 17
     assert merged["8"]["inputs"] == {"model": ["4", 0], "ratio": 0.5, "preset": "balanced"}
     assert merged["12"] == node("PreviewImage", images=["11", 0])
-    # The report node and the node that gives the ratio are removed. The unmerged graph also lacks the ToMA node. All
-    # other nodes are equal in both graphs.
+    # Both graphs lack the report node and the node that gave the ratio. The unmerged graph also lacks the ToMA node.
+    # All other nodes are equal in both graphs.
     assert set(graph) - set(merged) == {"13", "5"}
     assert set(merged) - set(plain) == {"8"}
     assert plain["9"]["inputs"].pop("model") == ["4", 0]

@@ -24,7 +24,7 @@ from tests import newer
 from tests.browser.graphs import PLAIN, to_workflow
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--use-gl=angle", "--use-angle=swiftshader"]
-# Settings of the page: no tour at the start, and no minimap and no statistics over the nodes.
+# Settings of the page: it shows no tour at the start, and neither a minimap nor statistics over the nodes.
 SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
 HOW_TO = "no Chromium: on Debian or Ubuntu `apt-get install chromium`, or set TOMA_CHROMIUM to the program"
 TIMEOUT = 300  # in seconds: a page that loads in seconds on an idle machine takes minutes on a busy one
@@ -38,7 +38,7 @@ IN_PAGE = """() => {
     api.addEventListener("status", ({ detail }) => window.remaining = detail?.exec_info?.queue_remaining)
     window.statusOf = id => app.graph.getNodeById(id).widgets.find(w => w.name === "toma_status").element.firstChild
 }"""
-# JavaScript that waits until the view and the nodes' boxes are equal in 20 successive frames.
+# JavaScript that waits until the view and the nodes' boxes have not changed for 20 frames.
 SETTLED = """() => new Promise(done => {
     let last
     let equal = 0
@@ -109,7 +109,7 @@ class Page:
         return workflow
 
     def settle(self) -> None:
-        """Wait until no node and no view changes any more."""
+        """Wait until the view and the nodes have stopped changing."""
         self.evaluate(SETTLED)
 
     def expect(self, wanted: Any, read: Callable[..., Any], *arguments: Any) -> None:
@@ -162,8 +162,7 @@ class Page:
         page.tab.close()
 
     def picture(self, filled: str) -> Image.Image:
-        """Return the picture of a node. It must be the only node whose output has both pictures and a field
-        `filled`."""
+        """Return the picture of the only node whose output has both pictures and the field that `filled` names."""
         code = "name => Object.values(app.nodeOutputs).filter(o => o[name] && o.images).map(o => o.images[0])"
         (image,) = self.evaluate(code, filled)
         return Image.open(io.BytesIO(self.server.view(image)))
@@ -238,7 +237,7 @@ def only_page(browser: Any, workshop: ComfyServer) -> Iterator[Page]:
 
 @pytest.fixture(scope="module", params=["litegraph en", "vue en"])
 def page(request: pytest.FixtureRequest, only_page: Page) -> Page:
-    """Load the page with a renderer, in a language."""
+    """Load the page with the renderer and the language that the test's parameter names."""
     renderer, language = request.param.split()
     only_page.noise.clear()
     only_page.start(vue=renderer == "vue", language=language)

@@ -15,7 +15,7 @@ STEPS = 4
 EARLIER = "{} (from an earlier run)"
 # Positions of the nodes 1 to 8. The nodes 11 to 18 are below them.
 PLACES = [(0, 0), (0, 160), (0, 700), (400, 0), (850, 0), (850, 400), (1250, 0), (0, 900)]
-# JavaScript that records in `window.shown` the first line of each status text that a node shows.
+# JavaScript that adds the first line of a node's status text to the list `window.shown` whenever the line changes.
 WATCH = """id => {
     const element = window.statusOf(id)
     window.shown = []
@@ -39,7 +39,7 @@ PLAIN = {
 
 def graph(ratio: float = 0.5, *, last: str = "ToMAReport", steps: int = STEPS, **settings: Any) -> Graph:
     """Return the graph loader -> ToMA Advanced -> KSampler -> decode -> `last`. If `last` is the benchmark or
-    calibration node, it takes the place of KSampler. settings: values of ToMA Advanced."""
+    calibration node, this node replaces KSampler and decode. settings: values of ToMA Advanced."""
     usual = {"skip_last_blocks": 1, "full_step_interval": 0, "end_percent": 1.0, "min_tokens": 16}
     sampling = {"steps": steps, "cfg": 2.0, "sampler_name": "euler", "scheduler": "normal"}
     nodes = {
@@ -69,7 +69,7 @@ def simple() -> Graph:
 
 
 def to_workflow(prompt: Graph, server: ComfyServer) -> dict[str, Any]:
-    """Return a graph in the format of workflow files. Seeds stay as they are after a run."""
+    """Return a graph in the format of workflow files. Running the workflow does not change its seeds."""
     nodes: dict[str, Any] = {}
     links: list[list[Any]] = []
     for key, each in prompt.items():

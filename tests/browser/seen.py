@@ -48,7 +48,7 @@ LINES = [
 
 
 def tidy(page: Any) -> None:
-    """Check that nodes do not overlap, before a run and after it, and that they are then inside their groups."""
+    """Check that nodes do not overlap before and after a run, and that after the run they are inside their groups."""
     page.evaluate(SEEN_WHOLE)
     page.settle()
     page.expect([], page.evaluate, OVERLAPS)
@@ -85,7 +85,7 @@ def unfold(page: Any) -> None:
 
 
 def colours(page: Any, node_id: int) -> float:
-    """Return the standard deviation of the colours in a node's area of the screen: about 10 if it shows no picture."""
+    """Return the standard deviation of the colours in a node's area of the screen. Without a picture it is about 10."""
     focus(page, node_id)
     left, top, width, height = page.evaluate(
         """id => {

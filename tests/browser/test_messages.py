@@ -21,7 +21,7 @@ def test_after_a_reload_a_run_from_the_cache_says_so(page: Any) -> None:
 
 
 def test_an_arrow_leads_from_the_presets_value_to_zero_and_back(page: Any) -> None:
-    """Values between -1 and 0 are not allowed, so the arrow must skip them."""
+    """Values between -1 and 0 are not allowed, so the arrows of a number field must skip them."""
     page.open(graph(), "arrows")
     value = "() => app.graph.getNodeById(4).widgets.find(w => w.name === 'start_percent').value"
     for given, stands in ((-1, -1), (-0.99, 0), (0.3, 0.3), (-0.01, -1)):
@@ -44,7 +44,8 @@ def test_two_nodes_and_a_queue_of_prompts(page: Any) -> None:
 
 
 def test_a_run_is_shown_in_its_own_workflow(page: Any) -> None:
-    """When the run ends, a second workflow with the same node ids is open. It must not show the run's status."""
+    """When the run ends, a second workflow with the same node ids is open. The second workflow must not show the run's
+    status."""
     mine = page.open(graph(steps=16), "mine")
     page.press_run()
     page.open(graph(), "other")

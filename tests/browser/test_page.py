@@ -120,8 +120,8 @@ def test_the_text_is_inside_its_node_and_not_saved(page: Any, baseline: Any) -> 
 
 
 def readable(page: Any) -> bool:
-    """Return whether the text on node 4 differs by 140 of 255 in brightness from its background. For greys this is a
-    contrast above 4.5 as WCAG defines it."""
+    """Return whether node 4's status text and its background differ by more than 140 of 255 in brightness. Greys that
+    differ so much have a contrast above 4.5 as WCAG defines it."""
     return page.evaluate(
         """() => {
             const { color, backgroundColor, opacity } = getComputedStyle(window.statusOf(4))

@@ -31,7 +31,7 @@ def test_the_server_always_listens_on_the_address_of_the_demos_client(
 
 
 def test_a_port_that_is_taken_is_said_and_is_free_when_its_server_has_ended() -> None:
-    """The port must count as free although the operating system keeps its closed connections for a minute."""
+    """The port of an ended server must count as free although the system keeps its closed connections for a minute."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         with pytest.raises(showcase.DemoError, match=f"port {address[1]} is taken"):

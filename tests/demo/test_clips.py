@@ -26,7 +26,7 @@ def test_what_moves_moves_and_all_else_stands_still() -> None:
     (clip,) = render_clips([Clip(scene, shape_way=2, speed=1)], 128)
     assert clip.shape == (3, FRAMES, 128, 128)
     torch.testing.assert_close(clip[:, FRAMES // 2], torch.from_numpy(render(scene)).permute(2, 0, 1))
-    # The scene moves to the right by six pixels per frame.
+    # The shape moves to the right by six pixels per frame.
     torch.testing.assert_close(clip[:, 3, 40:90, 46:96], clip[:, 2, 40:90, 40:90])
     still = render_clips([Clip(scene)], 64)[0]
     assert all(torch.equal(still[:, frame], still[:, 0]) for frame in range(FRAMES))
@@ -53,7 +53,7 @@ def test_clips_are_pictures_frame_by_frame() -> None:
 
 
 def test_the_wan_is_taught_few_steps() -> None:
-    """The student gets the number of steps as an 18th token of the prompt. Sigmas equal the sigmas of ComfyUI's
+    """The student gets the number of steps as an 18th token of the prompt. Training uses the same sigmas as ComfyUI's
     sampler."""
     batch = Batches(Plan("wan", 3, crop_batch=4))[0]
     seen = []

@@ -52,8 +52,8 @@ def test_comfyui_recognises_both_models(dit_file: Path) -> None:
 
 
 def test_norms_of_the_unet_keep_what_a_flat_background_says() -> None:
-    """With ComfyUI's 32 groups, a group would have two channels. A norm would remove their mean, which is the colour of
-    a flat background."""
+    """With ComfyUI's 32 groups, each group would have two channels. The norm would remove the mean of the two, which is
+    the colour of a flat background."""
     flat = torch.linspace(0.5, 2.0, 64)[None, :, None, None].expand(1, 64, 4, 4)
     modules = models.load_unet(None).model.diffusion_model.modules()
     norms = [m for m in modules if isinstance(m, torch.nn.GroupNorm) and m.num_channels == 64]

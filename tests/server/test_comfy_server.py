@@ -51,7 +51,7 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
         assert run.error is not None
         assert run.error["node_type"] == "TestSlow"
         assert run.error["exception_message"].strip() == "cannot do -0.25"
-        # Interrupt when the node runs: ComfyUI forgets an interrupt that comes before.
+        # Interrupt only when the node runs, because ComfyUI forgets an interrupt that comes earlier.
         run = server.run(prompt(100.0), on_message=lambda kind, _: kind == "executing" and server.interrupt())
         assert (run.status, run.outputs) == ("interrupted", {})
         assert server.wait(run.prompt_id).status == "interrupted"

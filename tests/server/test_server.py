@@ -38,7 +38,8 @@ def latent(server: ComfyServer, run: Run) -> bytes:
 
 
 def forget(server: ComfyServer) -> None:
-    """Unload all models and drop all cached results. The server does so at the latest after another prompt."""
+    """Unload all models and drop all cached results. The server may do this only when it runs another prompt, so run
+    one."""
     server.post("/free", {"unload_models": True, "free_memory": True})
     server.run({"1": {"class_type": "PreviewAny", "inputs": {"source": "another prompt"}}})
 
@@ -63,7 +64,8 @@ def test_graph_samples_and_reports(demo_server: ComfyServer, kind: Kind) -> None
 
 @pytest.mark.compat
 def test_each_prompt_of_a_queue_is_as_if_alone(demo_server: ComfyServer) -> None:
-    """Two clients queue prompts at the same time. Then each prompt runs alone, on a newly loaded model."""
+    """Two clients queue prompts at the same time. Each prompt must give the same latent as alone on a newly loaded
+    model."""
     server = demo_server
     prompts = {
         "half": graph(),

@@ -104,7 +104,7 @@ class TinyTemplateModel:
         cpu = torch.device("cpu")
         upsampler = comfy.model_patcher.ModelPatcher(upsampler, load_device=cpu, offload_device=cpu)
         model = getattr(models, kind)()
-        # The node of the cache chooses its device.
+        # Remove the tiny model's choice for this cache, because a node of the template makes the choice.
         model.model_options["transformer_options"].pop("qwen_image21_cache", None)
         return model, Text(), Pictures(*PICTURES[kind]), Sound(), upsampler
 

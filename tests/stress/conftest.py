@@ -30,7 +30,7 @@ os.environ.setdefault("TOMA_FUZZ", "300")  # number of cases in test_fuzz.py; te
 
 @pytest.fixture(scope="session")
 def new_model(pack: ModuleType) -> Callable[[str], Any]:
-    """new_model(kind): make a small model as lab.py does in its own process."""
+    """new_model(kind): make a small model as lab.py does in the process of the server."""
     return lambda kind: getattr(models, kind)()
 
 
@@ -46,7 +46,8 @@ def model(model_of: Callable[[str], Any], kind: str) -> Any:
 
 @pytest.fixture(scope="session")
 def latents(model_of: Callable[[str], Any]) -> Callable[[str], dict[str, str]]:
-    """latents(kind): return the hash of a model's latent for each case of prompt.py. The first call samples them."""
+    """latents(kind): return the hash of a model's latent for each case of prompt.py. The first call for a kind samples
+    the latents."""
 
     def sampled(kind: str) -> dict[str, str]:
         return {case: prompt.digest(prompt.sample(prompt.patched(model_of(kind), case))) for case in prompt.CASES}
@@ -101,8 +102,8 @@ def families_made(model_of: Callable[[str], Any], quick_garbage_collection: None
 
 
 def new_lab() -> ComfyServer:
-    """Return a server, which is not started, with the pack, the demo's two models and the nodes of lab.py. The server
-    caches only the results of the last prompt, so that memory grows only if the pack leaks. It uses the CPU, on which
+    """Return a server, not yet started, with the pack, the demo's two models and the nodes of lab.py. The server caches
+    only the results of the last prompt, so that memory grows only if the pack leaks. The server uses the CPU, on which
     two processes sample bit-identical latents."""
     flags = ["--use-pytorch-cross-attention", "--cache-classic"]
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -119,7 +120,7 @@ def lab(pack: ModuleType) -> Iterator[ComfyServer]:
 
 @pytest.fixture
 def steady(lab: ComfyServer) -> Iterator[ComfyServer]:
-    """Yield the server, and check afterwards that it samples the same latent as before."""
+    """Yield the server. After the test, check that the server samples the same latent as before the test."""
     good = sampling_graph(DIT, 64, 2, seed=4321, merged=True, full_step_interval=0)
     run = lab.run(good)
     before = saved_latent(lab, run)

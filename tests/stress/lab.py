@@ -30,7 +30,7 @@ def attention(func, *args, **kwargs):
 
 
 def occur(fault):
-    """Raise an error. The fault "hold" waits for an interrupt."""
+    """Raise the error of a fault. The fault "hold" waits until the prompt is interrupted."""
     if fault == "error":
         raise RuntimeError("another pack's patch failed")
     if fault == "out of memory":
@@ -41,7 +41,7 @@ def occur(fault):
 
 
 def tensors():
-    """Count the live tensors, except those that belong to maps of the last reports."""
+    """Count the live tensors, except those in the merge maps of the last reports."""
     attachments = [module for name, module in sys.modules.items() if name.endswith("nodes.adapters.attachment")]
     drawn = 2 * sum(len(stats.maps) for module in attachments for stats in module._reports.values())
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()) - drawn
@@ -67,9 +67,9 @@ class LabCensus:
 
 
 class LabModel:
-    """Loads a small model of a family, with random weights from a seed, and two prompts for it. faulty: its attention
-    has the fault that LabLatent arms. The inputs are the same with and without a fault, so the MODEL stays in ComfyUI's
-    cache."""
+    """Loads a small model of a family, with random weights from a seed, and two prompts for it. faulty: the model's
+    attention fails if LabLatent has armed a fault. Prompts with and without a fault have the same inputs here, so
+    ComfyUI keeps the MODEL in its cache."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL", "CONDITIONING", "CONDITIONING"), "load", "tests"
 

@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any] | None] = {
     "stack": EVERYTHING,
     "module": {**EVERYTHING, "granularity": "module", "selection_interval": 1},
     "detail": {**EVERYTHING, "granularity": "block", "full_step_interval": 2},
-    # Settings with which the node's preset, which is for another interval of weights, samples the same latent.
+    # ToMA Advanced's preset has another weight interval, which has no effect if every step selects destinations.
     "served": {**EVERYTHING, "selection_interval": 1, "window_size": 8},
 }
 

@@ -17,14 +17,14 @@ OURS = sorted(json.loads((Path(__file__).parents[1] / "nodes" / "schema.json").r
 # Classes whose objects live no longer than a run.
 OF_A_RUN = {"RunState", "Schedule", "SamplingRun", "Evaluation", "MergePlan", "Cache", "Coverage", "Refresh", "Cached"}
 OF_A_RUN |= {"_Entry", "Dispatch"}
-# Classes whose objects are cached -> maximum number of these objects. The report needs stats and maps of the last runs.
-# Layouts are cached too.
+# Classes whose objects outlive a run -> the largest allowed number of these objects. Reports need stats and maps of the
+# last runs. Windows and budgets are cached.
 BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 _nonces = itertools.count()
 
 
 def census(server: ComfyServer) -> dict[str, Any]:
-    """Count the live objects of the server, see lab.py, and check that no object of a run is left."""
+    """Count the live objects of the server with a node of lab.py, and check that no object of a run is left."""
     run = server.run({"1": {"class_type": "LabCensus", "inputs": {"nonce": next(_nonces)}}})
     assert run.status == "success", run.error
     found = dict(json.loads(run.outputs["1"]["text"][0]))
@@ -53,12 +53,12 @@ def outcome(server: ComfyServer, graph: Any) -> str:
         assert run.error["exception_message"].strip(), run.error
         return f"error in {run.error['node_type']}"
     assert run.status == "success"
-    # ComfyUI runs the valid outputs and lists the errors of the invalid ones.
+    # If only some outputs are invalid, ComfyUI lists their errors and runs the others.
     return "refused" if answer["node_errors"] else "success"
 
 
 def saved_latent(server: ComfyServer, run: Run) -> str:
-    """Return a hash of the saved latent, because pytest takes minutes to compare bytes."""
+    """Return a hash of the saved latent, because pytest takes minutes to show how two long byte strings differ."""
     assert run.status == "success", run.error
     latent = safetensors.torch.load(server.view(run.outputs[LATENT]["latents"][0]))["latent_tensor"]
     return hashlib.sha256(latent.numpy().tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""A damaged file of the demo gives an error that names the file, or it can still be used.
+"""Test that a damaged weights file of the demo raises an error with the file's name, or loads.
 
 TOMA_FUZZ sets the number of files, see conftest.py. `make fuzz` sets a higher number than other commands.
 """
@@ -24,11 +24,11 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_damaged_demo_weights_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any) -> None:
-    """The file is cut, or it has flipped bits. Only with flipped bits it may still be used."""
+    """The file is cut, or some of its bits are flipped. A cut file must raise the error."""
     path = tmp_path / name
     monkeypatch.setattr(demo_nodes, "UNET_WEIGHTS", path)
     original = WEIGHTS_FOLDER / name
-    # If the demo has no trained weights, use the checker's file, whose header is about as long.
+    # If the demo has no trained weights, damage the checker's weights instead, whose header is about as long.
     data = (original if original.exists() else WEIGHTS_FOLDER / "checker.safetensors").read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
     parts = {"length": (0, 8), "header": (8, header), "numbers": (header, len(data)), "anywhere": (0, len(data))}

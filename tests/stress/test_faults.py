@@ -1,4 +1,4 @@
-"""A fault may occur anywhere in a prompt. Afterwards, the next latent equals the latent before the fault, and no
+"""Test faults anywhere in a prompt. Afterwards, the next latent equals the latent before the fault, and no
 object of the failed run is alive."""
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("families_made")
 # A UNet and a transformer, for tests that do not depend on the family.
 BOTH = ("unet", "flux")
 both = pytest.mark.parametrize("kind", BOTH)
-# Each of the other families has every third combination of faults and places.
+# Each other family is tested with only one kind of fault and one place, which this number selects.
 TURNS = {kind: turn % 3 for turn, kind in enumerate(models.FAMILIES)}
 
 
@@ -30,7 +30,8 @@ INTERRUPT = mm.InterruptProcessingException
 
 
 def fail(error: type[BaseException] = FaultError) -> None:
-    """Raise an error. Raise an interrupt as ComfyUI's button does: the next layer of the model raises the error."""
+    """Raise an error. For an interrupt, do as ComfyUI's button: set a flag, so that the model's next layer raises
+    it."""
     if error is INTERRUPT:
         mm.interrupt_current_processing(True)
     else:
@@ -38,7 +39,7 @@ def fail(error: type[BaseException] = FaultError) -> None:
 
 
 class Trap:
-    """Pre-forward hook of layers inside the blocks that calls `spring` at its call number `at`, counted from 1."""
+    """A pre-forward hook of the layers inside blocks. Its Nth call, with N = `at`, calls `spring`."""
 
     calls, at = 0, -1
     spring: Callable[[], None]
@@ -112,7 +113,7 @@ def test_fault_inside_a_merged_block(rig: Any, trap: Trap, stage: str, error: ty
 @both
 @pytest.mark.parametrize("step", [None, 0, 1, 2])
 def test_interrupt_before_and_between_steps(rig: Any, step: int | None) -> None:
-    """step: interrupt after this step, or before the first step if None. An interrupt after the last step has no
+    """step: the step after which the interrupt comes. None: before the first step. After the last step it has no
     effect."""
     patched = rig.patched()
     if step is None:
@@ -159,8 +160,8 @@ MORE = [
 def test_fault_inside_our_own_code(
     rig: Any, monkeypatch: pytest.MonkeyPatch, module: str, name: str, error: type[BaseException], compiled: bool
 ) -> None:
-    """Raise the fault in selection, weights or merging. It occurs at a function's second call, when a plan exists, or
-    at the first call of `make_windows`. With torch.compile, ToMA makes layouts before the model runs."""
+    """Raise the fault in selection, weights or merging: in `make_windows` at its first call, in any other function at
+    its second call, when a plan exists. With torch.compile, ToMA calls `make_windows` before the model runs."""
     base = rig.model.clone()
     if compiled:  # the model is only marked as compiled
         base.model_options["torch_compile_kwargs"] = {"backend": "inductor"}
@@ -192,8 +193,8 @@ def test_fault_inside_our_own_code(
 
 @pytest.mark.parametrize("kind", ["unet", "flux", "qwen_image"])
 def test_call_that_is_made_again(rig: Any, trap: Trap) -> None:
-    """Another pack catches an out-of-memory error inside of ToMA's hooks. Either it repeats the call, or it splits the
-    batch into halves, which ToMA's plans do not fit."""
+    """A wrapper of another pack, inside ToMA's own, catches an out-of-memory error. It repeats the call, or splits the
+    batch into halves (`apart`), which ToMA's plans do not fit."""
 
     def half(value: Any, index: int) -> Any:
         return value[index : index + 1] if isinstance(value, torch.Tensor) and len(value) == 2 else value
@@ -248,7 +249,7 @@ PATCHES: dict[str, Callable[[Any], Any]] = {
     "unet wrapper": lambda model: model.set_model_unet_function_wrapper(
         lambda apply, args: fails_after(apply, args["input"], args["timestep"], **args["c"])
     ),
-    # Inside of ToMA's wrappers, when the model has run.
+    # This wrapper fails inside of ToMA's wrappers, after the model has run.
     "diffusion wrapper": lambda model: model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "other", fails_after),
     "before run": lambda model: model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "other", fails),
     "cleanup": lambda model: model.add_callback_with_key(CallbacksMP.ON_CLEANUP, "other", fails),

@@ -44,8 +44,8 @@ def test_attention_that_recovers_from_no_memory(rig: Any, monkeypatch: pytest.Mo
 
 
 def test_model_unloaded_and_reloaded(rig: Any) -> None:
-    """The model is unloaded between runs, in three ways. It is also unloaded in part while sampling, because another
-    model needs memory."""
+    """The model is unloaded between runs, in three ways. It is also unloaded in part while sampling, as if another
+    model needed memory."""
     patched, freed = rig.patched(), []
     size = patched.model_size()
 
@@ -69,8 +69,8 @@ def test_model_unloaded_and_reloaded(rig: Any) -> None:
     + [(kind, True, 0.5) for kind in models.FAMILIES if kind not in BOTH],
 )
 def test_weights_that_do_not_fit(rig: Any, monkeypatch: pytest.MonkeyPatch, share: float, lora: bool) -> None:
-    """ComfyUI's lowvram patcher casts weights, and patches them with a LoRA, at each use. share: how much of the
-    weights the card has memory for."""
+    """ComfyUI's lowvram patcher casts weights, and patches them with a LoRA, at each use. share: the share of the
+    weights for which the card has memory."""
     from comfy.model_management import LoadedModel
 
     model, load = getattr(models, rig.kind)(), LoadedModel.model_load

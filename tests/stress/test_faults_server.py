@@ -1,7 +1,7 @@
 """Make prompts fail on a real server. Afterwards the server samples the same latent as the tests' own process,
 and no object of the failed run is alive.
 
-lab.py has the nodes that fail. During and after each fault, ComfyUI has the same patched MODEL in its cache.
+lab.py has the nodes that fail. ComfyUI keeps the same patched MODEL in its cache during and after each fault.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from tests.stress import prompt
 from tests.stress.served import census, saved_latent
 
 CHANNELS = {"unet": 4, "flux": 16}
-# By kind of model: a fault that waits in the second step for an interrupt.
+# Kind of model -> a fault, which waits in the second step until the prompt is interrupted.
 HOLD = {"unet": {"fault": "hold", "calls": 40}, "flux": {"fault": "hold", "calls": 9}}
 
 
@@ -38,8 +38,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def good(lab: ComfyServer, latents: Any) -> Callable[[str], int]:
-    """good(kind): check that a latent equals that of the tests' own process, and that no object of the run is left.
-    Return the server's number of tensors."""
+    """good(kind): sample on the server. The latent must equal the one of this process, and no object of the run may be
+    left. Return the server's number of live tensors."""
 
     def check(kind: str) -> int:
         assert saved_latent(lab, lab.run(graph(kind))) == latents(kind)["served"]
@@ -56,7 +56,7 @@ def at_first(good: Any) -> dict[str, int]:
 
 @pytest.fixture
 def survived(at_first: dict[str, int], good: Any, kind: str) -> Iterator[None]:
-    """Check after the test that the next latent is the expected one, and that no additional tensors are left."""
+    """After the test, sample without a fault, and check the latent and that no additional tensors are left."""
     yield
     assert good(kind) <= at_first[kind]
 

@@ -51,12 +51,12 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
 
 
 def mostly(name: str, *usual: Any) -> st.SearchStrategy[Any]:
-    """Draw one of the usual values, or in one case of ten any allowed value. With many allowed values, nothing is
-    merged."""
+    """Draw one of the usual values, or in one case of ten any allowed value. Most of the allowed values would leave the
+    run unmerged."""
     return st.sampled_from(range(10)).flatmap(lambda n: values_of(name) if n == 9 else st.sampled_from(usual))
 
 
-# All families except UNets and Flux. UNets get as many cases as all families of this list together, and so does Flux.
+# All families except UNets and Flux. UNets, Flux, and all these families together get equally many cases.
 OTHERS = sorted(set(models.TRANSFORMERS) - {"flux"})
 TYPES = {item.name: type(config.setting_spec(item.name).default) for item in fields(config.ToMAConfig)}
 MERGING = {
@@ -226,8 +226,8 @@ PLACES = [(name, key) for name, node in NODES.items() for key in node["inputs"]]
 
 
 def survivable(value: Any) -> bool:
-    """Return whether ComfyUI 0.30.0 survives an unknown input with this value. In an unknown input, a link to a missing
-    output ends ComfyUI's thread that runs prompts."""
+    """Return whether ComfyUI 0.30.0 survives an unknown input with this value. If an unknown input has a link to a
+    missing output, the thread in which ComfyUI runs prompts ends."""
     return not (isinstance(value, list) and len(value) == 2) or value in (["loader", 0], ["toma", 0])
 
 
@@ -274,8 +274,8 @@ def test_hostile_text_in_every_input_is_refused(steady: ComfyServer) -> None:
             del graph[other]
         graph[name]["inputs"][key] = HOSTILE[index % len(HOSTILE)]
         how = outcome(steady, graph)
-        # In some inputs, hostile text has no effect. ComfyUI takes any text as true, the report node passes on any
-        # latent, and ToMA ignores an unreadable profile.
+        # In some inputs, hostile text has no effect. In a switch ComfyUI takes any text as true, the report node passes
+        # on any latent, and ToMA ignores an unreadable profile.
         ignored = {("report", "latent"), ("toma", "profile")}
         harmless = isinstance(NODES[name]["inputs"][key], bool) or (name, key) in ignored
         assert how in ("refused", f"error in {graph[name]['class_type']}") or harmless, (name, key, how)

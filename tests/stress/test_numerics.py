@@ -49,7 +49,7 @@ def plan_of(x: Tensor, **settings: Any) -> Any:
 
 
 def check_plan(plan: Any) -> None:
-    """Check that slots are valid, that weights are finite, and that used rows of the merge weights sum to 1 up to
+    """Check that slots are valid, that weights are finite, and that each destination's merge weights sum to 1 up to
     rounding."""
     check_slots(plan.dest_slots, plan.windows, plan.budget)
     M = plan.merge_weights.float()
@@ -120,8 +120,8 @@ BROKEN: dict[str, Callable[[Tensor], None]] = {
 }
 
 
-# With PyTorch, and a few with Triton's kernels. Windows of size 4 fit into the registers of a kernel. A window of size
-# 13 has all 117 tokens.
+# (name, dtype, window size, whether Triton's kernels are used). PyTorch gets all names and dtypes. Windows of size 4
+# fit into the registers of a kernel. A window of size 13 has all 117 tokens.
 BROKEN_CASES = [(name, dtype, 4, False) for name in BROKEN for dtype in (HALF, BRAIN, FULL)]
 BROKEN_CASES += [("one infinity", HALF, 4, True), ("the first of each window", HALF, 4, True)]
 BROKEN_CASES += [("one NaN", HALF, 13, True), ("all of it", HALF, 13, True)]
@@ -130,8 +130,8 @@ BROKEN_CASES += [("one NaN", HALF, 13, True), ("all of it", HALF, 13, True)]
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize(("name", "dtype", "window_size", "fast"), BROKEN_CASES, indirect=["fast"])
 def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype, window_size: int, fast: Any) -> None:
-    """Check that destinations are valid, also of a reweighed plan. Restored tokens of the first image, and of windows
-    whose tokens are finite, must be bit-identical to those without broken tokens."""
+    """Destinations must be valid, also in a plan whose weights were made again. Restored tokens of the first image, and
+    of windows whose tokens are finite, must be bit-identical to those of an intact batch."""
     x = smooth(dtype)
     broken = x.clone()
     BROKEN[name](broken)
@@ -154,8 +154,8 @@ def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu", "cuda:1", "cuda:0"), ("cpu", "cuda:0", "cpu")], ids=str)
 def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
-    """With fake tensors, which have a device but no values, an operation on two devices raises an error. One run moves
-    between devices, as in multi-GPU sampling, and a new run begins on each device."""
+    """An operation on fake tensors, which have no values, raises an error if they are on two devices. One run moves
+    between devices, as in multi-GPU sampling. On each device, another run begins."""
     moving = run_of()
     moving.plan(smooth(HALF), GRID, "a", MERGED, (None,))  # make the layouts of the grid on the CPU
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -25,7 +25,7 @@ SETTINGS = {
     "module": {**EVERYTHING, "granularity": "module"},
     "detail": {**EVERYTHING, "granularity": "block", "full_step_interval": 2},
 }
-# Dtype of the weights, and dtype of the computation.
+# Name -> dtype of the weights, dtype of the computation.
 STORED = {
     "fp32": (FULL, FULL),
     "fp16": (HALF, HALF),
@@ -34,13 +34,13 @@ STORED = {
     "fp8 in bf16": (torch.float8_e4m3fn, BRAIN),
 }
 BOTH = ("unet", "flux")
-# KINDS leaves out MiniMax H3, whose latents have two streams. WITH_HALF has the models that these tests run in fp16.
-# ComfyUI runs some of the other models only in bf16 or fp32. LOWEST leaves out Flux.2, whose 512 text tokens take as
-# long as all other models together.
+# KINDS leaves out MiniMax H3, whose latents consist of video and sound. WITH_HALF has the models that these tests run
+# in fp16. ComfyUI runs some of the other models only in bf16 or fp32. LOWEST leaves out Flux.2, whose 512 text tokens
+# take as long as all other models together.
 KINDS = [kind for kind in models.KINDS if kind != "h3"]
 WITH_HALF = ("unet", "flux", "chroma", "z_image", "krea2", "sd3", "wan")
-# Pairs of family and dtype. Each family of BOTH has every dtype except fp32. All other families have bf16, or fp8
-# computed in bf16. Those in WITH_HALF also have fp16.
+# Pairs of family and dtype. Each family of BOTH has every dtype except fp32. Every other family has either bf16, or fp8
+# computed in bf16. Families in WITH_HALF also have fp16.
 WAYS = [(kind, stored) for kind in BOTH for stored in STORED if stored != "fp32"]
 WAYS += [(kind, ("bf16", "fp8 in bf16")[turn % 2]) for turn, kind in enumerate(KINDS) if kind not in BOTH]
 WAYS += [(kind, "fp16") for kind in WITH_HALF if kind not in BOTH]
@@ -134,7 +134,8 @@ def test_error_of_dtypes(kind: str, stored: str, model_in: Any, attach: Any, pla
     sorted({(kind, "fp16") for kind in WITH_HALF} | {(kind, way) for kind in BOTH for way in STORED}),
 )
 def test_no_other_float(kind: str, stored: str, model_in: Any, merged_runs: Any) -> None:
-    """Some cards cannot compute in bf16, and Apple's GPUs cannot compute in fp64. The model itself may use fp64."""
+    """Merging must use no float type that the model does not use: some cards cannot compute in bf16, and Apple's GPUs
+    cannot compute in fp64."""
     model = model_in(kind, stored)
     noise = noise_of(model)
     with DtypesUsed() as plain:
@@ -150,8 +151,8 @@ def test_no_other_float(kind: str, stored: str, model_in: Any, merged_runs: Any)
     [(*way, float("nan")) for way in LOWEST] + [(*way, float("inf")) for way in LOWEST if way[0] in BOTH],
 )
 def test_broken_image_of_a_batch(kind: str, stored: str, value: float, model_in: Any, merged_runs: Any) -> None:
-    """One number of the second latent is NaN or infinite. Values that are finite without ToMA stay finite. The first
-    image is bit-identical to the first image of an intact batch."""
+    """One number of the second latent is NaN or infinite. Values that are finite without ToMA must be finite with ToMA.
+    The first image must be bit-identical to that of an intact batch."""
     model = model_in(kind, stored)
     noise = noise_of(model, batch=2)
     broken = noise.clone()
@@ -179,7 +180,7 @@ def test_images_without_content(kind: str, stored: str, model_in: Any, merged_ru
 
 
 def entries(model: Any) -> list[Any]:
-    """Return the layers whose outputs are the blocks' tokens."""
+    """Return the layers whose outputs are the tokens that enter the blocks."""
     network = model.model.diffusion_model
     found = [getattr(network, name, None) for name in ("img_in", "x_embedder", "first", "patch_embedding")]
     return [m for m in found if m] or [m.proj_in for m in network.modules() if hasattr(m, "transformer_blocks")]
@@ -187,8 +188,8 @@ def entries(model: Any) -> list[Any]:
 
 @pytest.fixture
 def watched(record: Any) -> Callable[[Any], Callable[[], Tensor]]:
-    """watched(model): return a function that returns the largest magnitude of each token that blocks got since its last
-    call, or NaN if the token contains NaN."""
+    """watched(model): return a function. Each call returns, for every token that blocks got since the call before, the
+    token's largest magnitude, or NaN if the token contains NaN."""
 
     def watch(model: Any) -> Callable[[], Tensor]:
         pairs = pack_module("nodes.adapters.registry").find(model.model.diffusion_model).hook_pairs()

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("pack")  # loaded before a model is built
 
 @cache
 def base_of(shape: Shape) -> Cost:
-    """Return the cost of an evaluation without ToMA, with the blocks of each class in BLOCKS as parts."""
+    """Return the cost of an evaluation without ToMA. Its `parts` are the costs of the blocks of each class in
+    BLOCKS."""
     kinds = {blocks.kind: blocks.kind for blocks in BLOCKS if blocks.shape == shape}
     return cost.count(shape, modules=kinds)
 
@@ -29,8 +30,8 @@ def toma(**settings: Any) -> variants.Variant:
     return variants.toma("", ratio=0.5, **settings)
 
 
-# With `balanced` on Flux, steps 0 and 4 are full, and cache keys and values. Steps 1 to 3 are merged, and attend to all
-# tokens.
+# With `balanced` on Flux, steps 0 and 4 are full, and cache keys and values. In the merged steps 1 to 3, destinations
+# attend to the keys and values of all tokens.
 @pytest.mark.parametrize(
     ("shape", "step", "kernels", "most"),
     [
@@ -70,8 +71,8 @@ def test_what_the_regression_adds_to_a_merged_step(kernels: bool, most: int) -> 
 
 
 class Blocks(NamedTuple):
-    """A class of merged blocks, and the name of the cost that its family declares. Refiner blocks may have the same
-    class, but are not merged."""
+    """A class of merged blocks, and the name of the cost that the model family declares for it. refined: the model also
+    has refiner blocks of this class, which are not merged."""
 
     shape: Shape
     kind: str
@@ -140,11 +141,12 @@ def test_what_auto_thinks_of_a_block(blocks: Blocks) -> None:
 @pytest.mark.parametrize("granularity", ["stack", "block", "module"])
 @every_kind
 def test_what_auto_thinks_that_merging_adds(blocks: Blocks, granularity: str) -> None:
-    """Compare the launches that merging adds per block, rounded up, with the launches that the family declares."""
+    """Compare the launches that merging adds per block, rounded up, with those that the family declares for merging."""
     cost_model = pack_module("toma_core.cost_model")
     of_model = [each for each in BLOCKS if each.shape == blocks.shape]
     place = of_model.index(blocks)
-    # One setting skips both double and single blocks, so as many single blocks are skipped as there are double blocks.
+    # `skip_first_blocks` applies to double blocks and to single blocks: skipping N double blocks also skips N single
+    # ones.
     skipped = sum(each.number for each in of_model[:place])
     merged = toma(
         skip_first_blocks=skipped,
@@ -188,8 +190,8 @@ def test_a_plan_for_two_conditions_is_no_more_launches() -> None:
 
 
 def test_every_file_that_merges_is_counted() -> None:
-    """ADAPTERS must list all adapters that import a merging function of the core. The exception is `compile_ops`,
-    because nothing is counted inside of compiled graphs."""
+    """ADAPTERS must list all adapters that import a merging function of the core, except `compile_ops`, because nothing
+    is counted inside of compiled graphs."""
     adapters = ROOT / "nodes" / "adapters"
     paths = (path.relative_to(adapters).with_suffix("") for path in adapters.rglob("[a-z]*.py"))
     files = {".".join(path.parts) for path in paths} - {"model_hooks", "compile_ops"}
@@ -204,7 +206,7 @@ def test_ratio_0_and_comfyuis_tome_node_add_nothing(variant: variants.Variant) -
 
 
 def test_the_stand_in_for_kernels_has_their_shapes() -> None:
-    """Results of `cost.Fused` must have the shapes and strides of the kernels' results."""
+    """`cost.Fused`, which stands in for kernels, must return the shapes and strides that kernels return."""
     pytest.importorskip("triton", reason="Triton has no build for this system")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layout = pack_module("toma_core.windows")
@@ -232,8 +234,8 @@ def test_the_stand_in_for_kernels_has_their_shapes() -> None:
 
 @pytest.mark.parametrize(("model", "within"), [("sdxl", 0.02), ("flux", 0.08), ("z_image", 0.03), ("sd3", 0.05)])
 def test_what_a_run_counts_is_what_is_counted_here(model: str, within: float) -> None:
-    """Compare the FLOPs that a run derives from shapes with counted FLOPs. The run assumes the family's shortest text.
-    The counted model has a longer text."""
+    """Compare the FLOPs that a run derives from shapes with those that are counted. The run assumes the family's
+    shortest text. The counted model has a longer text."""
     shape = Shape(model)
     hooks = pack_module("nodes.adapters.registry").find(cost.on_meta(model, None).model.diffusion_model)
     latent = torch.empty(1, *shape.latent, device="meta")

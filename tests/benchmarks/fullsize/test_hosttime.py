@@ -12,7 +12,7 @@ from scripts.comfyui import ROOT
 
 
 def test_it_runs(tmp_path: Path) -> None:
-    """Run the benchmark in a separate process, because kernels of this process run in Triton's interpreter."""
+    """Run the benchmark in a separate process, because in this process kernels run in Triton's interpreter."""
     pytest.importorskip("triton.backends.nvidia.compiler")
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.hosttime", "--repeats", "2", "--out", str(tmp_path)]

@@ -1,5 +1,5 @@
-"""Test visit.sh, the script for a GPU machine, without a GPU. It runs in a copy of the checkout without .git, with an
-empty HOME and no network."""
+"""Test visit.sh, the script for a GPU machine, without a GPU. The script runs in a copy of the checkout without .git,
+with an empty HOME and no network."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ MOST_FILES, MOST_BYTES = 8, 1 << 20
 
 
 def require_isolation() -> None:
-    """If no process can be cut off from the network here, skip this test, or fail it in CI."""
+    """If this system cannot cut a process off from the network, skip the test, or fail it in CI."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("the kit is for x86-64 Linux")
     try:
@@ -62,7 +62,7 @@ def machine(tmp_path: Path) -> Path:
 
 
 def visit(machine: Path, out: Path) -> subprocess.Popen[str]:
-    """Start the script with only these environment variables."""
+    """Start visit.sh, which gets no other environment variables than these."""
     environ = {
         "PATH": os.defpath,
         "PYTHON": sys.executable,
@@ -79,7 +79,7 @@ def visit(machine: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """Kill the process and its children, as a machine does at its time limit."""
+    """Kill the process and its children, as the GPU machine does when the time is over."""
     first = psutil.Process(process.pid)
     for each in (first, *first.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -108,7 +108,8 @@ def wait_until(happened: Callable[[], Any]) -> None:
 
 
 def while_waiting(comfy: ComfyServer, act: Callable[[], Any]) -> threading.Thread:
-    """Start a thread that calls `act` when the hurdle begins to wait. Before that, ComfyUI forgets interrupts."""
+    """Start a thread that calls `act` when the hurdle node begins to wait. ComfyUI would forget an earlier
+    interrupt."""
     seen = comfy.log().count("the hurdle waits")
 
     def watch() -> None:
@@ -188,7 +189,7 @@ def test_failed_interrupted_and_lost_runs_are_said_and_other_results_remain(
     assert "interrupted on the server. Run the same command again" in error("wait\n")
     thread.join()
 
-    # A prompt that never runs is waited for as long as a prompt that was removed from the queue.
+    # Another prompt blocks the queue. After LONGEST seconds, benchmarks.real takes its own prompt for removed.
     monkeypatch.setattr("benchmarks.real.server.LONGEST", 1.0)
     other = comfy.queue(Template(hurdle).fill("wait", "", 99, None))
     assert "was the server's queue cleared?" in error("better\n")

@@ -19,7 +19,7 @@ WRITE = bool(os.environ.get("TOMA_WRITE_COMPATIBILITY"))
 
 @pytest.fixture(scope="session")
 def kits(pack: Any) -> Iterator[dict[str, Kit]]:
-    """Build the tiny models on one thread, which fixes the order of sums."""
+    """Build the tiny models, and use one thread, with which sums always have the same order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield {family: Kit(family) for family in ALL}

@@ -121,7 +121,8 @@ def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     assert [measured.kind for measured in cases] == [UNET, DIT]
     for measured in cases:
-        # Pictures of 64 x 64 pixels have 16 x 16 tokens. Coarser grids have fewer than `min_tokens`.
+        # Pictures of 64 x 64 pixels have 16 x 16 tokens. The model's coarser grids have fewer tokens than `min_tokens`,
+        # so they are not merged.
         assert measured.tokens == "256 -> 128"
         assert torch.isfinite(measured.merged[0].latent).all()
         assert 0 < measured.error < 2
@@ -133,7 +134,7 @@ def test_demo_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_served_page_lists_the_demo_and_stops() -> None:
     command = [sys.executable, "-m", "demo", "--serve", "--listen", "--port", str(port := free_port())]
-    # A shell that runs tests in the background makes all child processes ignore Ctrl-C, so restore the signal.
+    # A shell that runs tests in the background makes all child processes ignore Ctrl-C, so restore the default.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ, preexec_fn=heard

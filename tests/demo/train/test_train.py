@@ -88,7 +88,7 @@ def test_a_dit_wide_for_its_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "taught"), [("dit", False), ("dit", True), ("unet", False), ("wan", False)])
 def test_begins_with_exported_weights_and_trains_all_of_them(kind: str, taught: bool, tmp_path: Path) -> None:
-    """taught: distil the weights to few steps. Without this, a DiT does not train its input for the number of steps."""
+    """taught: distil the weights to few steps. Only then does a DiT train its input for the number of steps."""
     exported = _lively(kind, tmp_path / "weights.safetensors")
     given = load_file(exported)
     plan = _plan(kind, crop_batch=4, full_batch=4)
