@@ -25,7 +25,7 @@ Known = dict[str, int]  # by name of a stream: how much of its work is known to 
 
 
 class RaceError(AssertionError):
-    """Nothing orders two accesses to the same memory."""
+    """Two accesses to the same memory may happen in either order."""
 
 
 @dataclass(eq=False)

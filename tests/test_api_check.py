@@ -131,7 +131,7 @@ def renamed(file: str, old: str, new: str) -> Callable[[Path], None]:
 ORDER = "wrapper_type: str, key: str, wrapper", "key: str, wrapper_type: str, wrapper"
 OTHER_SCHEDULE = "execute(noise, latent_image, sampler, sigmas", "execute(noise, sampler, sigmas"
 ONE_MORE = "disable_pbar, seed, latent_shapes=", "disable_pbar, seed, more, latent_shapes="
-# An argument more of `forward` of Flux's double blocks, with and without a default.
+# One more argument for `forward` of Flux's double blocks: REGION has no default, OPTIONAL_REGION has one.
 REGION = (
     "img: Tensor, txt: Tensor, vec: Tensor, pe: Tensor, attn",
     "img: Tensor, region, txt: Tensor, vec: Tensor, pe, attn",

@@ -35,7 +35,7 @@ def installed(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh_server(installed: Path) -> Iterator[ComfyServer]:
-    """Run a ComfyUI with the installed archive and, for a tiny Flux, the demo's nodes, but without this checkout."""
+    """Run a ComfyUI with the installed archive and the demo's nodes (for a tiny Flux), but without this checkout."""
     server = ComfyServer(packs=[installed, ROOT / "demo"], checkout=False)
     place_dit(server.base / "models")
     with server:

@@ -1,4 +1,4 @@
-"""Test the GPU kit: CUDA libraries that are cut to one architecture, and the script of a visit."""
+"""Test the GPU kit: CUDA libraries that are cut to one architecture, and visit.sh, which runs on the GPU machine."""
 
 import os
 import struct
@@ -48,7 +48,7 @@ touch "$2/results.json"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script is for Linux")
 def test_a_visit_finds_a_kit_and_results_of_visits_before_it(tmp_path: Path) -> None:
-    """A visit runs visit.sh. It unpacks a new kit beside earlier kits, and keeps earlier results."""
+    """visit.sh unpacks a new kit beside earlier kits, and keeps the results of earlier visits."""
     tree, out, temporary, python = (tmp_path / name for name in ("a tree", "the out", "its tmp", "a python"))
     for folder in (tree / ".gpu", out, temporary):
         folder.mkdir(parents=True)

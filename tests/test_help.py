@@ -1,4 +1,4 @@
-"""Test that every node has a help page in every language, which describes the node's settings."""
+"""Test that every node has a help page in every language, and that the page describes the node's settings."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Test what modules import, read from syntax trees: the rules of CONTRIBUTING.md, and that there are no circles."""
+"""Test with syntax trees that imports follow the rules of CONTRIBUTING.md and form no circles."""
 
 import ast
 import itertools
@@ -109,7 +109,8 @@ def test_contract() -> None:
 
 
 def test_one_copy_of_the_core_per_test_file() -> None:
-    """The classes of `import toma_core` and of the pack's own toma_core do not match, so a test file uses only one."""
+    """A test file must use either `import toma_core` or the pack's own copy, because the classes of the two do not
+    match."""
     both = []
     for path in (ROOT / "tests").rglob("*.py"):
         modules = {module for level, module, _, _ in imports(ast.parse(path.read_text(encoding="utf-8"))) if not level}

@@ -18,7 +18,7 @@ every_translation = pytest.mark.parametrize("language", LANGUAGES[1:])
 
 
 def english() -> dict[str, Any]:
-    """Return the nodes' own texts in the format of nodeDefs.json, but no names of types and no choices of lists."""
+    """Return the nodes' own texts in the format of nodeDefs.json, without names of types and choices of lists."""
 
     async def listed() -> list[Any]:
         extension = await load_pack().comfy_entrypoint()
@@ -86,7 +86,7 @@ def test_every_message_has_a_text_and_every_text_a_message() -> None:
 
 @every_translation
 def test_every_text_is_translated(language: str) -> None:
-    """Translations have the numbers, quoted choices and message parameters of the English text."""
+    """Translations must have the same numbers, quoted choices and message parameters as the English text."""
     wanted, found = dict(leaves(english())), dict(leaves(texts(language)))
     assert set(found) ^ set(wanted) == set()
     for path, text in wanted.items():

@@ -1,4 +1,4 @@
-"""Test that texts have none of the mistaken words, and that no file is too long."""
+"""Test that texts have none of the words in MISTAKES, and that no shipped file is too long."""
 
 import ast
 import io

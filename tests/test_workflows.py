@@ -21,11 +21,12 @@ DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
 BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
 INPUT, OUTPUT = -10, -20  # ids of the subgraph's input and output nodes
 NOTES = {"Note", "MarkdownNote"}  # the page has these nodes, the server does not
-# Largest allowed heights. A node that shows text after a run must have room for it; for a picture it grows by itself.
+# Largest heights in saved workflows. A node must have room for its text after a run. For a picture it grows by itself.
 MOST_HEIGHT = {"ToMA": 250, "ToMAAdvanced": 350, "ToMAReport": 290, "ToMABenchmark": 370, "ToMACalibrate": 370}
 # The choices of the last type add widgets to the node. The choice "auto" adds none.
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3")
-# After the widget of a seed, ComfyUI's page adds a widget for changes of the seed, whose value it does not send.
+# After the widget of a seed, ComfyUI's page adds a widget for changes of the seed. The page does not send the value of
+# this widget.
 SEEDS = ("seed", "noise_seed")
 AFTER_SEED = ("fixed", "increment", "decrement", "randomize")
 
@@ -100,7 +101,8 @@ def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
 
 
 def check_links(links: list[Any], nodes: dict[int, Any], within: dict[str, Any] | None = None) -> None:
-    """Check that outputs, inputs and links name each other. within: the subgraph that the nodes are in."""
+    """Check that links name existing outputs and inputs, which name the links. within: the subgraph that the nodes are
+    in."""
     for link_id, source, out, target, into, kind in links:
         if source == INPUT and within:
             assert within["inputs"][out]["linkIds"] == [link_id]
@@ -117,7 +119,8 @@ def check_links(links: list[Any], nodes: dict[int, Any], within: dict[str, Any] 
 
 @every_workflow
 def test_links_fit_and_it_opens_readable(path: Path) -> None:
-    """The page draws nodes as grey boxes below a scale of 0.5. On coloured nodes their labels would be unreadable."""
+    """The page draws nodes as grey boxes below a scale of 0.5. If the pack's nodes were coloured, their labels would be
+    unreadable."""
     workflow = load(path)
     assert workflow["version"] == 0.4
     nodes = {node["id"]: node for node in workflow["nodes"]}

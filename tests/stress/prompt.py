@@ -21,7 +21,8 @@ CASES: dict[str, dict[str, Any] | None] = {
     "stack": EVERYTHING,
     "module": {**EVERYTHING, "granularity": "module", "selection_interval": 1},
     "detail": {**EVERYTHING, "granularity": "block", "full_step_interval": 2},
-    # ToMA Advanced's preset has another weight interval, which has no effect if every step selects destinations.
+    # Sampled by a server, too. ToMA Advanced's preset has another weight interval. If every step selects, it has no
+    # effect.
     "served": {**EVERYTHING, "selection_interval": 1, "window_size": 8},
 }
 

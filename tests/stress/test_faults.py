@@ -30,8 +30,8 @@ INTERRUPT = mm.InterruptProcessingException
 
 
 def fail(error: type[BaseException] = FaultError) -> None:
-    """Raise an error. For an interrupt, do as ComfyUI's button: set a flag, so that the model's next layer raises
-    it."""
+    """Raise an error. For an interrupt, set ComfyUI's flag as its button does. The model's next layer then raises the
+    interrupt."""
     if error is INTERRUPT:
         mm.interrupt_current_processing(True)
     else:

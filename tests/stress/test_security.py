@@ -1,4 +1,4 @@
-"""Test the promises of SECURITY.md, checked in every file of the archive and in a running server."""
+"""Test that every file of the archive and a running server keep the promises of SECURITY.md."""
 
 import ast
 import json
@@ -14,8 +14,8 @@ from demo.showcase_graphs import DIT, sampling_graph
 from scripts.comfy_server import ComfyServer
 from scripts.comfyui import ROOT
 
-# Modules that open no files or connections, start no programs and execute no strings, except through the names in
-# REFUSED_NAMES and REFUSED_ATTRIBUTES.
+# Allowed imports: modules that open no files or connections, start no programs and execute no strings, except through
+# the names in REFUSED_NAMES and REFUSED_ATTRIBUTES.
 ALLOWED = {
     *("__future__", "abc", "collections", "contextlib", "contextvars", "copy", "dataclasses", "enum", "functools"),
     *("hashlib", "heapq", "inspect", "itertools", "json", "logging", "math", "pathlib", "statistics", "string"),
@@ -41,7 +41,7 @@ TRITON = re.compile(r"^(tl|triton\.language)\b")
 
 
 def complaints(source: str) -> Iterator[str]:
-    """Yield the imports, names and attributes of a source that are refused."""
+    """Yield the refused imports, names and attributes in the source code of a file."""
     for node in ast.walk(ast.parse(source)):
         modules, names = [], set[str]()
         if isinstance(node, ast.Import):
@@ -82,7 +82,7 @@ def test_python_does_none_of_what_is_refused(shipped: dict[str, str]) -> None:
     assert json.loads(shipped["web/i18n/en.json"])
 
 
-# Sources, each of which has one thing that is refused.
+# Lines of source code, each with one refused import, name or attribute.
 REFUSED = (
     *("import socket", "import requests", "import importlib", "import os", "import torch.hub", "eval(x)", "f = exec"),
     *("from urllib import request", "from subprocess import run", "from torch import load", "torch.load(x)"),

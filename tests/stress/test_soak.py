@@ -33,7 +33,7 @@ Graph = dict[str, Any]
 OTHERS = ("flux2", "chroma", "z_image", "lumina2", "krea2", "qwen_image", "sd3", "wan", "hunyuan")
 
 
-# The interval is often 0, because with other intervals runs of one or two steps merge nothing.
+# `full_step_interval` is often 0, because with other intervals runs of one or two steps merge nothing.
 CHOICES: dict[str, list[Any]] = {
     "full_step_interval": [0, 0, 2, 3], "ratio": [0.05, 0.3, 0.6, 0.9], "min_tokens": [16],
     "granularity": [member.value for member in config.Granularity], "merge_references": [False, True],
@@ -97,8 +97,8 @@ def tasks() -> list[Task]:
 
 
 def send(server: ComfyServer, tasks: list[Task], between: Callable[[], None] = lambda: None) -> None:
-    """Send prompts in succession, interrupt some of them, and send the interrupted prompts again. Before some prompts,
-    free memory while a prompt of the other client may run."""
+    """Send prompts one after another, interrupt some, and send the interrupted ones again. Before some prompts, free
+    memory, even if the server is running a prompt of the other client."""
     for task in tasks:
         if task.free:
             server.post("/free", {"unload_models": True, "free_memory": True})
@@ -148,8 +148,9 @@ def test_soak(lab: ComfyServer) -> None:
     with new_lab() as other:
         wrong = [task.graph for task in work[::-1] if saved_latent(other, other.run(task.graph)) != task.latent]
 
-    # Compare handles with the middle of the run, because the database and the event loop open some handles after the
-    # first count. Allow two more threads in a short run, in which the server's thread pool still grows.
+    # Compare the open files and threads with those in the middle of the run, because the database and the event loop
+    # open some after the first count. Allow two more threads in a short run, in which the server's thread pool still
+    # grows.
     files, threads = handles[len(handles) // 2]
     allowed = files + 1, threads + (0 if LONG else 2)
     deadline = time.monotonic() + 60  # the server closes connections later than the client does

@@ -20,14 +20,14 @@ def run_of(**settings: object) -> RunState:
 
 
 def at(run: RunState, step: int, *cond_keys: str, takes_part: tuple[str, ...] = ()) -> Evaluation:
-    """Return the evaluation to which a call with the conditions `cond_keys` belongs. An evaluation may consist of
-    several calls. takes_part: the conditions of all calls, needed only if there are more calls than this one."""
+    """Return the evaluation of a step for a call with the conditions `cond_keys`. An evaluation may consist of several
+    calls. takes_part: the conditions of all calls of the evaluation. By default this call is the only one."""
     signatures = dict.fromkeys(takes_part or cond_keys)
     return Evaluation(run, decide(run, Facts(10.0 - step, conditions=signatures)), (None,) * len(cond_keys), cond_keys)
 
 
 def merging(run: RunState, step: int, *cond_keys: str) -> Evaluation:
-    """Return an evaluation that merges whether or not its conditions have caches."""
+    """Return an evaluation that merges even if its conditions have no cached entries."""
     return Evaluation(run, run.schedule.decide(10.0 - step), (None,) * len(cond_keys), cond_keys)
 
 
@@ -54,7 +54,7 @@ def block(x: Tensor) -> Tensor:
 def passed(
     x: Tensor, evaluation: Evaluation, name: str = "block", body: Callable[[Tensor], Tensor] = block
 ) -> tuple[Tensor, MergePlan | None]:
-    """Return the tokens after a block, and the plan by which they were merged; None in a refresh."""
+    """Return the tokens after a block, and the plan that merged them, or None in a refresh."""
     plan = plan_for(x, GRID, "scope", evaluation)
     detail = evaluation.cached(name, x)
     reduced = reduce(x, plan, detail)

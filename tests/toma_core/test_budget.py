@@ -1,4 +1,4 @@
-"""Test that adaptive budgets have the exact total and valid maps, and that detail gets more destinations."""
+"""Test that adaptive budgets have the exact total and valid maps, and give more destinations to windows with detail."""
 
 import torch
 

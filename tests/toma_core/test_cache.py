@@ -27,7 +27,7 @@ def test_parts_in_the_cached_order_are_not_copied() -> None:
 
 
 def test_devices_that_keep_at_once_lose_nothing() -> None:
-    """The second device begins its call before the first device has ended its own."""
+    """Two devices compute one condition each. The second begins its call before the first has ended its call."""
     run = run_of()
     both = "cond", "uncond"
     first, second = (at(run, 0, condition, takes_part=both) for condition in both)

@@ -52,7 +52,7 @@ def test_saves_enough_at_the_smallest_error_but_for_one_piece(table: Table, shar
 
 
 def test_the_cheap_site_is_merged_first_and_the_broken_one_not_at_all() -> None:
-    """To save 0.3, merging the cheap site at 0.75 has an error of 0.09, merging both sites one of 0.03 + 0.1."""
+    """Two choices save 0.3: the cheap site at 0.75 (squared error 0.09), and both sites (squared error 0.03 + 0.1)."""
     table = {("cheap", 0): CHEAP, ("dear", 0): DEAR, ("broken", 0): [Option(0.5, 30.0, 0.5)]}
     assert choose(table, 0.3) == {("cheap", 0): CHEAP[2]}
     assert ("broken", 0) not in choose(table, 0.5)

@@ -77,7 +77,7 @@ def test_everyday_sizes(card: Card, side: int, width: int, block: Block, merged:
 @loop(
     ("tokens", "images", "width", "dtype", "granularity", "merged"),
     [
-        # SDXL at 512 x 512 is not merged for one image in fp16, but for eight images, or for one in fp32.
+        # SDXL at 512 x 512: one image in fp16 is not merged. Eight images, or one in fp32, are merged.
         (256, 1, 1280, torch.float16, STACK, False),
         (256, 8, 1280, torch.float16, STACK, True),
         (256, 1, 1280, torch.float32, STACK, True),
@@ -119,7 +119,7 @@ def test_unlisted_cards() -> None:
 def test_more_work_is_never_merged_less(
     size: dict[str, Any], granularity: Granularity, more_tokens: int, more_images: int
 ) -> None:
-    """A grid that Auto does not merge around stacks is not merged around blocks or modules either. Grids of less than
+    """A grid that Auto does not merge around stacks is not merged around blocks or modules either. Grids of fewer than
     256 tokens are never merged. On devices other than cards, all larger grids are merged."""
     reason, stack = too_little(**size, granularity=granularity), too_little(**size, granularity=STACK)
     larger = {**size, "tokens": size["tokens"] + more_tokens, "images": size["images"] + more_images}

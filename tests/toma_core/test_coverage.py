@@ -24,7 +24,7 @@ def test_what_is_not_covered_by_a_recent_refresh_is_one() -> None:
 
 @pytest.mark.parametrize("facts", [{"new_noise": 0.9}, {"unknown": Reason.UNKNOWN_LATENT()}, {"another": True}])
 def test_a_run_with_a_kv_cache_merges_nothing_without_it(facts: dict[str, Any]) -> None:
-    """If memory is short, the run skips blocks. Its steps must still not merge without the cache."""
+    """A run with too little memory skips some blocks. Steps that cannot use its KV cache must still merge nothing."""
     run = run_of(skip_first_blocks=0.15, full_step_interval=4)
     assert modes(run, (0, "c")) == "r"
     for step in (1, 2, 3):
@@ -36,7 +36,8 @@ def test_a_run_with_a_kv_cache_merges_nothing_without_it(facts: dict[str, Any]) 
     [
         # Sigmas may rise a little, but not above the sigma of the refresh.
         ([(10.0, 0), (8.0, 1), (9.0, 2), (3.0, 3), (4.0, 4), (9.0, 5)], "rmmrmr"),
-        # The model's noise levels count, if another node changes them. They must not be far from those of the refresh.
+        # If another node changes the model's sigma, that sigma counts. It must not be far from the refresh's model
+        # sigma.
         ([(7.0, 3, 7.0), (6.0, 4, 6.0)], "rm"),
         ([(7.0, 3, 10.0), (6.0, 4, 6.0)], "rr"),
         ([(7.0, 3, 2.0), (6.0, 4, 6.0)], "rr"),
@@ -88,7 +89,7 @@ def test_nothing_is_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_is_not_disabled_while_a_merged_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a block could get keys of all tokens but values of destinations only."""
+    """If a merged step disabled the cache, a block could get keys of all tokens but values of destinations only."""
     run, keys = run_of(), (("", "key"),)
     run.cache.bounded = True
     monkeypatch.setattr(coverage, "MAX_CACHE_BYTES", 1)
@@ -111,7 +112,8 @@ def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluati
 
 
 def test_a_refresh_that_is_broken_off_stores_nothing_more() -> None:
-    """If one of several devices runs out of memory or fails, the others continue with their calls of that refresh."""
+    """If one of several devices runs out of memory or fails, the others continue with their calls of that refresh.
+    These calls must cache nothing."""
     for stop in ("clear", "broken_off"):
         run, x = run_of(), features(0)
         evaluation = at(run, 0, "cond")

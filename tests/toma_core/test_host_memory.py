@@ -107,7 +107,7 @@ WAITS = [("up", "compute"), ("up", "down"), ("compute", "up"), ("compute", "down
 
 @loop("deaf", [None, *WAITS])
 def test_every_wait_is_needed(deaf: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one of the waits between streams (`deaf`), the simulated streams must report a race."""
+    """If one stream ignores its waits for another (`deaf`), the simulated streams must report a race."""
     monkeypatch.setattr(Cache, "free_staging", lambda *_: None)
     copies, cache, _ = caching(Copies(deaf=deaf))
     with nullcontext() if deaf is None else pytest.raises(RaceError):
@@ -146,8 +146,8 @@ def test_the_card_is_filled_and_takes_turns_with_main_memory() -> None:
 def test_without_room_in_main_memory_it_stays_on_the_card(
     pinned_meanwhile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ComfyUI pins weights while the first step runs, so less main memory may be left than the plan assumed. The host
-    waits for nothing if main memory is full."""
+    """ComfyUI pins weights while the first step runs, so less main memory may be left than was expected. If main memory
+    is full, the host must not wait for the card."""
     copies, cache, host = caching(main=1e9 if pinned_meanwhile else 2.5 * SIZE)
     if pinned_meanwhile:
         host.may_take = lambda size: copies.made + size / SIZE < 2.5
@@ -291,7 +291,8 @@ def test_memory_that_cannot_be_pinned_serves_too_and_is_tried_once() -> None:
 
 
 def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch gives out 32 streams in turn. So a run's new stream could be a stream on which ComfyUI copies weights."""
+    """PyTorch gives out 32 streams in turn. If each run made a new stream, ComfyUI could be copying weights on the same
+    one."""
     made = list[object]()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(object()) or made[-1])
     monkeypatch.setattr(CudaCopier, "streams", staticmethod(functools.cache(CudaCopier.streams.__wrapped__)))

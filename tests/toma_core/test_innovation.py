@@ -51,7 +51,7 @@ def test_predictions_that_hardly_differ_do_not_hide_it() -> None:
 
 
 def test_without_anything_to_compare_with_it_is_unknown() -> None:
-    """A history that is not compared holds only the last picture."""
+    """With `compared=False`, a history holds only the last predicted picture."""
     found, last = History(), History(compared=False)
     assert found.new_noise(drawn(1), 1.0) is None
     for seed in range(3):

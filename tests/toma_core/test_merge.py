@@ -147,7 +147,7 @@ def test_a_broken_token_stays_in_its_row_of_windows() -> None:
 @loop("adaptive", [False, True])
 @loop("images", [1, 2])
 def test_a_plan_serves_a_larger_batch(images: int, adaptive: bool, height: int, width: int) -> None:
-    """A plan of two images is stacked twice, for cond and uncond. A plan of one image serves four as it is."""
+    """A plan of two images is stacked twice, for cond and uncond. A plan of one image serves four images unchanged."""
     x = randn(10, 4, height * width, 6)
     plan = plan_of(x[:images], height, width, adaptive=adaptive)
     used = stacked([plan, plan]) if images == 2 else plan

@@ -26,7 +26,7 @@ def predicting() -> RunState:
 
 @loop(("side", "channels"), [(4, 12), (8, 3), (2, 12)])
 def test_a_token_is_described_by_the_cells_that_it_covers(side: int, channels: int) -> None:
-    """A token has at most four numbers per channel, each the mean of one or several cells."""
+    """A token has at most four numbers per channel. Each is a pixel of the picture, or the mean of several pixels."""
     clean = picture()
     tokens = picture_tokens(clean, (side, side), clean)
     assert tokens.shape == (2, side**2, channels)
@@ -45,7 +45,7 @@ def test_frames_of_a_video_are_pictures_one_behind_another(grid: tuple[int, int]
 
 @loop("grid", [(5, 5), (3, 3), (1, 1), (9, 5)])
 def test_grids_that_are_rounded_up(grid: tuple[int, int]) -> None:
-    """The token grid of a picture with odd sides is rounded up. Every cell of the picture must affect some token."""
+    """The token grid of a picture with odd sides is rounded up. Every pixel of the picture must affect some token."""
     clean = picture(1, 9, 9).requires_grad_()
     tokens = picture_tokens(clean, grid, clean)
     assert tokens.shape[1] == grid[0] * grid[1]
@@ -69,7 +69,7 @@ def test_tokens_of_one_direction_and_other_lengths_are_told_apart(scale: float) 
 
 
 def test_plans_see_brightness() -> None:
-    """Each window has two destinations and a dark and a bright half of one colour. Each half gets a destination."""
+    """Each window has a dark and a bright half of one colour, and two destinations. Each half must get one of them."""
     clean = torch.tensor([0.2, 0.2, 0.8, 0.8] * 2).expand(1, 3, 8, 8)
     step = StepPlan(1, StepMode.MERGED_CACHED, 0.875, 0, 0)
     plan = predicting().plan(torch.randn(1, 64, 5), (8, 8), "a", step, (None,), pictures=(clean,))
@@ -91,7 +91,7 @@ def test_a_broken_pixel_spoils_its_own_token_only(poison: float) -> None:
 
 
 def test_black_and_bright_pictures() -> None:
-    """A black picture has no direction. The constant of a bright picture is finite in fp16."""
+    """All features of a black picture are 0. The features of a bright picture are finite in fp16."""
     black = similarity_features(torch.zeros(1, 3, 4, 4), (4, 4), torch.zeros(()))
     assert black.shape == (1, 16, 4)
     assert not black.any()

@@ -87,7 +87,8 @@ def test_the_next_full_step_replaces_everything() -> None:
 
 
 def test_propagated_updates_are_within_the_limits_of_half_precision() -> None:
-    """Beyond the largest fp16 number a value would be infinite, and NaN when a later step subtracts it."""
+    """A value beyond the largest fp16 number would become infinite, and NaN when a later step subtracts infinity from
+    it."""
     run = run_of()
     plan = plan_for(features(0).half(), GRID, "scope", merging(run, 1, "a"))
     assert plan is not None

@@ -25,8 +25,8 @@ def features(seed: int, batch: int = 1, grid: tuple[int, int] = GRID) -> torch.T
 
 @loop("seed", range(30))
 def test_plans_equal_those_of_a_run_without_sharing(seed: int) -> None:
-    """In each call, chunks of the batch show random parts of the latent. Cond and uncond show the same part. The first
-    chunk of a part decides for all chunks of the part. Destinations and weights are made when they are due. Otherwise
+    """A batch consists of chunks. Each chunk shows a random part of the latent; cond and uncond show the same part. All
+    chunks of a part get the plan of its first chunk. Destinations and weights are made when they are due. Otherwise
     they come from an earlier call with the same blocks, part, grid, number of images and dtype."""
     chance, run, made = random.Random(seed), run_of(), dict[Any, tuple[MergePlan, int, int]]()  # noqa: S311 - cases
     selection = weighing = selections = weighings = 0
@@ -149,7 +149,8 @@ def test_threads_of_one_run_get_good_plans() -> None:
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises if a solver waits for the device. Other operations that wait do not work on the meta device."""
+    """Raises an error if a solver waits for the device. On the meta device, all other operations that wait fail
+    anyway."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "check_errors" in str(func):

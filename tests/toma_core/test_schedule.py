@@ -22,7 +22,7 @@ SIGMAS = (14.6, 5.0, 2.0, 0.5)
 @loop(
     ("sigmas", "calls", "steps"),
     [
-        # The sampler evaluates the model once a step, and once above and three times below the schedule.
+        # The model is evaluated at the sigma of each step, at two sigmas above the schedule and at three below it.
         (SIGMAS, (20.0, 14.7, *SIGMAS, 0.49, 0.001, 0.0), [0, 0, 0, 1, 2, 3, 3, 3, 3]),
         # heun: each step but the last has a second evaluation, at the sigma of the next step.
         (SIGMAS, (14.6, 5.0, 5.0, 2.0, 2.0, 0.5, 0.5), [0, 1, 1, 2, 2, 3, 3]),
@@ -103,7 +103,7 @@ def modes(plans: list[StepPlan]) -> str:
         ({"full_step_interval": 3}, {}, "rccrccrccr"),
         ({"full_step_interval": 3}, {"sigma_end": 2.0}, "rccrccrcff"),
         ({"full_step_interval": 2}, {"sigma_start": 9.0}, "frcrcrcrcr"),
-        # The last step is full if the picture is finished, for any interval and any range.
+        # If the run finishes the picture and has full steps, its last step is full, for any interval and any range.
         ({}, {"finishes": True}, "mmmmmmmmmm"),
         ({"full_step_interval": 4}, {"finishes": True}, "rcccrcccrf"),
         ({"full_step_interval": 4}, {"finishes": True, "sigma_start": 8.0}, "ffrcccrccf"),
@@ -116,7 +116,8 @@ def modes(plans: list[StepPlan]) -> str:
         ({"full_step_interval": 4}, {"finishes": True, "steps": 14}, "rrcccrcccrcccf"),
         ({"full_step_interval": 4}, {"finishes": True, "steps": 14, "continues_run": True}, "rcccrcccrcccrf"),
         ({"full_step_interval": 4}, {"finishes": True, "steps": 14, "sigma_start": 12.0}, "ffrcccrcccrccf"),
-        # The last of two steps that continue another run is merged if there is a KV cache, or the run would merge none.
+        # Two steps continue another run. With a KV cache the last one is merged, because otherwise the run would merge
+        # none.
         ({"full_step_interval": 4, "kv_cache": True}, {**HALF_RUN, "steps": 2}, "rc"),
         ({"full_step_interval": 4, "kv_cache": True}, {"finishes": True, "steps": 2}, "rf"),
         ({"full_step_interval": 2, "kv_cache": True}, {**HALF_RUN, "steps": 2}, "rf"),
@@ -218,7 +219,8 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
 
 
 def test_blocks_keep_their_ratio_between_full_steps() -> None:
-    """A full step has the ratios of the merged steps after it: step 6, at sigma 4, those below sigma 3.5."""
+    """A full step has the ratios of the merged steps after it: step 6, at sigma 4, already has those for sigmas below
+    3.5."""
     config = ToMAConfig(full_step_interval=3, kv_cache=KVCache.ON)
     decisions = plans_of(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4

@@ -26,7 +26,7 @@ def check_partition(windows: Windows) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 16) | st.integers(17, 64), st.booleans())
 def test_any_grid_is_partitioned_into_rectangles(height: int, width: int, size: int, shifted: bool) -> None:
-    """No side of a window is longer than asked. The cuts of windows that are not shifted are even."""
+    """No side of a window is longer than asked. Sides of windows that are not shifted differ by at most one token."""
     windows = make_windows(height, width, size, shifted)
     check_partition(windows)
     x = torch.arange(2 * windows.tokens * 3).view(2, windows.tokens, 3)
@@ -113,7 +113,7 @@ def check_budget(counts: tuple[int, ...], ratio: float) -> Budget:
     if not any(floored):
         assert budget.total == wanted
     elif budget.total > wanted:
-        # Each window has at least one destination. If this makes the total larger than wanted, all larger shares are
+        # Each window has at least one destination. If the total is then larger than wanted, all shares above 1 are
         # rounded down.
         assert all(num_dest == max(1, int(share)) for num_dest, share in zip(budget.counts, shares, strict=True))
     return budget

@@ -22,7 +22,7 @@ every_model = pytest.mark.parametrize("name", SPECS)
 
 @every_model
 def test_as_large_as_its_checkpoint_and_few_blocks_fit_anywhere(name: str) -> None:
-    """With only the blocks of `few`, a model in bf16 takes at most 5.7 GB. Together with its activations it then fits a
+    """With as few blocks as `few` in its spec, a model in bf16 takes at most 5.7 GB. With its activations it fits a
     card of 10 GB."""
     full, few = (
         sum(parameter.numel() for parameter in cost.on_meta(name, blocks).model.diffusion_model.parameters()) / 1e9
@@ -46,7 +46,8 @@ def test_few_blocks_are_called_as_the_sampler_calls_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "sdxl"])
 def test_stacks_add_next_to_nothing(name: str) -> None:
-    """Around stacks at ratio 0.5, merging halves the FLOPs and adds at most 1.3 % of operations in plain PyTorch."""
+    """Merging around stacks at ratio 0.5 halves the FLOPs. In plain PyTorch it adds at most 1.3 % to the number of
+    operations."""
     shape = Shape(name, frames=4 if SPECS[name].audio else 1)  # with one frame, the text of these models would dominate
     toma = variants.toma("", ratio=0.5, skip_first_blocks=0)
     base, merged = cost.count(shape), cost.count(shape, toma)

@@ -1,4 +1,4 @@
-"""Provide tokens, layouts and views for tests of kernels, and programs without Triton's interpreter."""
+"""Provide tokens, layouts and views for tests of kernels, and run programs without Triton's interpreter."""
 
 import os
 import subprocess
@@ -77,7 +77,8 @@ def between(t: Tensor) -> Tensor:
 
 
 def views(t: Tensor) -> list[Tensor]:
-    """Return t, (B, N, C), with other strides: as the middle part of longer sequences, and with the channels apart."""
+    """Return two views equal to t, (B, N, C): the middle part of longer sequences, and one whose tokens are adjacent in
+    memory."""
     found = [between(t), t.transpose(1, 2).contiguous().transpose(1, 2)]
     assert not any(view.is_contiguous() for view in found)
     return found

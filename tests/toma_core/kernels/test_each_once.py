@@ -1,4 +1,4 @@
-"""Test kernels once, on small windows. The tests in the folder `triton` cover them at many sizes."""
+"""Test each kernel once, on small windows. The tests in the folder `triton` cover kernels at many sizes."""
 
 from typing import Any
 

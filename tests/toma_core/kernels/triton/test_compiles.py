@@ -1,4 +1,4 @@
-"""Test that kernels compile for three generations of GPUs, because the interpreter checks no types and limits."""
+"""Test that kernels compile for three generations of GPUs. Triton's interpreter checks neither types nor limits."""
 
 import json
 from pathlib import Path

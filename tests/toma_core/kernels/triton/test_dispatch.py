@@ -53,7 +53,7 @@ def chosen(x: torch.Tensor, case: Case = CASE, propagates: bool = False) -> Choi
 
 
 def on_a_gpu(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a fake tensor of tokens on a GPU, which need not exist."""
+    """Return a fake tensor of tokens on a GPU. The machine needs no GPU for this."""
     with FakeTensorMode():
         return torch.empty(1, 60, 24, dtype=dtype, device="cuda")
 

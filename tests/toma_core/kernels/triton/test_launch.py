@@ -1,4 +1,4 @@
-"""Test that a prepared launch calls the binary that Triton would choose for the same arguments, on a simulated GPU."""
+"""Test on a simulated GPU that a prepared launch calls the binary that Triton would choose for the same arguments."""
 
 from pathlib import Path
 

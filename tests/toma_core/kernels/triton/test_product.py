@@ -18,7 +18,8 @@ CASES = (
     Case(13, 19, 8, 0.75, 77, BRAIN),
     Case(13, 19, 8, 0.9, 64, FULL),
     Case(16, 24, 8, 0.25, 640, HALF),
-    # In these two cases a window has more than 64 tokens and destinations, so a kernel needs several steps for a sum.
+    # In the next two cases a window has more than 64 tokens and destinations, so a kernel needs several steps for a
+    # sum.
     Case(13, 19, 16, 0.25, 40, BRAIN),
     Case(20, 17, 32, 0.5, 77, FULL, batch=3),
     Case(1, 3, 2, 0.5, 1, FULL),
@@ -112,8 +113,8 @@ def test_refused(case: Case, kernels: Any) -> None:
 
 @each(Case(13, 19, 8, 0.5, 24, HALF), Case(13, 19, 8, 0.5, 24, FULL, adaptive=True), Case(16, 16, 8, 0.5, 40, FULL))
 def test_a_plan_of_one_image_serves_a_batch_without_a_copy(case: Case, kernels: Any) -> None:
-    """Three images use the plan of one image, either as it is or stacked three times. Results equal the results of
-    three copies. No kernel may read past the end of an adaptive budget."""
+    """Three images use the plan of one image, either as it is or stacked three times. Results must equal those with
+    three copies of the plan. No kernel may read past the end of an adaptive budget."""
     plan, batch = replace(random_plan(case), kernels=kernels), replace(case, batch=3)
     many, copied = stacked([plan] * 3), stacked([replace(plan) for _ in range(3)])
     x, out = batch.normal(plan.tokens, 0), batch.normal(plan.num_destinations, 1)

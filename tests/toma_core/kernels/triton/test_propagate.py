@@ -64,7 +64,7 @@ def operands(
 
 
 def error(ours: Tensor, regression: Regression, cached: Tensor, fresh: Tensor, rotation: Rotation | None) -> float:
-    """Return the distance to what plain PyTorch computes in fp32 from the same operands."""
+    """Return the largest error of `ours`, relative to the largest value that plain PyTorch computes in fp32."""
     exact = Regression(in_dtype(regression.plan, FULL), regression.fit.float(), regression.spread.float())
     theirs = exact.propagate(cached.float(), fresh.float(), rotation and replace(rotation, dtype=torch.float32))
     return float((ours.float() - theirs).abs().max() / theirs.abs().max())

@@ -23,7 +23,7 @@ CASES = (
     Case(16, 8, 8, 0.5, 640, HALF),
     Case(9, 10, 16, 0.75, 40, BRAIN),
     Case(3, 3, 2, 0.9, 5, FULL),
-    # In these two cases nearly every token of a window is a destination: 61 of 64 and 81 of 90.
+    # In the next two cases nearly every token of a window is a destination: 61 of 64 and 81 of 90.
     Case(9, 8, 8, 0.05, 40, HALF),
     Case(9, 10, 16, 0.1, 24, BRAIN),
     Case(12, 10, 16, 0.9, 77, HALF),
@@ -55,7 +55,7 @@ def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, window
 
 
 def check_objective(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Check that destinations represent each window as well as PyTorch's, which may differ where gains are close."""
+    """Check that destinations represent each window as well as those of PyTorch. Both may differ if gains are close."""
     similarity = cosine_similarity(windows.split(x.float()))
     expected = select(similarity, windows, budget)
     valid = None if windows.valid is None else windows.valid.repeat(x.shape[0], 1)
@@ -86,7 +86,8 @@ def test_select_and_weigh(case: Case, kernels: Any) -> None:
 
 @each(Case(5, 10, 5, 0.5, 24, FULL), Case(16, 24, 8, 0.5, 40, FULL, batch=2), Case(11, 11, 11, 0.7, 24, FULL))
 def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
-    """Gains of two mutual nearest neighbours differ only by rounding. The kernel must select the first one."""
+    """Gains of two mutual nearest neighbours differ only by rounding. The kernel must select the one in the lower
+    slot."""
     x, (windows, budget) = case.tokens(1), case.layout()
     similarity = cosine_similarity(windows.split(x))
     expected = select(similarity, windows, budget)
@@ -104,7 +105,7 @@ def test_ties_fall_by_slot(case: Case, kernels: Any) -> None:
 
 @each(CASES[0], CASES[2], Case(13, 10, 4, 0.5, 40, FULL, batch=3, adaptive=True))
 def test_priority(case: Case, kernels: Any) -> None:
-    """Equal priorities change nothing. A lower priority of the selected tokens makes the kernel select others."""
+    """Equal priorities change nothing. If the selected tokens get a lower priority, the kernel selects others."""
     x, (windows, budget) = case.tokens(1), case.layout()
     before, M, back = kernels.weigh(x, None, windows, budget, SCALE)
     places = windows.source.expand(len(x), -1, -1).gather(2, before).flatten(1)
