@@ -101,8 +101,7 @@ def refused(server: ComfyServer, prompt: dict[str, Any]) -> set[str]:
 
 
 def check_links(links: list[Any], nodes: dict[int, Any], within: dict[str, Any] | None = None) -> None:
-    """Check that links name existing outputs and inputs, which name the links. within: the subgraph that the nodes are
-    in."""
+    """Check that links and the slots that they connect name each other. within: the subgraph that the nodes are in."""
     for link_id, source, out, target, into, kind in links:
         if source == INPUT and within:
             assert within["inputs"][out]["linkIds"] == [link_id]

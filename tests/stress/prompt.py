@@ -21,8 +21,7 @@ CASES: dict[str, dict[str, Any] | None] = {
     "stack": EVERYTHING,
     "module": {**EVERYTHING, "granularity": "module", "selection_interval": 1},
     "detail": {**EVERYTHING, "granularity": "block", "full_step_interval": 2},
-    # Sampled by a server, too. ToMA Advanced's preset has another weight interval. If every step selects, it has no
-    # effect.
+    # As a server samples with ToMA Advanced. Its preset's weight interval has no effect if every step selects.
     "served": {**EVERYTHING, "selection_interval": 1, "window_size": 8},
 }
 

@@ -35,8 +35,7 @@ def test_distinct_real_tokens_as_many_as_asked(
 
 def test_farthest_point_by_hand() -> None:
     """Tokens lie at 0, 10, 20 and 170 degrees. The first destination is the most central token, at 20 degrees (sum of
-    cosines 1 + 0.98 + 0.94 - 0.87). The second, at 170 degrees, is the farthest from the first. The third is at 0
-    degrees."""
+    cosines 1 + 0.98 + 0.94 - 0.87). The second is the farthest from it, at 170 degrees, the third is at 0."""
     angles = torch.deg2rad(torch.tensor([0.0, 10.0, 20.0, 170.0]))
     S = cosine_similarity(torch.stack([angles.cos(), angles.sin()], -1)[None])
     assert S.sum(1).argmax(1).item() == 2
@@ -54,8 +53,7 @@ def test_tome_by_hand() -> None:
 
 
 def test_grid_by_hand() -> None:
-    """The slots are split into equal groups. The middle slot of each group is a destination: 1, 4 and 7 of 9, 1 and 3
-    of 4."""
+    """Destinations are the middle slots of equal groups of slots: 1, 4 and 7 of 9 slots, 1 and 3 of 4 slots."""
     assert strided_grid((9, 4), (3, 2), 3)[0].tolist() == [1, 4, 7]
     assert strided_grid((9, 4), (3, 2), 3)[1, :2].tolist() == [1, 3]
     assert strided_grid((5,), (5,), 5).tolist() == [[0, 1, 2, 3, 4]]

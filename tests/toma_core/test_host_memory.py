@@ -291,8 +291,8 @@ def test_memory_that_cannot_be_pinned_serves_too_and_is_tried_once() -> None:
 
 
 def test_all_runs_copy_on_the_same_two_streams_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch gives out 32 streams in turn. If each run made a new stream, ComfyUI could be copying weights on the same
-    one."""
+    """PyTorch gives out 32 streams in turn. A run that made a new stream could get one on which ComfyUI copies
+    weights."""
     made = list[object]()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(object()) or made[-1])
     monkeypatch.setattr(CudaCopier, "streams", staticmethod(functools.cache(CudaCopier.streams.__wrapped__)))

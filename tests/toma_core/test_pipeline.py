@@ -71,8 +71,8 @@ def test_off_is_the_very_same_tensor(settings: dict[str, Any], why: Message | No
 
 
 def test_auto_on_a_card_asks_for_enough_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an H100, one image of 576 tokens and 64 channels is not merged. 4096 such images, or a fixed `min_tokens`,
-    are."""
+    """On an H100, Auto does not merge one image of 576 tokens and 64 channels, but merges 4096 of them. If `min_tokens`
+    is fixed at 576, even one image is merged."""
     monkeypatch.setattr(cost_model, "card_of", lambda device: cost_model.Card("NVIDIA H100", (9, 0), 132, 1.98e9))
     few, many = (torch.randn(1, 576, 64).expand(images, -1, -1) for images in (1, 4096))
     assert plan_for(few, (24, 24), "toy", evaluation_of()) is None

@@ -219,8 +219,7 @@ def test_one_ratio_everywhere_decides_as_the_setting_does() -> None:
 
 
 def test_blocks_keep_their_ratio_between_full_steps() -> None:
-    """A full step has the ratios of the merged steps after it: step 6, at sigma 4, already has those for sigmas below
-    3.5."""
+    """A full step has the ratios of the merged steps after it: step 6, at sigma 4, has those of sigmas below 3.5."""
     config = ToMAConfig(full_step_interval=3, kv_cache=KVCache.ON)
     decisions = plans_of(config, (7.5, {"a": 0.75}), (3.5, {"a": 0.25}), (0.0, {"b": 0.5}))
     assert [d.of("a").ratio for d in decisions] == [0.75] * 3 + [0.25] * 3 + [0.0] * 4

@@ -37,8 +37,8 @@ def tokens(*seeds: int) -> Tensor:
 
 @loop("seed", range(20))
 def test_equal_images_have_the_plan_of_the_first_in_this_call_or_an_earlier_one(seed: int) -> None:
-    """A call shows one to four of six images. One holds NaN or infinity. With NaN it does not equal itself. Two differ
-    in one number."""
+    """A call shows one to four of six images. One image holds NaN or infinity. With NaN it does not equal itself. Two
+    others differ in one number."""
     chance, run, latents = random.Random(seed), run_of(), drawn(*range(6))  # noqa: S311 - cases, no secrets
     latents[4], latents[5, 0, 0, 0] = latents[3], (float("nan"), float("inf"))[seed % 2]
     latents[4, 3, 5, 5] += 1e-6

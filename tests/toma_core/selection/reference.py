@@ -16,8 +16,8 @@ def naive_value(similarity: Tensor, dest_slots: list[int]) -> float:
 
 
 def naive_greedy(similarity: Tensor, dest_slots: int) -> list[int]:
-    """Return the slots that a greedy search selects in one window, best first. Of equal gains, the lowest slot's
-    wins."""
+    """Return the slots that a greedy search selects in one window, best first. Of equal slots the lowest is
+    selected."""
     slots = similarity.shape[1]
     step = tie_step(slots)
     chosen: list[int] = []
@@ -30,8 +30,7 @@ def naive_greedy(similarity: Tensor, dest_slots: int) -> list[int]:
 def exact_greedy(similarity: Tensor, dest_slots: int, step: float) -> tuple[list[int], float]:
     """Return the slots that a greedy search in fp64 selects in one window, best first, and the smallest lead of a slot.
 
-    A slot's lead is the difference between the two largest gains when it is selected, divided by the largest if above
-    1.
+    A lead is the difference between the two largest gains at a selection, divided by the largest if that is above 1.
     """
     similarity = similarity.double()
     penalty = -step * torch.arange(len(similarity), dtype=torch.float64, device=similarity.device)

@@ -16,7 +16,7 @@ from toma_core.kernels.triton import product, select
 from toma_core.latent_regression import LatentChange, Rotation
 from toma_core.pipeline import Cached
 
-# Nothing computes anything: dest_slots are the first slots, and every trial goes well.
+# No kernel runs. Fresh memory is filled with 0, and every trial of a kernel succeeds.
 empty = torch.empty
 torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()
 trial._obstacle = lambda *args: ""

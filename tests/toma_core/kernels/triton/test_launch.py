@@ -45,7 +45,7 @@ def address(given):
     return given.data_ptr() if isinstance(given, torch.Tensor) else given
 
 with offline.stubbed(Driver()):
-    # Other strides, shapes, dtypes: each is looked at once.
+    # For other strides, shapes or dtypes, only the first launch goes through Triton. The second is prepared.
     between = torch.zeros(2, 300, 647, dtype=torch.float16)[:, 8:264, :640]
     apart = torch.zeros(2, 640, 256, dtype=torch.float16).transpose(1, 2)
     for tokens in (between, apart, x[:1], x.float(), x):
@@ -59,7 +59,7 @@ with offline.stubbed(Driver()):
     (_, _, same), direct, out = merged(y)
     assert direct and same[:3] == tuple(t.data_ptr() for t in (out, y, weights))
 
-    # On the stream of now, with the hooks of now.
+    # A prepared launch uses the current stream and the current hooks.
     Driver.stream, hooked = 7, []
     hook = lambda metadata: hooked.append(metadata.get()["name"])
     if hasattr(triton.knobs.runtime.launch_enter_hook, "add"):
@@ -70,7 +70,7 @@ with offline.stubbed(Driver()):
         assert hooked == ["_merge_kernel"]
         triton.knobs.runtime.launch_enter_hook.remove(hook)
 
-    # An address that 16 does not divide: another binary, and never that one for the aligned.
+    # An address that is no multiple of 16 needs another binary, which aligned addresses must never get.
     room = torch.zeros(2 * 256 * 640 + 1, dtype=torch.float16)
     odd = room[1:].view(x.shape)
     assert odd.stride() == x.stride() and odd.data_ptr() % 16
@@ -82,7 +82,7 @@ with offline.stubbed(Driver()):
     assert merged(odd)[0][0] is other and merged(odd)[0][0] is other and not merged(odd)[1]
     assert merged(x)[0][0] is first and merged(x)[1]
 
-    # A Triton whose launchers take something else: its own way, every time.
+    # If Triton's launchers take other arguments, every launch goes through Triton.
     kernels = TritonKernels()
     Launcher.__call__ = lambda self, *given: called.append((self, given[3], given[9:]))
     merged(x)
