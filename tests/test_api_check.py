@@ -176,7 +176,7 @@ def test_change_is_found(some_files: Path, all_of_it: Pack, item: str, kind: Kin
 def test_command_on_a_folder_with_some_files(
     some_files: Path, all_of_it: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names that are defined in files which the folder lacks are not reported as missing."""
+    """Names from files that the folder lacks are not reported as missing."""
     uses, families, _, facts, here = all_of_it
     partial = facts_of(some_files, uses, families)
     seen = [item for item in facts if uses[item].kind not in ("key", "trait", "derived")]

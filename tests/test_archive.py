@@ -70,7 +70,7 @@ def test_clones_are_light(tmp_path: Path) -> None:
 
 
 def test_two_at_once_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two runs in one checkout may not call comfy-cli at once, because both would write the same archive."""
+    """Two packing runs in one checkout must not call comfy-cli at once, because both would write the same archive."""
     alone, comfy_node = threading.Lock(), archive._comfy_node
 
     def watched(command: str, root: Path) -> str:

@@ -1,4 +1,4 @@
-"""Test the options and shapes that ComfyUI passes to blocks, which signatures do not show."""
+"""Test which options and tensor shapes ComfyUI passes to blocks. The signatures of blocks do not show them."""
 
 from types import ModuleType
 from typing import Any

@@ -46,12 +46,13 @@ def node_inputs(definition: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str
 
 
 def is_widget(kind: Any) -> bool:
-    """Return whether an input of this type is shown as a widget. Of several types, the first one counts."""
+    """Return whether an input of this type is shown as a widget. If the input takes several types, the first one
+    counts."""
     return isinstance(kind, list) or kind.partition(",")[0] in WIDGETS
 
 
 def to_prompt(workflow: dict[str, Any], server: ComfyServer) -> dict[str, Any]:
-    """Convert a workflow to the API format. Values belong to inputs in the order in which the server defines them."""
+    """Convert a workflow to the API format. Values are in the order in which the server defines the inputs."""
     origins = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
     prompt = {}
     for node in workflow["nodes"]:

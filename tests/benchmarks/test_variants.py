@@ -1,4 +1,4 @@
-"""Test the benchmarks' variants: how many tokens ToMA's rows merge, and what rivals do."""
+"""Test the benchmarks' variants: what ToMA's variants merge, and what rivals do."""
 
 from types import ModuleType
 from typing import Any

@@ -9,5 +9,5 @@ from demo import emblem
 def test_committed_picture_is_the_drawn_one(name: str) -> None:
     drawn = getattr(emblem, name)()
     committed = Image.open(emblem.FOLDER / f"{name}.png").convert(drawn.mode)
-    # Not compared exactly: another version of Pillow may round edges differently.
+    # The pictures are not compared exactly, because another version of Pillow may round edges differently.
     assert np.abs(np.asarray(drawn, np.int16) - np.asarray(committed, np.int16)).mean() < 1

@@ -120,8 +120,8 @@ BROKEN: dict[str, Callable[[Tensor], None]] = {
 }
 
 
-# (name, dtype, window size, whether Triton's kernels are used). PyTorch gets all names and dtypes. Windows of size 4
-# fit into the registers of a kernel. A window of size 13 has all 117 tokens.
+# (name, dtype, window size, whether Triton's kernels are used). Plain PyTorch runs all names and dtypes. Windows of
+# size 4 fit into the registers of a kernel. A window of size 13 has all 117 tokens.
 BROKEN_CASES = [(name, dtype, 4, False) for name in BROKEN for dtype in (HALF, BRAIN, FULL)]
 BROKEN_CASES += [("one infinity", HALF, 4, True), ("the first of each window", HALF, 4, True)]
 BROKEN_CASES += [("one NaN", HALF, 13, True), ("all of it", HALF, 13, True)]

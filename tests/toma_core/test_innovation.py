@@ -1,4 +1,4 @@
-"""Test the share of new noise in a latent, which is 0 in linear combinations of earlier latents and predictions."""
+"""Test the share of new noise in a latent. Linear combinations of earlier latents and predictions have no new noise."""
 
 import pytest
 import torch

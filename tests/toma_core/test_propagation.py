@@ -1,4 +1,4 @@
-"""Test that merged steps add the change of the update, which is known at destinations, to cached updates."""
+"""Test that merged steps add the change of the update at destinations to the cached updates of all tokens."""
 
 from typing import Any
 
@@ -67,8 +67,8 @@ def test_each_part_gets_its_own_in_one_batch_or_in_two_calls(order: tuple[str, s
     ],
 )
 def test_without_a_cache_that_fits_a_block_is_merged_plainly(name: str, cond_keys: Any, later: Tensor) -> None:
-    """The cache has no entry for the block or for a condition, or the batch size or dtype of the entry is not that of
-    the tokens. If one condition of a batch has no entry, no entry is used."""
+    """The block or a condition has no cached entry, or the entry has another batch size or dtype than the tokens. If
+    one condition of a batch has no entry, no entry is used."""
     run = run_of()
     passed(features(0), at(run, 0, "cond"))
     out, plan = passed(later, merging(run, 1, *cond_keys), name)

@@ -1,4 +1,4 @@
-"""Test the step of a sigma, the mode and ratios of a step, and when a plan is made again."""
+"""Test to which step a sigma belongs, the mode and ratios of a step, and when a plan is made again."""
 
 import dataclasses
 import itertools
@@ -116,8 +116,7 @@ def modes(plans: list[StepPlan]) -> str:
         ({"full_step_interval": 4}, {"finishes": True, "steps": 14}, "rrcccrcccrcccf"),
         ({"full_step_interval": 4}, {"finishes": True, "steps": 14, "continues_run": True}, "rcccrcccrcccrf"),
         ({"full_step_interval": 4}, {"finishes": True, "steps": 14, "sigma_start": 12.0}, "ffrcccrcccrccf"),
-        # Two steps continue another run. With a KV cache the last one is merged, because otherwise the run would merge
-        # none.
+        # A run of two steps continues another run. With a KV cache its last step is merged, or it would merge none.
         ({"full_step_interval": 4, "kv_cache": True}, {**HALF_RUN, "steps": 2}, "rc"),
         ({"full_step_interval": 4, "kv_cache": True}, {"finishes": True, "steps": 2}, "rf"),
         ({"full_step_interval": 2, "kv_cache": True}, {**HALF_RUN, "steps": 2}, "rf"),

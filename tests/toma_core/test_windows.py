@@ -26,7 +26,7 @@ def check_partition(windows: Windows) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 16) | st.integers(17, 64), st.booleans())
 def test_any_grid_is_partitioned_into_rectangles(height: int, width: int, size: int, shifted: bool) -> None:
-    """No side of a window is longer than asked. Sides of windows that are not shifted differ by at most one token."""
+    """No side of a window is longer than `size`. Sides of windows that are not shifted differ by at most one token."""
     windows = make_windows(height, width, size, shifted)
     check_partition(windows)
     x = torch.arange(2 * windows.tokens * 3).view(2, windows.tokens, 3)

@@ -189,7 +189,7 @@ def test_failed_interrupted_and_lost_runs_are_said_and_other_results_remain(
     assert "interrupted on the server. Run the same command again" in error("wait\n")
     thread.join()
 
-    # Another prompt blocks the queue. After LONGEST seconds, benchmarks.real takes its own prompt for removed.
+    # Another prompt blocks the queue. After LONGEST seconds, benchmarks.real concludes that its own prompt was removed.
     monkeypatch.setattr("benchmarks.real.server.LONGEST", 1.0)
     other = comfy.queue(Template(hurdle).fill("wait", "", 99, None))
     assert "was the server's queue cleared?" in error("better\n")

@@ -19,7 +19,7 @@ WRITE = bool(os.environ.get("TOMA_WRITE_COMPATIBILITY"))
 
 @pytest.fixture(scope="session")
 def kits(pack: Any) -> Iterator[dict[str, Kit]]:
-    """Build the tiny models, and use one thread, with which sums always have the same order."""
+    """Build the tiny models. Use one thread, so that the order of sums is always the same."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield {family: Kit(family) for family in ALL}

@@ -16,8 +16,8 @@ def naive_value(similarity: Tensor, dest_slots: list[int]) -> float:
 
 
 def naive_greedy(similarity: Tensor, dest_slots: int) -> list[int]:
-    """Return the slots that a greedy search selects in one window, best first. Of equal slots the lowest is
-    selected."""
+    """Return the slots that a greedy search selects in one window, best first. Of slots with equal gains it takes the
+    lowest."""
     slots = similarity.shape[1]
     step = tie_step(slots)
     chosen: list[int] = []

@@ -51,7 +51,7 @@ def test_ragged_windows_of_a_batch_each_as_good_as_the_loops(height: int, width:
 
 @given(seeds, st.integers(2, 9), st.sampled_from([2, 5]), st.just(1.0) | st.floats(0.1, 1.0))
 def test_within_1_minus_1_over_e_of_the_best(seed: int, slots: int, channels: int, least: float) -> None:
-    """With priorities of at least `least`, the bound is 1 - exp(-least)."""
+    """With priorities of at least `least`, the bound is 1 - exp(-least) times the best value."""
     S = cosine_similarity(randn(seed, 1, slots, channels))
     priority = least + (1 - least) * torch.rand(1, slots, generator=torch.Generator().manual_seed(seed))
     for number in range(1, slots + 1):

@@ -9,7 +9,7 @@ from tests.toma_core.kernels.cases import printed
 
 SHARED = 99 * 1024  # bytes of a thread block on RTX 30 and 40 cards, the least of all supported cards
 
-# Windows are ragged. Their tokens and destinations fill the largest tiles.
+# Windows have different sizes. Their tokens and destinations fill a kernel's largest tiles.
 PROGRAM = """
 import json, sys
 import torch

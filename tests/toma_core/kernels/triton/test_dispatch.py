@@ -1,4 +1,4 @@
-"""Test when a run uses Triton kernels and when plain PyTorch, that it reports why, and that both give equal results."""
+"""Test when a run uses Triton kernels or plain PyTorch, that the run reports why, and that both give equal results."""
 
 import importlib
 import logging

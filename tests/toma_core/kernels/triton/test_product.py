@@ -59,7 +59,7 @@ def in_dtype(plan: MergePlan, dtype: torch.dtype) -> MergePlan:
 
 
 def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
-    """Check that the error of `actual` is at most `roundings` roundings to the dtype. Kernels compute sums in fp32."""
+    """Check that `actual` is off by at most `roundings` rounding errors of the dtype. Kernels compute sums in fp32."""
     assert actual.dtype == dtype
     assert actual.is_contiguous()
     atol = roundings * {FULL: 2e-6, HALF: 1e-3, BRAIN: 8e-3}[dtype]

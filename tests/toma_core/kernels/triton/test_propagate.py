@@ -44,7 +44,7 @@ TOLERANCE = {FULL: 2e-6, HALF: 2e-3, BRAIN: 1.6e-2}
 def operands(
     case: Case, kernels: Any, pairs: int = 0, images: int = 1, features: int = 33
 ) -> tuple[Regression, Tensor, Tensor, Rotation | None]:
-    """Return a regression, cached and fresh tensors, and rotations of keys by random angles, or None if `pairs` is 0.
+    """Return a regression, a cached and a fresh tensor, and rotations of keys by random angles (None if `pairs` is 0).
     The features are random, but the last one is 1 for every token. The first slots of each window are its
     destinations."""
     plan = replace(random_plan(case), kernels=kernels)

@@ -55,7 +55,8 @@ def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, window
 
 
 def check_objective(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Check that destinations represent each window as well as those of PyTorch. Both may differ if gains are close."""
+    """Check that destinations represent windows as well as PyTorch's do. If gains are close, the two may select
+    others."""
     similarity = cosine_similarity(windows.split(x.float()))
     expected = select(similarity, windows, budget)
     valid = None if windows.valid is None else windows.valid.repeat(x.shape[0], 1)
