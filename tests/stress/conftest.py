@@ -57,7 +57,7 @@ def latents(model_of: Callable[[str], Any]) -> Callable[[str], dict[str, str]]:
 
 @dataclass
 class Rig:
-    """The small model of a family, and checks that a fault leaves nothing of a run behind."""
+    """The small model of a family, with checks that no hook and no object of a run is left after a fault."""
 
     kind: str
     model: Any

@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any] | None] = {
     "stack": EVERYTHING,
     "module": {**EVERYTHING, "granularity": "module", "selection_interval": 1},
     "detail": {**EVERYTHING, "granularity": "block", "full_step_interval": 2},
-    # As a server samples with ToMA Advanced. Its preset's weight interval has no effect if every step selects.
+    # As ToMA Advanced samples on a server. If every step selects, the preset's weight interval has no effect.
     "served": {**EVERYTHING, "selection_interval": 1, "window_size": 8},
 }
 

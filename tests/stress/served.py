@@ -18,7 +18,7 @@ OURS = sorted(json.loads((Path(__file__).parents[1] / "nodes" / "schema.json").r
 OF_A_RUN = {"RunState", "Schedule", "SamplingRun", "Evaluation", "MergePlan", "Cache", "Coverage", "Refresh", "Cached"}
 OF_A_RUN |= {"_Entry", "Dispatch"}
 # Classes whose objects outlive a run -> the largest allowed number of these objects. Reports need stats and maps of the
-# last runs. Windows and budgets are cached.
+# last runs. Windows and budgets are cached for later runs.
 BOUNDED = {"RunStats": 32, "MergeMap": 4 * 32, "Windows": 64, "Budget": 64}
 _nonces = itertools.count()
 

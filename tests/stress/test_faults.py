@@ -102,7 +102,7 @@ def test_fault_inside_a_merged_block(rig: Any, trap: Trap, stage: str, error: ty
     with pytest.raises(error):
         rig.sampled(patched)
     rig.check_clean()
-    # There may be fewer tensors than before, because the report of an aborted run has no maps.
+    # There may be fewer tensors than before, because the report of an aborted run has no merge maps.
     assert rig.tensors() <= before
     assert rig.sampled(patched) == rig.expected[case]
     rig.check_clean()

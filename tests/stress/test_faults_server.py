@@ -63,7 +63,7 @@ def survived(at_first: dict[str, int], good: Any, kind: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("fault", ["error", "out of memory"])
 def test_fault_inside_a_merged_block(lab: ComfyServer, kind: str, fault: str, survived: None) -> None:
-    """ComfyUI reports the fault on the sampler node. After an out-of-memory error it unloads every model."""
+    """ComfyUI reports the fault on the sampler node. After an out-of-memory error, ComfyUI unloads every model."""
     seen = len(lab.log())
     run = lab.run(graph(kind, fault=fault, calls=9))
     assert run.status == "error"

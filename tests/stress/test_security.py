@@ -22,7 +22,7 @@ ALLOWED = {
     *("sys", "textwrap", "threading", "time", "types", "typing", "uuid", "weakref"),
     *("comfy", "comfy_api", "comfy_execution", "comfyui_version", "numpy", "PIL", "psutil", "torch", "triton"),
 }
-# Refuse these builtins, and these attributes of any object except Triton's `load`, which reads GPU memory.
+# Refused builtins, and refused attributes of all objects but `triton.language`, whose `load` reads GPU memory.
 REFUSED_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
 REFUSED_ATTRIBUTES = {
     *("load", "save", "open", "fromfile", "tofile", "loadtxt", "savetxt", "genfromtxt", "memmap", "savez", "dump"),

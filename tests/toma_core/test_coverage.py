@@ -36,8 +36,8 @@ def test_a_run_with_a_kv_cache_merges_nothing_without_it(facts: dict[str, Any]) 
     [
         # Sigmas may rise a little, but not above the sigma of the refresh.
         ([(10.0, 0), (8.0, 1), (9.0, 2), (3.0, 3), (4.0, 4), (9.0, 5)], "rmmrmr"),
-        # If another node changes the model's sigma, that sigma counts. It must not be far from the refresh's model
-        # sigma.
+        # If another node changes the model's sigma, that sigma counts. It must be near the model's sigma of the
+        # refresh.
         ([(7.0, 3, 7.0), (6.0, 4, 6.0)], "rm"),
         ([(7.0, 3, 10.0), (6.0, 4, 6.0)], "rr"),
         ([(7.0, 3, 2.0), (6.0, 4, 6.0)], "rr"),
@@ -112,8 +112,8 @@ def test_a_refresh_that_another_node_skips_keeps_the_cache_and_the_next_evaluati
 
 
 def test_a_refresh_that_is_broken_off_stores_nothing_more() -> None:
-    """If one of several devices runs out of memory or fails, the others continue with their calls of that refresh.
-    These calls must cache nothing."""
+    """If one of several devices fails in a refresh, the others continue with their calls. These calls must cache
+    nothing."""
     for stop in ("clear", "broken_off"):
         run, x = run_of(), features(0)
         evaluation = at(run, 0, "cond")
