@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> dict[str, Any]:
-    """Return a dict for small models by kind, which `model_of` fills."""
+    """Return an empty dict, which `model_of` fills with small models by kind."""
     return {}
 
 
@@ -258,7 +258,7 @@ def dense() -> Callable[[Any], tuple[Tensor, Tensor]]:
 
 @pytest.fixture
 def previews(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nodes save the pictures that they show in a temporary folder."""
+    """Let nodes save their preview pictures to a temporary folder."""
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
@@ -266,7 +266,7 @@ def previews(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_state_left(pack: ModuleType) -> Iterator[None]:
-    """Check after the test that no run state and no plan that the test created is alive."""
+    """Check after the test that every run state and plan that it created is gone."""
     kinds = (pack_module("toma_core.run").RunState, pack_module("toma_core.merge").MergePlan)
     gc.collect()
     before = {id(o) for o in gc.get_objects() if issubclass(type(o), kinds)}
@@ -293,8 +293,8 @@ def stranger(pack: ModuleType) -> Any:
 @pytest.fixture
 def run_preset(stats_of: Callable[[Any], Any]) -> Callable[..., tuple[list[Tensor], list[Tensor]]]:
     """run_preset(model, most, **options of sampling): sample eight steps without and with the preset `balanced`. Check
-    that merging changes the video by less than `most`, relative to its norm, and its sound less than the video, that
-    nothing is left out, and that both runs can be repeated. Return the streams of the runs."""
+    that merging changes the video by less than `most`, relative to its norm, and the sound by less than the video.
+    Check that no block or call is left out, and that both runs can be repeated. Return the streams of both runs."""
 
     def checked(model: Any, most: float = 0.05, **asked: Any) -> tuple[list[Tensor], list[Tensor]]:
         merged = balanced(model)

@@ -1,4 +1,5 @@
-"""Test Benchmark: which runs are measured in which order, what their times include, and which ratio is recommended."""
+"""Test the node ToMA Benchmark: which runs are measured in which order, what their times include, and which ratio is
+recommended."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,7 @@ def run(previews: None) -> Any:
     ],
 )
 def test_measures_a_real_model_and_says_where(kind: str, frames: int, merged: str, model_of: Any, run: Any) -> None:
-    """Flux needs a latent with more channels than the empty latent has. A video may have sound."""
+    """Flux needs more channels than the latent `EMPTY` has. A video may have sound."""
     model = model_of(kind)
     inputs = {"latent": {"samples": models.empty(model, 12, 16, 1, frames)}} if frames else {}
     plot, table, best, nearest, answer = run(model, **inputs)
@@ -113,7 +114,7 @@ TOO_NOISY = (
 def test_what_to_do_is_said_first(
     unet: Any, run: Any, monkeypatch: pytest.MonkeyPatch, seconds: list[float], outputs: Any, verdict: list[str]
 ) -> None:
-    """seconds: the runs at ratio 0.5. An empty list stands for `TIMINGS`."""
+    """seconds: the times of the runs at ratio 0.5, or an empty list for the times in `TIMINGS`."""
     timed = [Timing(0.5, seconds, 0.1)] if seconds else TIMINGS[1:]
     monkeypatch.setattr(benchmark, "measure", lambda *_: [TIMINGS[0], *timed])
     _, table, *recommended, answer = run(unet)
@@ -151,7 +152,7 @@ def timed(ratio: float, *seconds: float) -> Any:
 
 @pytest.mark.compat
 def test_each_setting_is_timed_and_compared(unet: Any) -> None:
-    """The error is that of the same run in ComfyUI's sampler."""
+    """The error equals that of the same merged run in ComfyUI's own sampler."""
     import comfy.sample
 
     asked = task(unet)
@@ -238,7 +239,7 @@ def test_can_be_cancelled_between_steps(unet: Any) -> None:
 
 
 def test_progress_goes_from_nothing_to_all(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run is announced before it begins: both settings warm up and run twice."""
+    """Each of the six runs is announced before it begins: both settings warm up once and run twice."""
     import comfy.utils
 
     seen, runs = list[tuple[int, int]](), list[tuple[int, int]]()

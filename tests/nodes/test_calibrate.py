@@ -71,7 +71,7 @@ def found_profile(model: Any) -> str:
 
 @loop("unknown", [False, True])
 def test_nothing_can_be_merged(unknown: bool, unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The latent's grids are too small, or this version does not know ComfyUI's call."""
+    """The latent's grids are too small, or ComfyUI passes arguments that this version of ToMA does not know."""
     if unknown:
         monkeypatch.setattr(pack_module("nodes.adapters.streams"), "shapes_of", lambda conds: conds.renamed)
     side = 40 if unknown else 16
@@ -98,7 +98,7 @@ def test_a_word_that_is_none_is_refused(unet: Any, calibrated: Any) -> None:
 
 
 def test_another_node_that_answers_for_the_sampler(unet: Any, calibrated: Any) -> None:
-    """The other node evaluates the model without ToMA's wrappers."""
+    """Another node's function evaluates the model without ToMA's wrappers."""
     import comfy.samplers
 
     odd = unet.clone()
@@ -146,7 +146,7 @@ def test_a_step_cache_of_another_pack(unet: Any, calibrated: Any) -> None:
 
 @loop(("merged_too", "problem"), [(True, "Nothing was measured"), (False, "Nothing is merged")])
 def test_values_that_are_no_numbers(unet: Any, calibrated: Any, merged_too: bool, problem: str) -> None:
-    """NaN comes from every evaluation, or only from evaluations with merged blocks."""
+    """The model gives NaN in every evaluation, or only in evaluations with merged blocks."""
 
     def broken(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = executor(x, *args, **kwargs)
@@ -178,8 +178,8 @@ def test_cancelled_without_a_trace(
 
 
 def test_the_preset_as_a_profile(unet: Any, calibrated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the calibrated ratios have a larger error than the preset, the node keeps the preset. The node's model and its
-    profile then give the preset's latent bit for bit."""
+    """If the calibrated ratios have a larger error than the preset, the node keeps the preset. Then the model and the
+    profile from the node both give the preset's latent bit for bit."""
     errors = iter((0.1, 9.0))
     monkeypatch.setattr(calibrate, "error", lambda *_: next(errors))
     made, text, said = calibrated(unet, target="fast")
@@ -222,7 +222,7 @@ def test_the_gain_comes_first() -> None:
 
 
 def test_a_sampler_with_another_cfg_is_named() -> None:
-    """Only samplers whose model comes from the calibration node count. Other nodes may be in between."""
+    """Only samplers whose model comes from the calibration node count. Other nodes may be between the two."""
     prompt = {
         "1": {"inputs": {"cfg": 4.0}},
         "2": {"inputs": {"model": ["1", 0]}},

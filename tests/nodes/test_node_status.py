@@ -60,7 +60,7 @@ def test_a_run_is_sent_twice_to_its_page(unet: Any, sent: list[Any]) -> None:
 
 
 def test_a_run_says_on_its_node_whether_its_first_step_was_full(unet: Any, sent: list[Any]) -> None:
-    """The page does not time the first step. It counts the first step as an unmerged step if it was full."""
+    """The web page never times the first step, but counts a full first step as an unmerged step."""
     runs = ("1", {}, False), ("2", {"full_step_interval": 2}, True), ("3", {"start_percent": 0.5}, True)
     made = [patched(unet, node_id=node_id, **settings).args[0] for node_id, settings, _ in runs]
     for model, (node_id, _, full) in zip(made, runs, strict=True):

@@ -91,7 +91,7 @@ def test_report_with_a_picture_draws_over_it(unet: Any, attach: Any, shown: Any)
 
 
 def test_what_the_picture_shows_stands_on_the_node(unet: Any, attach: Any, shown: Any) -> None:
-    """Charts are shown even if nothing was merged. Then there is no map."""
+    """If nothing was merged, the charts are shown, but no map."""
     for least, maps, first, steps in (
         (4, ["caption_map"], "On: ", "merged steps: 1"),
         (1000, [], f"Nothing was merged: {Reason.TOO_FEW_TOKENS(least=1000)}.", "full steps: 1"),

@@ -137,7 +137,7 @@ Colour = Callable[[float, float], tuple[int, int, int]]
 
 
 def drawn(merged: Any, picture: Any = None) -> Colour:
-    """Draw one map. Return a function from (row, column), in units of tokens, to the colour there."""
+    """Draw one map. Return a function that returns the colour at (row, column), in units of tokens."""
     image, cell = charts.draw({(merged.height, merged.width): merged}, picture), side_of(merged, charts.WIDTH)
     return lambda row, column: pixel(image, MARGIN + CAPTION + row * cell, MARGIN + column * cell)
 

@@ -34,7 +34,7 @@ def config_of(model: Any) -> Any:
 @loop("kind", ["unet", "flux"])
 @loop("preset", core.PRESETS)
 def test_preset_is_as_the_model_has_it(request: pytest.FixtureRequest, kind: str, preset: str) -> None:
-    # This Flux has as many blocks as Flux.1, because presets that count blocks apply only to such models.
+    # This Flux has as many blocks as Flux.1. In smaller models, `paper` skips a share of the blocks instead of five.
     model = request.getfixturevalue(kind) if kind == "unet" else models.flux(double=19, single=38)
     expected = core.UserSettings(preset, {"ratio": 0.4}).resolved(*OWN[kind])
     assert made_by(nodes.ToMA, model, ratio=0.4, preset=preset) == expected
@@ -78,7 +78,8 @@ def test_what_most_people_touch_is_in_front() -> None:
 
 @pytest.mark.compat
 def test_a_setting_that_is_no_more_is_passed_over(unet: Any) -> None:
-    """A graph in API format may still have a removed setting. ComfyUI passes it to the node only if it is a link."""
+    """A graph in API format may still have a removed setting. ComfyUI passes the setting to the node only if a link
+    gives its value."""
     from execution import get_input_data
 
     saved = {"model": unet, **defaults(nodes.ToMAAdvanced), "unmerge": "pseudo-inverse"}
@@ -106,14 +107,14 @@ def test_bad_value_names_field_range_and_fix(unet: Any, settings: Any, parts: tu
         assert part in str(refused.value)
 
 
-# Settings of ToMA Advanced that allow -1 (the preset's value) but not every number above -1. A widget's range, which
-# begins at -1, cannot exclude these numbers. Each has a number that is too small.
+# Settings of ToMA Advanced, each with a number that is too small. The widgets' ranges begin at -1 (the preset's value),
+# so they cannot exclude these numbers.
 TOO_SMALL = {"full_step_interval": 1, "selection_interval": 0, "window_size": 1, "sharpness": 0.5}
 
 
 @pytest.mark.compat
 def test_a_number_out_of_range_is_refused_before_the_prompt_runs() -> None:
-    """Numbers that come over a link are not known yet, and are left out of the call."""
+    """Numbers that come over a link are not known yet, so ComfyUI does not pass them to `validate_inputs`."""
     for ratio in (1.5, -0.1, float("nan")):
         assert f"ratio is {ratio}. Allowed: a number from 0 to 0.95" in nodes.ToMA.validate_inputs(ratio=ratio)
     assert nodes.ToMA.validate_inputs(ratio=0.95) is True
@@ -140,6 +141,6 @@ def test_every_number_that_the_widgets_range_does_not_check_is_validated() -> No
 
 @loop("value", [-1, -1.0, -0.95, -0.99, "preset"])
 def test_negative_numbers_leave_a_field_to_the_preset(unet: Any, value: Any) -> None:
-    """A click on a widget's arrow turns -1 into -0.95. Like -1, this value stands for the preset's value."""
+    """A click on a widget's arrow turns -1 into -0.95. Like -1, -0.95 stands for the preset's value."""
     name = "granularity" if value == "preset" else "skip_last_blocks"
     assert made_by(nodes.ToMAAdvanced, unet, **{name: value}) == made_by(nodes.ToMAAdvanced, unet)

@@ -1,4 +1,4 @@
-"""Simulate a GPU on the CPU. `recorded_copies` simulates the copies between GPU memory and main memory."""
+"""Simulate a GPU on the CPU. tests/recorded_copies.py simulates copies between GPU memory and main memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ VIDEOS = ("wan", "ltx", "h3", "cosmos")
 
 
 class Card:
-    """Records a simulated run: its copies, and the largest size of its cache as (bytes on the GPU, bytes in main
-    memory)."""
+    """A run on the simulated GPU. copies: the record of its copies. peak: the largest size of its KV cache, as (bytes
+    on the GPU, bytes in main memory)."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies, self.peak, self.hosts = copies, (0, 0), list[Any]()
 
     def ended(self) -> None:
-        """Check that the run has left no copy or buffer."""
+        """Check that after the run no copy is unfinished and no buffer is left."""
         copies = self.copies
         copies.check()
         assert (copies.pinned, copies.unfinished(), copies.staged) == (set(), 0, 0)
@@ -34,7 +34,7 @@ class Card:
 
 @contextmanager
 def a_card(share: float, quantized: bool, main: float = 1e12, **options: Any) -> Iterator[Card]:
-    """Simulate a GPU with memory for `share` (0 to 1) of the keys and values, and `main` bytes of main memory."""
+    """Simulate a GPU that holds a `share` (0 to 1) of all keys and values, beside `main` bytes of main memory."""
     memory = pack_module("nodes.adapters.kv_memory")
     card, plan, make = Card(Copies(**options)), memory._four_bits, memory.HostMemory
 
@@ -67,8 +67,8 @@ def sampled(kind: str, model: Any, **options: Any) -> list[Tensor]:
 
 
 def compared(kind: str, merged: Any, quantized: bool, share: float = 0.0, **options: Any) -> Card:
-    """Run once with a `share` of the keys and values on the simulated GPU, and once with all of them there. Check that
-    the latents are equal. Return the record of the first run."""
+    """Sample with all keys and values on the simulated GPU, then with a `share` of them there. Check that the latents
+    are equal. Return the record of the second run."""
     with a_card(1.0, quantized):
         wanted = sampled(kind, merged, **options)
     with a_card(share, quantized) as card:

@@ -15,7 +15,7 @@ class Counting:
 
 
 def compiled(model: Any, backend: Any, inside: bool = False, keys: list[str] | None = None) -> Any:
-    """Compile a model as ComfyUI's TorchCompileModel does. inside: make ToMA treat the backend as Inductor."""
+    """Compile a model as ComfyUI's TorchCompileModel does. inside: ToMA merges inside the graph, as with Inductor."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 

@@ -18,7 +18,7 @@ def model(request: pytest.FixtureRequest, kind: str) -> Any:
 
 @pytest.fixture
 def requested(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the bytes for caches that runs request from ComfyUI."""
+    """Return a list that receives the bytes that each run requests from ComfyUI for its caches."""
     reserve, found = pack_module("nodes.adapters.kv_memory").reserved, list[int]()
     run = pack_module("nodes.adapters.patch_model")
     monkeypatch.setattr(run, "reserved", lambda model, more: found.append(more) or reserve(model, more))

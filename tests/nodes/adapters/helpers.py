@@ -15,12 +15,12 @@ from testbed import models
 from tests.loop import loop
 from tests.nodes.adapters.kv_helpers import preset
 
-# Tests with this decorator can use the fixture `model`.
+# Runs a test once for each of these models. In the test, the fixture `model` gives the model.
 every_kind = loop("kind", ["unet", "flux"])
 
 
 def balanced(model: Any, name: str = "balanced", **settings: Any) -> Any:
-    """Apply a preset that also merges small grids."""
+    """Apply the preset `name`, but merge small grids too."""
     return pack_module("nodes.adapters.patch_model").apply_toma(model, preset(name, **settings))
 
 
@@ -36,8 +36,8 @@ def split_calls(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
 
 
 def split_calls_when(monkeypatch: pytest.MonkeyPatch, merged: Any, splits: Callable[[int], bool]) -> None:
-    """Make ComfyUI split conditions into separate calls in the evaluations whose number, counted from 1, `splits`
-    accepts. In all other evaluations it joins them."""
+    """In evaluations whose number (from 1) `splits` accepts, make ComfyUI evaluate each condition in a separate call.
+    In all other evaluations conditions are joined in one call."""
     evaluations = list[int]()
 
     def counting(executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ def overridden(model: Any, override: Any) -> Any:
 
 
 class Watch:
-    """Another node's attention override, which records queries, keys and values, (B, T, C), of each call."""
+    """An attention override of another node. Records the queries, keys and values of each call, each (B, T, C)."""
 
     def __init__(self, calls: int) -> None:
         self.calls, self.seen = calls, list[tuple[Tensor, Tensor, Tensor]]()
@@ -79,7 +79,7 @@ def preset(name: str, **settings: Any) -> Any:
 
 
 def several_calls(model: Any) -> Any:
-    """Apply ComfyUI's skip layer guidance. It adds a call to every evaluation, after the call of the conditions."""
+    """Apply ComfyUI's skip layer guidance. It adds a call of the model to every evaluation, after the usual call."""
     from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
 
     return SkipLayerGuidanceDiT.execute(model, 3.0, 0.0, 1.0, double_layers="2").args[0]

@@ -112,8 +112,8 @@ def test_the_attention_that_the_checkpoint_names(kind: str, names: tuple[str, ..
 
 
 class Override:
-    """Another node's override. Records (number of queries, number of keys) of each call. leaves: whether the override
-    leaves such a call to ComfyUI."""
+    """An attention override of another node. Records (number of queries, number of keys) of each call. leaves(these two
+    numbers): return whether the override leaves the call to ComfyUI."""
 
     def __init__(self, leaves: Callable[[int, int], bool]) -> None:
         self.leaves, self.calls = leaves, list[tuple[int, int]]()
@@ -124,7 +124,7 @@ class Override:
 
 
 def by_node(model: Any, override: Override) -> Any:
-    """Choose an attention with the method that ComfyUI's node `ModelAttentionBackend` calls."""
+    """Make `override` the model's attention, with the method that ComfyUI's node `ModelAttentionBackend` calls."""
     model = model.clone()
     if not hasattr(model, "set_model_optimized_attention"):
         pytest.skip("this ComfyUI has no such method")
@@ -151,7 +151,7 @@ def by_node(model: Any, override: Override) -> Any:
 def test_the_attention_of_another_node(
     kind: str, chosen: Any, leaves: Any, said: bool, model_of: Any, stats_of: Any
 ) -> None:
-    """If the override leaves only the calls of merged blocks to ComfyUI's attention, the report has a line about it."""
+    """If another node's override leaves only calls of merged blocks to ComfyUI's attention, the report says so."""
     override = Override(leaves)
     model = chosen(model_of(kind), override)
     sampled(kind, model)

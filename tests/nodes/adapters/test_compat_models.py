@@ -22,8 +22,8 @@ def sample(model: Any) -> torch.Tensor:
 
 
 FLUX = "comfy.ldm.flux.layers"
-# By class of ComfyUI's UNet: a function that returns a `forward` with another signature. This `forward` calls the
-# original one.
+# By class of ComfyUI's UNet: a function that returns a `forward` with another signature. The returned `forward` calls
+# the original `forward`.
 CHANGED: dict[str, Callable[[Any], Any]] = {
     "BasicTransformerBlock": lambda own: (
         lambda self, x, emb=None, context=None, transformer_options=None: own(self, x, context, transformer_options)
@@ -71,7 +71,7 @@ def test_new_unused_argument_is_no_obstacle_in_flux(
     patched = attach(model)
     assert not torch.equal(sample(patched), sample(model))
     assert warnings() == []
-    # If the new argument `region` has a value, blocks that get it are not merged, and the report gives the reason.
+    # If a block gets a value for the new argument `region`, the block is not merged, and the report gives the reason.
     model = models.flux()
     for block in model.model.diffusion_model.double_blocks:
         block.register_forward_pre_hook(lambda _, args, kwargs: (args, {**kwargs, "region": 1}), with_kwargs=True)
@@ -111,7 +111,7 @@ def test_attribute_with_another_name(
 
     @functools.wraps(forward)
     def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # ComfyUI's `forward` still uses the old name, so restore this name while it runs.
+        # ComfyUI's `forward` still uses the old name of the attribute, so restore the old name while `forward` runs.
         move(self, new, attribute)
         try:
             return forward(self, *args, **kwargs)
@@ -142,7 +142,7 @@ def test_blocks_without_token_offsets(attach: Any, stats_of: Any, kind: str, opt
     assert "Nothing was merged" in report_text.summary(stats_of(patched))
 
 
-# By change of the RoPE argument: a function that makes it, and a function that restores it.
+# By new form of the RoPE argument: a function from the present form to the new one, and a function back.
 MOVED: dict[str, Any] = {
     "pair": (lambda pe: (None, pe), lambda pe: pe[1]),
     "two tables": (lambda pe: pe.unbind(-1), lambda pe: torch.stack(pe, -1)),
@@ -154,7 +154,8 @@ MOVED: dict[str, Any] = {
 @loop("granularity", ["module", "stack"])
 @loop("shape", MOVED)
 def test_positions_of_another_kind(monkeypatch: Any, attach: Any, stats_of: Any, granularity: str, shape: str) -> None:
-    """FLUX.3 may change the RoPE argument. The patched attention turns it back into the present form."""
+    """FLUX.3 may pass the RoPE argument in a new form. Here a patched attention turns the new form back into the
+    present one."""
     layers, model = importlib.import_module(FLUX), models.flux()
     attention, embedder = layers.attention, type(model.model.diffusion_model.pe_embedder)
     make, back = MOVED[shape]

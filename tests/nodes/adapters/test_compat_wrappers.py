@@ -33,7 +33,7 @@ TARGETS = {"OUTER_SAMPLE": "outer_sample", "CALC_COND_BATCH": "_calc_cond_batch"
 def test_wrapper_that_is_called_in_another_way(
     monkeypatch: Any, attach: Any, warnings: Any, model: Any, hook: str, no_state_left: None
 ) -> None:
-    """A later ComfyUI passes one object to wrappers, which holds all arguments."""
+    """Simulate a later ComfyUI that passes wrappers a single object with all arguments."""
     before = WrapperExecutor.execute
 
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
 def test_own_errors_do_not_end_a_run(
     name: str, monkeypatch: Any, attach: Any, warnings: Any, flux: Any, stats_of: Any
 ) -> None:
-    """If the error prevents the choice of an evaluation's mode, the evaluation is full."""
+    """If an error of the pack prevents the choice of an evaluation's mode, the evaluation is full."""
     merged, plain = attach(flux), sample(flux)
     fail_from(monkeypatch, name, 0)
     with pytest.raises(TypeError, match="of our own"):
@@ -120,7 +120,7 @@ GONE = (*TARGETS, "add_wrapper_with_key", "remove_wrappers_with_key", "clone")
 def test_what_is_gone_leaves_the_model_as_it_was(
     monkeypatch: Any, attach: Any, warnings: Any, model: Any, name: str
 ) -> None:
-    """A kind of wrapper, or a method of the model, is gone from ComfyUI."""
+    """A later ComfyUI lacks a kind of wrapper, or a method of the model."""
     plain = sample(model)
     left = {key: value for key, value in vars(run.WrappersMP).items() if key.isupper() and key != name}
     with monkeypatch.context() as later:

@@ -16,7 +16,8 @@ TOKENS, BEFORE = 60, 7
 
 
 def begun(evaluation: Any, **signature: Any) -> Any:
-    """Return the site of a chain of two blocks that has begun. signature: attributes of the blocks' signature."""
+    """Begin a chain of two blocks, and return its `ChainSite`. signature: attributes to set in the blocks'
+    signature."""
     chain, active = pack_module("nodes.adapters.chain"), pack_module("nodes.adapters.active_chain")
     site = chain.ChainSite(pack_module("nodes.adapters.signature").BlockSignature(), chain.RopeCache())
     vars(site.signature).update(signature)

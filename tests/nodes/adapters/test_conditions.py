@@ -72,7 +72,7 @@ def test_a_condition_that_begins_on_several_devices_is_refreshed_once(pack: Any)
 
 
 def test_tiles_on_several_devices_are_full(pack: Any) -> None:
-    """The first evaluations get the full latent, the third gets only a tile of it."""
+    """The first two evaluations get the full latent, the third gets only a tile of the latent."""
     conds = {"uuid": "cond"}, {"uuid": "uncond"}
     sampling, step = sampling_on_two_devices([3.0, 2.0, 1.0, 0.0])
     assert [step(3.0, *conds), step(2.0, *conds), step(1.0, *conds, width=4)] == ["full", "merged", "full"]
@@ -129,7 +129,7 @@ def test_areas_of_one_size_at_two_offsets_have_separate_plans(
 def test_combined_and_timed_prompts_share_one_plan(
     kind: str, model: Any, attach: Any, plan_calls: Any, stats_of: Any
 ) -> None:
-    """A run has one plan for each kind of block, or in a UNet for each resolution."""
+    """A run makes one plan for each kind of block of a transformer, or for each resolution of a UNet."""
     positive = [
         *models.conditioning(model, seed=1),
         *models.conditioning(model, seed=3),

@@ -120,7 +120,7 @@ def test_of_other_guiders_all_conditions_count(flux: Any) -> None:
 
 
 def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
-    """The guidance's functions may hold state, so the size is predicted without calling them."""
+    """Functions of guidance may hold state, so the size is predicted without calling these functions."""
 
     def perturbed(args: Any) -> Any:
         raise AssertionError
@@ -133,8 +133,8 @@ def test_guidance_by_a_perturbed_model_counts_once_more(flux: Any) -> None:
 
 
 def turns(model: Any, entries: int, prompts: int) -> list[Any]:
-    """Return `entries` entries, each active in its own part of the run. The entries have `prompts` different prompts,
-    which take turns."""
+    """Return a conditioning of `entries` entries, each active in its own part of the run. The entries use `prompts`
+    different prompts in turn."""
     conds = list[Any]()
     for n in range(entries):
         times = {"start_percent": n / entries, "end_percent": (n + 1) / entries}
@@ -147,14 +147,14 @@ def turns(model: Any, entries: int, prompts: int) -> list[Any]:
 def test_prompts_that_take_turns(
     entries: int, prompts: int, more: float, cfg: float, flux: Any, stats_of: Any, requested: Any, monkeypatch: Any
 ) -> None:
-    """Only the caches of recently used prompts are held. Two prompts that were evaluated in one call share a tensor. If
-    the entries of one prompt become too old, the tensor is held for the other prompt: more than was requested."""
+    """Only caches of recently used prompts are held. Prompts of one call share a tensor, which is held as long as one
+    of these prompts is recent. So a run may hold up to `more` times the memory that it requested."""
     merged, conds = balanced(flux), turns(flux, entries, prompts)
     models.sample(merged, HEIGHT, WIDTH, steps=20, cfg=cfg, positive=conds)
     stats, needed = stats_of(merged), requested[0]
     assert stats.merged_steps
     assert stats.cache_bytes / more <= needed <= 1.01 * stats.cache_bytes
-    # With exactly this memory, a second run merges the same steps.
+    # If exactly the requested memory is free, a second run merges the same steps.
     monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: float(needed))
     models.sample(merged, HEIGHT, WIDTH, steps=20, cfg=cfg, positive=conds)
     assert (requested, stats_of(merged).merged_steps) == ([needed, needed], stats.merged_steps)

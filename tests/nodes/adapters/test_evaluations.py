@@ -107,7 +107,8 @@ def stepping(evaluate: Callable[..., Tensor], reports: bool = True) -> Callable[
 
 @loop("shape", ["half", "always"])
 def test_another_size_in_the_same_run(trained: Trained, plain: float, stats_of: Any, shape: str) -> None:
-    """Between steps, Dy and SMEA samplers evaluate a latent of a second size. This test ignores the result."""
+    """Between steps, Dy and SMEA samplers evaluate a latent of a second size. This test ignores the result of such an
+    evaluation."""
 
     def evaluate(call: Any, x: Tensor, sigmas: Tensor, step: int) -> Any:
         if step and (shape == "always" or step % 2 == 0):
@@ -137,7 +138,8 @@ def test_latents_by_turns(trained: Trained, plain: float, usual: dict[int, float
 
 
 def test_a_call_that_another_node_adds_to_an_evaluation(trained: Trained) -> None:
-    """A wrapper evaluates a second prompt in each step, before or after the first. Each prompt has its own caches."""
+    """A wrapper evaluates a second prompt in each step, before or after the first prompt. Each prompt has its own
+    caches."""
     other, outs = trained.prompt(9)[0][0], []
     for added_first in (False, True):
 
@@ -213,7 +215,7 @@ def test_a_sigma_that_is_changed_on_purpose(
 
 
 def test_the_last_step_is_full_after_a_skipped_step(trained: Trained, plain: float, stats_of: Any) -> None:
-    """Without reports and with a changed noise level, steps are counted, and the count misses a skipped step."""
+    """If a sampler reports no steps and changes sigmas, ToMA counts the steps itself, and misses a skipped step."""
     predictions = list[Tensor]()
 
     def evaluate(call: Any, x: Tensor, sigmas: Tensor, step: int) -> Tensor:
@@ -235,7 +237,7 @@ def test_refreshes_at_a_distant_noise_level_do_not_serve(trained: Trained, plain
 
 
 class Watched:
-    """Counts evaluations. In merged evaluations the last block receives fewer tokens than text and image have."""
+    """Counts evaluations. An evaluation is merged if the last block gets fewer tokens than text and image have."""
 
     def __init__(self, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
         self.evaluations = self.merged = self.lacking = self.text = 0

@@ -78,7 +78,8 @@ def test_control_is_added_to_the_right_tokens(flux: Any, attach: Any, record: An
 
 @loop("granularity", ["stack", "module"])
 def test_another_nodes_loop_over_the_blocks(flux: Any, attach: Any, stats_of: Any, granularity: str) -> None:
-    """Step caches replace the loop, call blocks without transformer_options, and read the tokens between blocks."""
+    """Step caches replace the loop over blocks, pass blocks no transformer_options, and read the tokens between
+    blocks."""
     from comfy.ldm.flux.layers import timestep_embedding
 
     network, seen, told = flux.model.diffusion_model, set(), dict[str, Any]()

@@ -23,7 +23,7 @@ LISTS = {
 
 
 def tokens_in(*given: Any) -> int:
-    """Return the number of image tokens in arguments or results of a block. They are the longest stream."""
+    """Return the number of image tokens in a block's arguments or results: the length of the longest stream."""
     return max(x.shape[1] for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.ndim == 3)
 
 
@@ -44,7 +44,7 @@ def sample(model: Any, steps: int = 1) -> torch.Tensor:
 
 
 def block_of(model: Any, family: str, place: int) -> tuple[str, nn.Module]:
-    """Return a block, and its name as an object patch."""
+    """Return a block's name for `add_object_patch`, and the block."""
     blocks = f"diffusion_model.{LISTS[family]}"
     place %= len(model.get_model_object(blocks))
     return f"{blocks}.{place}", model.get_model_object(f"{blocks}.{place}")
@@ -53,7 +53,8 @@ def block_of(model: Any, family: str, place: int) -> tuple[str, nn.Module]:
 @loop("family", LISTS)
 @loop("place", [0, 1, -1])
 def test_a_replaced_block_is_not_merged(family: str, place: int, attach: Any, stats_of: Any) -> None:
-    """One chain ends before the replaced block, another begins behind it. ComfyUI's own block is merged again."""
+    """One chain ends before the replaced block, another begins behind it. A model with ComfyUI's own block is merged as
+    before."""
     model, seen, all_tokens = getattr(models, family)(), list[int](), list[int]()
     name, block = block_of(model, family, place)
     merged = attach(model)
@@ -87,7 +88,7 @@ def test_a_list_of_blocks_that_is_replaced(what: str, attach: Any, stats_of: Any
 
 
 def test_hooks_made_while_blocks_are_replaced_do_not_keep_them(attach: Any, stats_of: Any) -> None:
-    """When ToMA first inspects the model, its blocks are still replaced by those of another node."""
+    """When ToMA first inspects the model, another node's blocks still replace the model's own."""
     model = models.flux()
     replaced = model.clone()
     for place in range(3):
@@ -159,6 +160,6 @@ def test_a_stream_without_positions_may_end_with_the_image(tokens: int, start: i
 
 
 def test_tokens_that_a_patch_appends_are_not_the_image() -> None:
-    """Krea 2 has text tokens before the image tokens. The patch appends tokens behind the image tokens."""
+    """Krea 2 has text tokens before the image tokens. A patch has appended five tokens behind the image tokens."""
     given = {"freqs": torch.empty(1, 1, 7 + 140 + 5, 4, 2, 2), "transformer_options": {"img_slice": [7, 152]}}
     assert pack_module("nodes.adapters.families.krea").Signature().image_start(given, 140) == 7

@@ -1,4 +1,5 @@
-"""ComfyUI joins conditions in one call or splits them, depending on free memory. Both must give the same picture."""
+"""ComfyUI joins conditions in one call or splits them, depending on free memory. Both ways must give the same
+picture."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,8 +72,8 @@ def test_the_number_of_threads_does_not_matter(model: Any, name: str) -> None:
 
 @loop("apart", [False, True])
 def test_a_controlnet_that_begins_late_makes_one_step_full(flux: Any, decisions: Any, apart: bool) -> None:
-    """A ControlNet splits chains of blocks. apart: whether it belongs to only one condition, which then has a separate
-    call."""
+    """A ControlNet splits chains of blocks. apart: whether the ControlNet belongs only to the positive prompt, which
+    then has a separate call."""
     residuals = {"input": [torch.full((1, 1, 48), 0.1)] * 3, "output": []}
     control = Control(lambda x, t: residuals, begin=0.2)
     positive, negative = models.conditioning(flux, seed=1), models.conditioning(flux, seed=2)

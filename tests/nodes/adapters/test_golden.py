@@ -5,9 +5,9 @@ change seeds"):
 
     TOMA_WRITE_GOLDEN=1 make test ARGS=tests/nodes/adapters/test_golden.py
 
-golden.json has the latents of ComfyUI's default release. If a release computes different latents even without ToMA, its
-latents are in entries named "CASE from RELEASE". To write these entries, set COMFYUI_PATH to that release and run the
-same command.
+golden.json has the latents of ComfyUI's default release. If another release computes different latents even without
+ToMA, its latents are in entries named "CASE from RELEASE". To write these entries, set COMFYUI_PATH to that release and
+run the same command.
 """
 
 import itertools
@@ -48,7 +48,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "ltx": lambda: models.ltx_av(),
     "h3": lambda: models.h3(),
 }
-# By run: size of the latent, and guidance scale. Odd sides give windows of several sizes and budgets.
+# By run: size of the latent, and guidance scale. Odd sides give windows of several sizes and numbers of destinations.
 RUNS: dict[str, tuple[tuple[int, int], float]] = {"square": ((32, 32), 3.0), "odd": ((38, 29), 1.0)}
 HALVED = {"sd15", "ltx"}  # families with one token per latent pixel, whose latents have half the side here
 # Use a low `min_tokens`, because Auto would not merge the coarser grids of UNets.
@@ -77,8 +77,8 @@ def golden() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model_of(pack: Any) -> Callable[[str], Any]:
-    """model_of(family): return a tiny model with biases around 0. Other tests use biases around 1. Tokens are then so
-    similar (a mean cosine of 0.998 in Flux) that rounding would decide which destinations are selected."""
+    """model_of(family): return a tiny model with biases around 0. With biases around 1, as in other tests, tokens are
+    so similar (a mean cosine of 0.998 in Flux) that rounding would decide which of them are selected."""
     made: dict[str, Any] = {}
 
     def model(family: str) -> Any:
@@ -143,8 +143,8 @@ def stored(golden: dict[str, Any], case: str) -> dict[str, Any]:
 
 
 def store(golden: dict[str, Any], case: str, found: dict[str, Any]) -> None:
-    """Store the entry of a case. On a ComfyUI other than the default release, store only entries that differ from the
-    default release's."""
+    """Store the entry of a case. On a ComfyUI other than the default release, store the entry only if it differs from
+    the entry that applies so far."""
     if RELEASE == DEFAULT_RELEASE:
         golden[case] = found
         return
@@ -167,7 +167,7 @@ def test_without_toma(family: str, run: str, model_of: Any, golden: Any) -> None
 
 @loop("case", CASES if WRITE else QUICK)
 def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, unsure: Any) -> None:
-    """Each run uses a second selection before its last step, which is full."""
+    """Each run is so long that it selects a second time before the last step, which is full."""
     family, setting, run = case.split()
     settings, config = settings_of(family, setting)
     steps, cached = 9 if config.selection_interval < 9 else 11, config.full_step_interval > 0
@@ -191,8 +191,9 @@ def test_run(case: str, model_of: Any, stats_of: Any, golden: Any, unsure: Any) 
 
 @pytest.fixture
 def unsure(pack: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """unsure(): return whether rounding, which differs between CPUs, might have changed a selection since the last
-    call. Only runs that write golden.json search for this, by selections from slightly changed similarities."""
+    """unsure(): return whether a selection since the last call of `unsure` may differ on another CPU, because of
+    rounding. Only runs that write golden.json find out: they repeat each selection with slightly changed
+    similarities."""
     module, changed = pack_module("toma_core.selection"), list[bool]()
     search, generator = module.greedy_facility_location, torch.Generator().manual_seed(0)
 

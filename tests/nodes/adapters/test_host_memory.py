@@ -77,8 +77,8 @@ def test_a_run_within_a_run(model_of: Any) -> None:
 
 @loop("at", [1, 2, 3])
 def test_where_memory_runs_out_the_rest_is_full(at: int, model_of: Any, stats_of: Any) -> None:
-    """The picture equals the picture of another run, which has all keys and values on the GPU and fails at the same
-    call."""
+    """Two runs fail at the same call: one has all keys and values on the GPU, the other has them in main memory. Their
+    pictures are equal."""
     model = model_of("z_image")
     merged, block, found = balanced(model), model.model.diffusion_model.layers[1], []
     for share in (1.0, 0.0):

@@ -18,7 +18,7 @@ Reason = pack_module("toma_core.reasons").Reason
 report_text = pack_module("nodes.adapters.report_text")
 
 SHOWN = list(LAYOUTS)
-# One family for each layout of blocks. thorough/test_others.py has the others.
+# One family for each layout of blocks. thorough/test_others.py has the other families.
 FEW = ("flux", "z_image", "qwen_image", "sd3", "wan", "h3")
 VIDEOS = [("wan", 1, 3), ("ltx", 1, 3), ("h3", 1, 3)]
 
@@ -79,7 +79,7 @@ def test_keys_are_propagated_as_their_destinations_change(
 
 @loop("text", [7, HEIGHT // 2 * (WIDTH // 2) // 2])
 def test_text_as_long_as_merged_tokens_is_left_alone(text: int, model_of: Any, attach: Any) -> None:
-    """Image tokens of Wan also attend to the text. Text of the same length must not be taken for merged image
+    """Image tokens of Wan also attend to the text. A text as long as the merged image must not be taken for image
     tokens."""
     model = model_of("wan")
     own, *found = evaluated(model, text=text)[:1] + evaluated(attach(model, **KEYS), text=text)
@@ -168,8 +168,8 @@ def test_a_full_step_that_a_cache_skips_loses_nothing(flux: Any, attach: Any, st
 def test_a_refresh_follows_a_merged_step_in_which_a_cache_skips_later_blocks(
     granularity: str, ran: int, flux: Any, attach: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
-    """In the merged step 2, a step cache of another pack runs only the first blocks. These propagate their cached
-    tensors. All other cached tensors still belong to the latent of step 1."""
+    """In the merged step 2, a step cache of another pack runs only the first blocks. These blocks update their cached
+    tensors. The other blocks' cached tensors still belong to step 1, so step 3 is a refresh."""
     merged = attach(flux, **KEYS, granularity=granularity)
     outputs: list[Tensor] = []
 
@@ -207,8 +207,8 @@ def test_masked_text_is_no_obstacle(kind: str, model_of: Any, attach: Any) -> No
 
 @loop(("kind", "packed"), [("wan", False), ("sd3", False), ("flux", True)])
 def test_the_cache_is_read_only(kind: str, packed: bool, attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another node's override writes into keys and values. In the models that are not `packed`, attention covers only
-    the image."""
+    """Another node's override overwrites the keys and values that it gets. packed: whether the cache has 4 bits. The
+    two models with a cache in full precision have attention over image tokens alone."""
     model = {"wan": models.wan, "sd3": lambda: models.sd3(x_block_self_attn_layers=[0, 1]), "flux": models.flux}[kind]()
     if packed:
         monkeypatch.setattr(pack_module("nodes.adapters.kv_memory"), "memory_left", lambda *_: 0)

@@ -1,4 +1,4 @@
-"""The plan of the KV cache follows from the memory that ComfyUI leaves beside the model."""
+"""Test the `KVCachePlan`, which follows from the memory that ComfyUI leaves beside the model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +51,7 @@ def cache_plans(pack: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def planned(cache_plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, float], Any]:
-    """planned(model, total): return the plan of the KV cache on a device with `total` bytes."""
+    """planned(model, total): return the `KVCachePlan` of a run on a device with `total` bytes."""
 
     def plan(model: Any, total: float) -> Any:
         give_total(monkeypatch, total)
@@ -62,7 +62,7 @@ def planned(cache_plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> Callable
 
 
 def test_full_precision_only_where_all_of_it_fits_beside_the_weights(flux: Any, planned: Any, monkeypatch: Any) -> None:
-    """The plan is full precision, 4 bits or no cache. It does not depend on the memory that is free at the moment."""
+    """The plan is full precision, 4 bits or no cache. The memory that is free at the moment does not matter."""
     merged = balanced(flux)
     full = planned(merged, 2**34).bytes
     used = 2**34 - left(merged)
@@ -75,8 +75,8 @@ def test_full_precision_only_where_all_of_it_fits_beside_the_weights(flux: Any, 
 
 
 def test_four_bits_may_fill_what_is_left_of_the_card(flux: Any, planned: Any, monkeypatch: Any) -> None:
-    """A 4-bit cache may fill all memory that the weights leave. The limit is lower for caches that push weights off the
-    card."""
+    """A 4-bit cache may fill all memory that the weights leave. A cache that pushes weights off the card has a lower
+    limit."""
     merged = balanced(flux)
     without_reserves(monkeypatch)
     monkeypatch.setattr(type(merged.model), "memory_required", lambda *_, **__: 0)
@@ -119,7 +119,8 @@ def test_what_is_loaded_with_the_model_counts(model_of: Any) -> None:
 def test_the_estimate_of_a_later_comfyui_may_read_all_that_a_patcher_has(
     flux: Any, stats_of: Any, cache_plans: list[Any], warnings: Any, monkeypatch: Any
 ) -> None:
-    """The estimate in ComfyUI's pull request 16116 reads the model's options. If it fails, the run is still merged."""
+    """The estimate in ComfyUI's pull request 16116 reads the model's options. If the estimate fails, the run is still
+    merged."""
     estimate_memory, read = kv_memory.estimate_memory, list[dict[str, Any]]()
 
     def later(patcher: Any, *args: Any) -> Any:
@@ -158,7 +159,7 @@ def test_the_dtype_is_that_of_the_run(dtype: str, stats_of: Any, cache_plans: li
 
 
 def test_activations_are_counted_in_the_dtype_of_the_run(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ComfyUI's estimate reads the model's dtype before ModelComputeDtype has changed it."""
+    """ComfyUI estimates activations when ModelComputeDtype has not yet changed the model's dtype."""
     monkeypatch.setattr(management, "pytorch_attention_flash_attention", lambda: True)
     without_reserves(monkeypatch)
     give_total(monkeypatch, 1e12)

@@ -44,7 +44,7 @@ def test_where_packing_runs_out_of_memory_all_steps_are_full(
     at: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
     """at: the number of tensors of keys or values that a merged step quantizes before memory runs out. At -2, memory
-    runs out before the last two tensors of the refresh. The evaluation is repeated as a full evaluation."""
+    runs out before the last two tensors of the refresh. Then the evaluation is repeated in full."""
     monkeypatch.setattr(kv_memory, "memory_left", lambda *_: 0)  # so the cache has 4 bits
     model, trial = model_of("wan"), pack_module("toma_core.kernels.dispatch")
     calls, quantize = list[int](), trial.quantize
@@ -71,7 +71,7 @@ def test_where_memory_runs_out_all_calls_of_the_evaluation_are_made_again(
     several: bool, call: int, model_of: Any, attach: Any, stats_of: Any, monkeypatch: Any
 ) -> None:
     """If one of two calls remained merged, guidance would amplify its error. several: whether another node adds the
-    second call, which else has the second condition."""
+    second call. If not, the two conditions have separate calls."""
     model = several_calls(model_of("wan")) if several else model_of("wan")
     merged, step = attach(model, **KEYS), (call - 1) // 2
     if not several:
@@ -115,7 +115,8 @@ def test_context_windows_that_move_keep_no_keys(schedule: str, model_of: Any, st
 
 
 def test_also_in_a_last_step_that_is_in_full(model_of: Any, stats_of: Any, monkeypatch: Any) -> None:
-    """If memory is too short even without caches, the model's own error is raised."""
+    """Memory runs out in the last step, which is full, so the step is repeated. If the repetition fails too, the error
+    is raised."""
     model = model_of("flux")
     merged = balanced(model)
     block, asked = model.model.diffusion_model.single_blocks[-1], {"steps": 4, "cfg": 1.0}
@@ -157,7 +158,7 @@ def test_room_is_asked_for_every_chain(
     broken: str, cfg: float, flux: Any, attach: Any, stats_of: Any, requested: Any
 ) -> None:
     """Chains of blocks end where the model or another node reads all tokens. Each chain caches a residual. Merged
-    references have entries of their own."""
+    references have cache entries of their own."""
     kinds: dict[str, dict[str, Any]] = {
         "vace": {"base": "WAN21_Vace", "kind": "WAN21_Vace", "vace_layers": 3, "vace_in_dim": 96},
         "animate": {"base": "WAN22_Animate", "kind": "WAN22_Animate"},

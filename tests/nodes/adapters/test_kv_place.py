@@ -27,8 +27,8 @@ report_text = pack_module("nodes.adapters.report_text")
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """planned(left, main, **settings): return the config and the `KVCachePlan` of a run at cfg 1, on a card with `left`
-    free bytes and with room for `main` bytes of main memory."""
+    """planned(left, main, **settings): return the config and the `KVCachePlan` of a run at cfg 1, with `left` free
+    bytes on the card and room for `main` bytes in main memory."""
     run, model = pack_module("nodes.adapters.patch_model"), models.z_image(layers=10)
     monkeypatch.setattr(memory, "copier_of", lambda device: Copies())
 
@@ -50,7 +50,7 @@ def test_what_is_stored_does_not_follow_free_memory_and_where_does(planned: Any)
     _, packed = planned(full.bytes - 1)
     updates = packed.bytes - packed.keys
     assert (packed.quantized, packed.in_main, packed.on_card) == (True, 0, packed.bytes)
-    # If ComfyUI's estimate of an evaluation's memory fails, the pack counts on no memory of the card: -inf.
+    # If ComfyUI fails to estimate an evaluation's memory, `left` is -inf, so nothing fits on the card.
     for left in (packed.bytes - 1, packed.bytes // 2, updates, 0, -1e12, -math.inf):
         _, found = planned(left)
         assert (found.bytes, found.quantized, found.skipped) == (packed.bytes, True, 0.0)
@@ -121,7 +121,7 @@ def test_the_report_says_where_they_lie(stats_of: Any) -> None:
 
 @pytest.fixture
 def main_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """main_has(total, available): simulate main memory, without a limit of a container."""
+    """main_has(total, available): simulate main memory outside of a container."""
     monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
 
     def simulate(total: float, available: float) -> None:
@@ -194,8 +194,8 @@ def test_only_cards_with_cuda_streams_and_memory_of_their_own_use_main_memory(
 def test_free_memory_decides_where_they_lie_once_the_model_is_loaded(
     free: float, share: float, by_block: bool, model_of: Any, monkeypatch: Any
 ) -> None:
-    """free, share: how much of the keys and values fits on the card now, and was planned for the card. If ComfyUI loads
-    weights block by block, they soon fill the free memory, so the planned share is not exceeded."""
+    """free: how much of the keys and values fits on the card now. share: how much was planned for the card. If ComfyUI
+    loads weights block by block, the weights soon fill the free memory, so the planned share is not exceeded."""
     model = model_of("z_image")
     host = pack_module("toma_core.host_memory").HostMemory(Copies(), 1000, share * 1000, 1e9, 50)
     monkeypatch.setattr(memory, "estimate_memory", lambda *_: (7e9, 5e9))

@@ -18,8 +18,8 @@ TEXT, IMAGE, REFERENCES = 7, 144, (48, 12)  # Flux: a grid of 12 x 12
 
 
 def listening(model: Any) -> tuple[Any, list[Any]]:
-    """Return a clone with an attention override, and a list of the override's calls. length: number of queries.
-    options: a copy of transformer_options."""
+    """Return a clone with an attention override, and a list of the override's calls. Each call has `length`, its number
+    of queries, and `options`, a copy of transformer_options."""
     calls = list[Any]()
 
     def override(func: Any, q: Tensor, *args: Any, transformer_options: Any, **kwargs: Any) -> Tensor:
@@ -34,7 +34,8 @@ def listening(model: Any) -> tuple[Any, list[Any]]:
 @loop("granularity", GRANULARITIES)
 @loop("settings", [{}, {"skip_last_blocks": 3}], ids=["all", "some"])
 def test_the_grid_fits_the_tokens_in_a_unet(unet: Any, attach: Any, granularity: str, settings: dict[str, Any]) -> None:
-    """With D merged tokens, `activations_shape` is (B, C, 1, D). Without merged tokens, it is ComfyUI's own shape."""
+    """In calls on D destinations, `activations_shape` is (B, C, 1, D). In calls on all tokens, it is ComfyUI's own
+    shape."""
     plain, before = listening(unet)
     models.sample(plain, SIDE, SIDE, steps=2)
     foreign, calls = listening(unet)
@@ -57,7 +58,7 @@ def test_the_grid_fits_the_tokens_in_a_unet(unet: Any, attach: Any, granularity:
 def test_flux_img_slice(
     flux: Any, attach: Any, granularity: str, full_step_interval: int, with_references: bool
 ) -> None:
-    """`img_slice` is [text, text + D + references] for D merged image tokens."""
+    """In single blocks `img_slice` is [T, T + D + R], with T text tokens, D destinations and R tokens of references."""
     foreign, calls = listening(flux)
     settings = {"granularity": granularity, "full_step_interval": full_step_interval, "skip_first_blocks": 1}
     latents = [torch.ones(1, 16, *size) for size in ((12, 16), (8, 6))]  # 48 and 12 tokens

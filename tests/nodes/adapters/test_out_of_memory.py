@@ -1,4 +1,5 @@
-"""If merging runs out of memory, the run continues without merging."""
+"""If merging runs out of memory, a video continues without merging, and a picture without a KV cache ends with the
+error."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -65,8 +66,8 @@ def test_where_a_plan_does_not_fit_the_evaluation_is_repeated_as_a_full_one(
 
 @loop("kind", ["flux", "unet", "wan"])
 def test_where_the_models_own_memory_is_short(kind: str, model_of: Any, attach: Any, monkeypatch: Any) -> None:
-    """The evaluation of a picture is not repeated, because a full evaluation needs even more memory than a merged one.
-    The evaluation of a video is repeated once, in full."""
+    """A full evaluation of a picture needs at least as much memory as a merged one, so it is not tried. The evaluation
+    of a video is repeated once in full."""
     model, short = model_of(kind), Mock(side_effect=torch.OutOfMemoryError)
     merged = attach(model)
     monkeypatch.setattr(type(model.model.diffusion_model), "forward", short)
@@ -77,8 +78,8 @@ def test_where_the_models_own_memory_is_short(kind: str, model_of: Any, attach: 
 
 @loop("call", [3, 5])
 def test_one_device_that_runs_out_of_memory(call: int, stats_of: Any, on_two_devices: Any, monkeypatch: Any) -> None:
-    """Only this device's call is repeated. If all calls were, ComfyUI would take the other device's old result for its
-    new one."""
+    """Only this device repeats its call. If the other device repeated its call too, ComfyUI would use that device's old
+    result."""
     one, other = models.wan(), models.wan()
     asked: dict[str, Any] = {"frames": 3, "steps": 8, "cfg": 5.0}
     own = models.sample(one, HEIGHT, WIDTH, **asked)
@@ -97,7 +98,8 @@ def test_without_memory_for_a_plan_a_picture_ends_its_run(model_of: Any, attach:
 
 
 def test_a_compiled_plan_without_memory(attach: Any, monkeypatch: pytest.MonkeyPatch, no_state_left: None) -> None:
-    """The compiled graph of full steps repeats the evaluation. The next run, which has enough memory, is merged."""
+    """If memory runs out, the evaluation is repeated with the compiled graph of full steps. The next run has enough
+    memory and is merged."""
     model, asked = models.wan(layers=2), {"frames": 3, "steps": 2, "cfg": 1.0}
     merged = compiled(attach(model), "eager", inside=True)
     torch._dynamo.reset()
@@ -110,7 +112,7 @@ def test_a_compiled_plan_without_memory(attach: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_the_cache_of_a_video_has_a_limit(model_of: Any, attach: Any, stats_of: Any, monkeypatch: Any) -> None:
-    """The cache of a picture has no limit. The limit is far below the reserved size."""
+    """Only the cache of a video has a limit. The test sets the limit far below the reserved size."""
     monkeypatch.setattr(pack_module("toma_core.coverage"), "MAX_CACHE_BYTES", -(1 << 40))
     merged = attach(model_of("wan"), **KEYS)
     for frames in (1, 3):

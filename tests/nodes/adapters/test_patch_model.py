@@ -1,4 +1,5 @@
-"""Test complete runs. Without merging they are bit-identical to runs without ToMA. They change no model or clone."""
+"""Test complete runs. A run that merges nothing equals the run without ToMA bit for bit. No run changes the model or a
+clone."""
 
 import copy
 import gc
@@ -231,7 +232,8 @@ def test_model_called_outside_a_run_is_as_without(model: Any, attach: Any, no_st
 
 @every_kind
 def test_auto_leaves_fast_work_to_a_fast_card(model: Any, attach: Any, stats_of: Any, monkeypatch: Any) -> None:
-    """The H100 computes the tiny blocks too fast for merging to pay. On a CPU they are merged from 256 tokens on."""
+    """An H100 would compute these tiny blocks too fast for merging to pay. On a CPU they are merged from 256 tokens
+    on."""
     cost_model = pack_module("toma_core.cost_model")
     patched = attach(model, min_tokens=0)
     sampled(patched, 40, steps=1)

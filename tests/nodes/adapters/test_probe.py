@@ -33,7 +33,8 @@ def probes_of(model: Any, sites: int = 12, cancelled: Any = None, **settings: An
 
 
 def check_run(model: Any, sites: int = 12, settings: Any = None, **options: Any) -> Any:
-    """Check that a run with probes equals a run without probes, and measures every site, band and ratio."""
+    """Check that a run with probes equals a run without probes, and that errors are measured for every site, band of
+    sigmas and ratio."""
     probes, patched = probes_of(model, sites, **(settings or {}))
     assert torch.equal(*(models.sample(each, SIDE, SIDE, **options) for each in (patched, model))), options
     errors = probes.squared_errors()
@@ -64,9 +65,9 @@ def test_nothing_is_measured_after_memory_ran_out(unet: Any) -> None:
 
 
 def test_a_probe_is_what_the_run_would_do(flux: Any, apart: Any) -> None:
-    """Sample with only one site merged. The change of the first evaluation nearly equals the error that the probe
-    measured. They differ slightly, because a probe selects by the tokens of the first condition, and a run by those of
-    the negative condition."""
+    """Sample with only one site merged. Then the first evaluation changes by nearly the error that the probe measured.
+    A small difference remains, because a probe selects by tokens of the first condition, a run by tokens of the
+    negative condition."""
     pictures: list[torch.Tensor] = []
 
     def record(args: dict[str, Any]) -> torch.Tensor:
@@ -130,7 +131,8 @@ def test_bands_of_equal_size() -> None:
 
 
 def test_sites_are_stacks() -> None:
-    """Beyond the allowed number, neighbouring stacks of one resolution are joined, the smallest first."""
+    """If there are more stacks than sites allowed, neighbouring stacks of one resolution are joined, the smallest
+    first."""
     work = pack_module("nodes.adapters.families.unet").COST
     tokens = {"input.1": 64, "input.2": 64, "middle.0": 16, "output.0": 64}
     blocks = [BlockFacts(f"{home}.{n}", home, work, tokens[home], 8) for home in tokens for n in range(2)]

@@ -1,4 +1,4 @@
-"""Test public reports about token merging and step caches in ComfyUI, each reproduced by a small input.
+"""Reproduce public bug reports about token merging and step caches in ComfyUI, each with a small input.
 
 The table in docs/reliability.md has a row for each report.
 """
@@ -204,7 +204,7 @@ def a_range_in_which_nothing_happens(lab: Lab) -> None:
 
 @report("Comfy-Org/ComfyUI#14389", "FearL0rd/ComfyUI-ParallelAnything#1")
 def a_batch_that_another_node_splits(lab: Lab) -> None:
-    """Half of this batch has as many rows as a batch of one picture with both prompts."""
+    """The batch has two pictures with both prompts. Half of it has as many rows as one picture with both prompts."""
 
     def halves(executor: Any, x: Tensor, timestep: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def part(value: Any, half: slice) -> Any:
@@ -271,7 +271,7 @@ def context_windows(lab: Lab) -> None:
 
 @pytest.mark.parametrize("tried", dict.fromkeys(REPORTS.values()))
 def test_report(lab: Lab, tried: Tried) -> None:
-    """Check also that the merged model's next latent is bit-identical to its first latent."""
+    """Reproduce a report. After that, the merged model's next latent must equal its first latent bit for bit."""
     tried(lab)
     assert torch.equal(lab.drawn(), lab.first)
 

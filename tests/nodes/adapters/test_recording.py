@@ -82,7 +82,7 @@ def test_a_run_that_ends_early(kind: str, error: type[Exception], at: int, model
 
 @loop("kind", RECORDED)
 def test_several_devices(kind: str, new_model: Any, stats_of: Any, on_two_devices: Any, monkeypatch: Any) -> None:
-    """No merged evaluation of either device runs while the compiler is on."""
+    """Merged evaluations of both devices run with the compiler switched off."""
     merged = on_two_devices(balanced(new_model(kind)), new_model(kind))
     with recorded(kind, monkeypatch) as recording:
         sampled(kind, merged, cfg=3.0)

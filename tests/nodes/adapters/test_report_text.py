@@ -15,7 +15,7 @@ RunStats = pack_module("toma_core.stats").RunStats
 
 
 def stats_of(ratios: Sequence[float], merged: dict[str, Sequence[int]]) -> Any:
-    """Return stats of a run. ratios: of each step. merged: the steps in which a block was merged."""
+    """Return stats of a run. ratios: the ratio of each step. merged: by block, the steps in which it was merged."""
     stats = RunStats(total_steps=len(ratios))
     for step, ratio in enumerate(ratios):
         stats.count_evaluation(step, ratio)
@@ -26,7 +26,8 @@ def stats_of(ratios: Sequence[float], merged: dict[str, Sequence[int]]) -> Any:
 
 
 def stats_of_a_run() -> Any:
-    """Return stats of six steps, four of them merged. One block is never merged, and one is merged in some steps."""
+    """Return stats of six steps, four of them merged. The block middle.0 is never merged. The block input.2 is merged,
+    except for its part attn2."""
     stats = stats_of((0.0, 0.5, 0.5, 0.0, 0.25, 0.25), dict.fromkeys(("input.10", "input.2"), (1, 2, 4, 5)))
     stats.count_evaluation(1, 0.5)
     stats.count_plan((32, 32), 512, selected=True)

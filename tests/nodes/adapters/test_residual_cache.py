@@ -68,7 +68,8 @@ def test_calls_are_distinguished_by_their_patches_not_only_by_order() -> None:
 
 
 def test_a_control_that_ends_takes_the_chains_it_split_with_it(flux: Any, attach: Any, stats_of: Any) -> None:
-    """Two short chains of blocks become one long chain, which has no cached residual, so the step is full."""
+    """When the ControlNet ends, two short chains become one long chain. This chain has no cached residual, so the step
+    is full."""
     residuals = {"input": [torch.zeros(1, 1, 48)] * 3, "output": []}
     control = Control(lambda x, t: residuals if float(t[0]) == 1 else None)
     positive = models.conditioning(flux, seed=1, control=control, control_apply_to_uncond=True)

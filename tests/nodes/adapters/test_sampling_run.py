@@ -10,8 +10,8 @@ from tests.loop import loop
 from tests.nodes.adapters.helpers import every_kind
 
 # By sampler: for each evaluation of a four-step run, the step for which it counts. Heun's second evaluation is at the
-# next step's sigma, and counts for that step. Second-order singlestep samplers also evaluate between two sigmas. Such
-# an evaluation counts for the earlier step.
+# next step's sigma, and counts for that step. Second-order singlestep samplers also evaluate between the sigmas of two
+# steps. These evaluations count for the earlier step.
 STEPS = {
     **dict.fromkeys(("euler", "dpmpp_2m", "uni_pc", "lcm"), (0, 1, 2, 3)),
     "heun": (0, 1, 1, 2, 2, 3, 3),

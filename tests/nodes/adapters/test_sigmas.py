@@ -1,4 +1,4 @@
-"""Test that ToMA reads the model's sigmas from the schedule, without host syncs."""
+"""Test that ToMA takes each evaluation's sigma from the schedule, without host syncs."""
 
 import functools
 import itertools
@@ -109,8 +109,8 @@ def test_nothing_is_read_inside_the_steps(model: Any, kind: str, own_reads: Any,
     """Count the reads of tensor values that ToMA adds to the sampler's own reads. With `heun`, ToMA reads the sigma of
     each evaluation.
 
-    With a KV cache, ToMA also reads the amount of new noise once per step, but only if the sampler itself waits for the
-    device.
+    In runs with a KV cache whose sampler waits for the device anyway, ToMA also reads the amount of new noise, once per
+    step.
     """
     merged = balanced(model, preset)
     models.sample(merged, SIDE, SIDE, steps=4)  # a first run, because layouts are made on the host once per process
@@ -200,8 +200,8 @@ OPTIONS = [("heun", ""), *((n, o) for n in levels.ONCE_A_STEP for o in flipped(n
 
 @loop(("sampler", "option"), OPTIONS)
 def test_options_do_not_lead_astray(flux: Any, attach: Any, received: Any, sampler: str, option: str) -> None:
-    """With some options, a sampler evaluates twice per step, such as `sa_solver` with `use_pece`. Heun's sampler always
-    does."""
+    """Some samplers evaluate twice per step with an option, such as `sa_solver` with `use_pece`. `heun` always
+    evaluates twice."""
     parameters = signature(getattr(sampling, f"sample_{sampler}")).parameters
     sigmas = calculate_sigmas(flux.get_model_object("model_sampling"), "simple", 5)
     custom_sampled(attach(flux), ksampler(sampler, {option: not parameters[option].default} if option else {}), sigmas)
@@ -292,7 +292,7 @@ STEPS = 20
 
 @loop(("change", "evaluations"), [("0.9", 1), ("0.9", 2), ("0.6", 1), ("wave", 1), ("wave", 2)])
 def test_steps_that_a_sampler_does_not_report(change: str, evaluations: int, flux: Any, stats_of: Any) -> None:
-    """A sampler that reports no steps, and a node that changes the noise levels that the model gets."""
+    """The sampler reports no steps, and the model gets other sigmas than those of the schedule."""
     merged = balanced(flux)
 
     def run(reports: bool) -> Any:

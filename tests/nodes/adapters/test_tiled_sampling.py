@@ -43,7 +43,7 @@ def check_error(result: torch.Tensor, expected: torch.Tensor, name: str) -> None
     assert (result - expected).norm() < (0.01 if name == "paper" else 0.001) * expected.norm()
 
 
-# One preset for each kind of model. thorough/test_others.py has the others.
+# One preset for each kind of model. thorough/test_others.py has the other presets.
 IN_ANY_ORDER = [("unet", "balanced"), ("flux", "paper"), ("qwen", "paper")]
 SPLIT = [("unet", "quality"), ("flux", "paper"), ("qwen", "paper")]
 
@@ -98,7 +98,7 @@ def test_tile_plans_are_shared(model: Any, attach: Any, apart: Any, plan_calls: 
 
 @every_kind
 def test_tiles_may_come_in_another_order_for_each_condition(model: Any, monkeypatch: Any) -> None:
-    """Conditions have separate calls, and every second condition visits the tiles in reverse order."""
+    """If conditions have separate calls, every second call takes the tiles in reverse order."""
     merged, orders = merged_with(model, "paper"), itertools.cycle((CORNERS[::-1], CORNERS))
 
     def evaluate(apply: Any, args: dict[str, Any]) -> torch.Tensor:

@@ -95,7 +95,7 @@ def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, cha
 
 
 def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, attach: Any, stats_of: Any) -> None:
-    """The replacement multiplies by a mask in the shape of the activations, as IPAdapter's replacement does."""
+    """The replacement multiplies its output by a mask in the shape of the activations, as IPAdapter's does."""
     seen = []
 
     def replacement(q: Tensor, k: Tensor, v: Tensor, extra_options: Any) -> Tensor:

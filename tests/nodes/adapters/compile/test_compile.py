@@ -1,7 +1,7 @@
-"""Test that ComfyUI's torch.compile node, before or after ToMA, changes no image and compiles nothing in later steps.
+"""Test ComfyUI's torch.compile node before or after ToMA: images do not change, and a second run compiles nothing.
 
 With Inductor, merging is part of the compiled graph (`inside`). With any other backend, merging breaks the graph. Most
-tests use `Counting`, which runs graphs unchanged, so compiled and uncompiled images must be bit-identical.
+tests use the backend `Counting`, which runs graphs unchanged, so compiled and uncompiled images must be bit-identical.
 """
 
 import logging
@@ -62,7 +62,8 @@ def check_same(model: Any, reference: Any, height: int = SIDE, width: int = SIDE
     ],
 )
 def test_compiled_is_equal(model: Any, attach: Any, stats_of: Any, order: str, granularity: str, inside: bool) -> None:
-    """End merging in the middle of the run. A graph that contained the decision to merge would continue merging."""
+    """Merging ends in the middle of the run. If a graph contained the decision to merge, later steps would be merged
+    too."""
     settings = {"end_percent": 0.5, "granularity": granularity, "selection_interval": 2, "weight_interval": 1}
     plain_model, backend = attach(model, **settings), Counting()
     if order == "toma first":
@@ -82,8 +83,8 @@ def test_compiled_is_equal(model: Any, attach: Any, stats_of: Any, order: str, g
     check_same(compiled_model, plain_model, steps=4)
     check_same(compiled_model, plain_model, steps=7, seed=6)
     if granularity == "module":
-        # ComfyUI passes the number of steps to the model, so a run of 7 steps compiled new graphs. A second run reuses
-        # them.
+        # ComfyUI passes the number of steps to the model, so the first run of 7 steps compiled new graphs. A second run
+        # of 7 steps reuses them.
         warm = backend.graphs
         models.sample(compiled_model, SIDE, SIDE, steps=7, seed=7)
     assert backend.graphs == warm
@@ -106,7 +107,8 @@ def test_a_profile_takes_a_graph_for_each_sigma_range(model: Any) -> None:
 
 
 def check_graphs(merged: Any, inside: bool, graphs: int, steps: int) -> Any:
-    """Check that the compiled model gives equal latents and compiles nothing in a second run. Return this model."""
+    """Compile a model. Check that its latent does not change and that a second run compiles nothing. Return the
+    compiled model."""
     backend = Counting()
     model = compiled(merged, backend, inside)
     check_same(model, merged, steps=steps)
@@ -118,7 +120,7 @@ def check_graphs(merged: Any, inside: bool, graphs: int, steps: int) -> Any:
 
 
 def test_a_grid_too_small_to_merge_breaks_no_graph(model: Any, attach: Any, stats_of: Any) -> None:
-    """`min_tokens` 0 (Auto) does not merge this grid, so ToMA puts no hooks into the model."""
+    """With `min_tokens` 0 (Auto) this grid is too small to merge, so ToMA puts no hooks into the model."""
     plain_model, merged = (attach(model, min_tokens=0) for _ in range(2))
     models.sample(plain_model, SIDE, SIDE, steps=2)
     compiled_model = check_graphs(merged, True, 1, steps=2)
@@ -145,7 +147,7 @@ def test_other_sizes_and_batches_run(model: Any, attach: Any) -> None:
 
 @pytest.mark.parametrize("each", [False, True], ids=["model", "each block"])
 def test_prompts_of_other_lengths(attach: Any, each: bool) -> None:
-    """A second length compiles every graph again, with a variable text length. Later lengths reuse these graphs."""
+    """At the second text length every graph is compiled again, now for any length. Later lengths reuse these graphs."""
     model, backend = models.flux(double=2, single=3), Counting()
     blocks = [f"diffusion_model.{kind}_blocks.{n}" for kind, n in (("double", 2), ("single", 3)) for n in range(n)]
     toma, compiled_model = attach(model), compiled(attach(model), backend, inside=True, keys=blocks if each else None)
@@ -159,9 +161,9 @@ def test_prompts_of_other_lengths(attach: Any, each: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["krea2", "flux"])
 def test_another_size_before_another_prompt(attach: Any, kind: str) -> None:
-    """A second image size compiles graphs with the number of all tokens as a variable, but with the first prompt's
-    number of text tokens as a constant. The constant comes from the options, on which ComfyUI's filter drops the guard.
-    Nevertheless a longer prompt must not reuse these graphs."""
+    """At the second image size graphs are compiled for any number of tokens, but their number of text tokens is
+    constant: it comes from `transformer_options`, and ComfyUI's filter drops guards on these options. Still, a longer
+    prompt must not reuse these graphs."""
     model = models.krea2(layers=2) if kind == "krea2" else models.flux(double=1, single=2)
     name = "blocks" if kind == "krea2" else "single_blocks"
     keys = [f"diffusion_model.{name}.{n}" for n in range(2)]
@@ -172,7 +174,7 @@ def test_another_size_before_another_prompt(attach: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_single_blocks_compiled(flux: Any, attach: Any, inside: bool) -> None:
-    """A chain of merged blocks may begin in the graph of one block and end outside of it."""
+    """If only some blocks are compiled, a chain of merged blocks may begin inside a graph and end outside of it."""
     for blocks in (("double_blocks.0", "single_blocks.2"), ("single_blocks.0",)):
         keys = [f"diffusion_model.{block}" for block in blocks]
         check_same(compiled(attach(flux), Counting(), inside, keys), attach(flux), steps=3)
@@ -189,16 +191,16 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
     assert len(stats_of(toma).merged_steps) > 1
     torch._dynamo.reset()
     models.sample(compiled(model, own), SIDE, SIDE, **run)  # several graphs if the model's own code breaks the graph
-    # Most families need every graph twice, for merged and for full steps. LTX-2 and Qwen-Image 2.1 break the graph
-    # before the blocks, and need only the blocks' graph twice. MiniMax H3 reads its sigma, so every step compiles a
-    # graph.
+    # Most families need each graph of the unmerged model twice: for merged steps and for full steps. LTX-2 and
+    # Qwen-Image 2.1 break the graph before the blocks, so only the blocks' graph exists twice. MiniMax H3's code reads
+    # the sigma, so every step compiles a graph even without ToMA.
     assert backend.graphs == own.graphs + {"ltx_av": 1, "qwen_image21": 1, "h3": 0}.get(family, own.graphs)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
 def test_inductor(model: Any, attach: Any) -> None:
-    """Destinations lie on a fixed grid. If they were selected, Inductor's rounding could decide between nearly equal
-    gains."""
+    """The selector `grid` gives fixed destinations. With the usual search, Inductor's rounding could change which
+    tokens are selected."""
     settings = {"full_step_interval": 3, "selector": "grid"}
     plain = models.sample(attach(model, **settings), SIDE, SIDE, steps=4)
     compiled_model = compiled(attach(model, **settings), "inductor")
@@ -233,7 +235,7 @@ def test_the_model_is_not_shown_what_rides_in_its_options(model: Any, attach: An
 @pytest.mark.parametrize("kind", ["unet", "flux"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_layout_for_other_attention(attach: Any, kind: str, inside: bool) -> None:
-    """Another node's attention scales its output by the token layout, so a wrong layout changes the image."""
+    """Another node's attention override scales its output by the token layout, so a wrong layout changes the image."""
     model = small_unet(middle=3) if kind == "unet" else models.flux(single=3, double=2)
 
     def override(func: Any, *args: Any, transformer_options: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Provide fixtures that compare merged blocks and runs with expected ones."""
+"""Provide fixtures that compare merged blocks, and complete runs, with expected results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,14 @@ ONE_STEP: dict[str, Any] = {"height": HEIGHT, "width": WIDTH, "cfg": 1.0, "steps
 
 
 class MergedBlock:
-    """A call of a block, or of a chain of blocks, that ran merged. It is compared with calls of the same blocks on
+    """A recorded call of a merged block or chain of blocks. `agrees` compares it with calls of the same blocks on
     tokens merged by plain indexing.
 
     blocks, calls: the blocks, and a recorded call of each.
-    given: the arguments of the first call by name.
-    planned: the requests for plans since the first call began, and their plans.
+    given: the arguments of the first call, by name.
+    planned: the plans requested since the first call began, each with its request.
     plan: the plan of the image.
-    seen: the arguments by name after merging by plain indexing.
+    seen: the arguments in `given` after merging by plain indexing.
     stats: the report of the run.
     """
 
@@ -33,7 +33,7 @@ class MergedBlock:
         self.merge(1)
 
     def merge(self, number: int) -> None:
-        """Merge by the first `number` plans: the image's plan, then the plans of references."""
+        """Merge by plain indexing with the first `number` plans: the image's plan, then the plans of references."""
         plans = [each.plan for each in self.planned[:number]]
         self.plan = plans[0]
         matrices = zip(*map(self._dense, plans), strict=True)
@@ -53,8 +53,7 @@ class MergedBlock:
         return self.layout.taken(self.calls[-1].out)
 
     def by_hand(self, **others: Any) -> Tensor:
-        """Call the blocks on the merged arguments, some of which are replaced by `others`. Return the tokens after the
-        last block."""
+        """Call the blocks on the arguments in `seen`, updated with `others`. Return the tokens after the last block."""
         layout, given = self.layout, {**self.seen, **others}
         for block, call in zip(self.blocks, self.calls, strict=True):
             if block is not self.blocks[0]:  # arguments without tokens, such as Chroma's modulation, differ by block
@@ -66,8 +65,8 @@ class MergedBlock:
         return restored(layout, out, self.image, self.merged, self.U)
 
     def agrees(self, times: float = 1.0) -> None:
-        """Check that the blocks' result is the one by hand. times: factor of the tolerance. Values reach 30, so an fp32
-        sum in another order differs by 1e-5."""
+        """Check that the recorded result equals that of `by_hand`. times: factor of the tolerance. Values reach 30, so
+        an fp32 sum in another order differs by 1e-5."""
         torch.testing.assert_close(self.found, self.by_hand(), rtol=times * 1e-4, atol=times * 1e-3)
 
     def needs(self, **wrong: Any) -> None:
@@ -78,8 +77,8 @@ class MergedBlock:
 @pytest.fixture
 def merged_block(attach: Any, record: Any, plan_calls: Any, dense: Any, stats_of: Any) -> Callable[..., MergedBlock]:
     """merged_block(model, layout, **options of sampling): merge each block separately in one evaluation. Return the
-    second block's call as a `MergedBlock`. chain: whether to merge all blocks as one chain, and to return the chain's
-    calls. references: whether references are merged too."""
+    second block's call as a `MergedBlock`. chain: merge all blocks as one chain instead, and return the chain's calls.
+    references: whether references are merged too."""
 
     def merged(model: Any, layout: Layout, chain: bool = False, references: bool = False, **asked: Any) -> MergedBlock:
         blocks = list(getattr(model.model.diffusion_model, layout.blocks))

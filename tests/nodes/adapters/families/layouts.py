@@ -24,8 +24,8 @@ class Layout:
     names: names of the positional arguments, if the signature of `forward` does not name them.
     before: number of tokens before the image in the argument `tokens`.
     rope_arg, rope_token_dim: argument with the positions, and its axis of tokens.
-    above, below: number of positions before and behind the positions of `tokens`, for example of a text stream.
-    keys: argument with the mask of the attention's keys. The mask begins with the image.
+    above, below: number of positions of other tokens, such as text, before and behind those of `tokens`.
+    keys: argument with the attention mask over keys, of which the image's keys are the first.
     out: index of the image tokens in the block's results.
     patch: side of a token in latent pixels.
     rows: arguments, besides tokens and positions, that have a row for each token.
@@ -58,7 +58,7 @@ class Layout:
         return value[None] if self.flat and value.ndim == 2 else value
 
     def given(self, like: Any, tensor: Tensor) -> Any:
-        """Return `tensor`, which holds tokens as (B, T, C), in the form of the argument `like`."""
+        """Bring `tensor`, tokens as (B, T, C), into the form of the block's argument `like`."""
         if self.pairs and isinstance(like, tuple):
             return (tensor, *like[1:])
         if self.grid and like.ndim == 5:
@@ -96,7 +96,7 @@ LAYOUTS = {
         ),
     ),
     "sd3": (Layout("joint_blocks", "x", names=("context", "x"), above=TEXT, out=1),),
-    # Layouts of pictures, which have a single frame. test_wan.py tests videos.
+    # The families below sample videos. A picture is a video of a single frame.
     "cosmos": (Layout("blocks", "x_B_T_H_W_D", rope_arg="rope_emb_L_1_1_D", rope_token_dim=1, grid=True),),
     "wan": (Layout("blocks", "x", rope_arg="freqs", rope_token_dim=1),),
     "hunyuan": (replace(DOUBLE, patch=1), replace(SINGLE, patch=1)),
@@ -104,10 +104,10 @@ LAYOUTS = {
     "ltx_av": (
         Layout("transformer_blocks", "x", rope_arg="v_pe", rope_token_dim=1, patch=1, rows=("v_cross_pe",), pairs=True),
     ),
-    # Before the video there are the text and two channels of five audio tokens.
+    # The text and two channels of five audio tokens come before the video.
     "h3": (Layout("blocks", "x", rope_arg="rope_freqs", rope_token_dim=1, before=TEXT + 10, flat=True),),
 }
-# Families that sample one latent at a time.
+# Families that cannot sample a batch of several latents.
 ALONE = ("h3",)
 # Settings that make every plan from the picture that the previous step predicted.
 PREDICTED: dict[str, Any] = {

@@ -71,7 +71,7 @@ def test_consecutive_blocks_stay_merged(family: str, layout: Layout, model_of: A
     chain.agrees(10)
 
 
-# Settings, number of frames, height, width, batch size and guidance of runs.
+# Of each run: settings, number of frames, height, width, batch size and guidance.
 PICTURES: list[tuple[Any, ...]] = [
     ({"granularity": "module"}, 1, HEIGHT, WIDTH, 1, 3.0),
     ({"granularity": "block"}, 1, HEIGHT, WIDTH, 1, 3.0),
@@ -103,7 +103,7 @@ def test_merged_runs_are_finite_and_repeat(
 
 @every_family
 def test_a_picture_of_few_tokens(family: str, model_of: Any, attach: Any, stats_of: Any) -> None:
-    """A picture of 2 x 2 latent pixels has one token or four tokens. Only four are merged."""
+    """A picture of 2 x 2 latent pixels has one token in some families (not merged) and four tokens in others."""
     merged, (layout, *_) = attach(model_of(family)), LAYOUTS[family]
     assert models.sample(merged, 2, 2, steps=2, cfg=4.0).isfinite().all()
     assert set(stats_of(merged).grids) == (set() if layout.patch == 2 else {(2, 2)})
@@ -193,11 +193,11 @@ def test_replaced_block_sees_all_tokens(family: str, model_of: Any, attach: Any,
 @pytest.mark.compat
 @loop("family", ["z_image", "lumina2", "qwen_image", "lens", "wan"])
 def test_patch_between_blocks_sees_and_changes_all_tokens(family: str, model_of: Any, attach: Any) -> None:
-    """ControlNets that work as patches replace the image after every block."""
+    """Some ControlNets are patches that replace the image tokens after every block."""
     model, seen = model_of(family), []
 
     def patch(args: dict[str, Any]) -> dict[str, Any]:
-        """Replace the image in odd calls, and change it in place in even calls, as the patch of Uni3C does."""
+        """In odd calls return new image tokens. In even calls change them in place, as the patch of Uni3C does."""
         seen.append(args["img"].shape[1])
         return {**args, "img": args["img"] * 1.01 if len(seen) % 2 else args["img"].mul_(1.01)}
 
@@ -239,7 +239,7 @@ def test_chroma_may_skip_blocks(pack: Any, attach: Any, stats_of: Any) -> None:
 
 @loop("family", ["z_image", "krea2", "sd3", "wan", "ltx", "ltx_av", "h3"])
 def test_another_nodes_loop_sees_all_tokens(family: str, attach: Any, record: Any) -> None:
-    """A node that replaces the model's loop may read the tokens between any two blocks."""
+    """If a node replaces the model's loop over the blocks, its loop may read the tokens between any two blocks."""
     model = models.TRANSFORMERS[family]()
     network, layout = model.model.diffusion_model, LAYOUTS[family][0]
     second = record(getattr(network, layout.blocks)[1])

@@ -54,7 +54,7 @@ BEFORE: dict[str, tuple[dict[str, Any], int]] = {
 
 @loop("what", BEFORE)
 def test_a_block(what: str, model_of: Any, merged_block: Any) -> None:
-    """Only the video is merged. It is the last segment of modulation, so this segment becomes shorter."""
+    """Only the video is merged. So its modulation segment, the last one, becomes shorter."""
     model, (options, others) = model_of("h3"), BEFORE[what]
     before, positive = TEXT + others + AUDIO, models.conditioning(model, seed=1, **options)
     block = merged_block(model, replace(LAYOUT, before=before), **RUN, positive=positive)
@@ -166,7 +166,7 @@ def masks(what: str) -> tuple[Tensor, Tensor]:
 @loop("what", ["a rectangle", "an extension", "a soft edge", "all alike", "audio alone"])
 @loop("cfg", [1.0, 3.0])
 def test_a_masked_run(what: str, cfg: float, model_of: Any, run_preset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since ComfyUI 0.33.0 the model reads masks. Before 0.33.0, ComfyUI only blends latents by the mask."""
+    """Since ComfyUI 0.33.0 the model reads masks. In older releases masks only blend latents."""
     from comfy.nested_tensor import NestedTensor
 
     model, (video, audio) = model_of("h3"), masks(what)
@@ -183,11 +183,13 @@ def test_a_masked_run(what: str, cfg: float, model_of: Any, run_preset: Any, mon
 
 
 def sparse(model: Any, start_percent: float, dense: set[int], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a model whose blocks get an attention function from another node, and two lists that get the number of
-    tokens of each call with such a function and of each block.
+    """Return a model in which another node passes an attention function, for sparse attention, to blocks in a part of
+    the schedule. Also return two lists: the number of tokens in each sparse call of a block, and in each call of a
+    block.
 
-    ComfyUI's node, which came after 0.33, passes one in a part of the schedule, with 12,288 tokens or more.
-    start_percent: share of the schedule at which sparse attention begins. dense: indices of blocks that never get one.
+    ComfyUI's own node for sparse attention, which is newer than 0.33, does so with 12,288 tokens or more.
+    start_percent: share of the schedule at which sparse attention begins. dense: indices of blocks that never get the
+    function.
     """
     model, calls, lengths = model.clone(), list[int](), list[int]()
     blocks, start = model.model.diffusion_model.blocks, model.get_model_object("model_sampling")
@@ -235,7 +237,7 @@ def test_blocks_merge_before_the_sparse_part_and_around_it(
     stats_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A sparse block runs on all tokens. The report names sparse blocks."""
+    """A block with sparse attention runs on all tokens, and the report names the block."""
     model, calls, lengths = sparse(model_of("h3"), start_percent, dense, monkeypatch)
     own, all_dense = sampled(model, steps=STEPS), balanced(model_of("h3"))
     sampled(all_dense, steps=STEPS)
@@ -252,7 +254,7 @@ def test_blocks_merge_before_the_sparse_part_and_around_it(
     pairs = sum(map(len, stats_of(merged).merged_at.values()))
     assert pairs == merged_calls
     times, most = (stats_of(each).times_less_work for each in (merged, all_dense))
-    # The saved work is proportional to the number of merged blocks, summed over the steps.
+    # The saved work is proportional to the number of pairs (step, block merged in this step).
     assert (1 - 1 / times) / (1 - 1 / most) == pytest.approx(pairs / (5 * BLOCKS))
     assert 0 < (found[0] - own[0]).norm() < 0.05 * own[0].norm()
     assert all(map(torch.equal, sampled(merged, steps=STEPS), found))

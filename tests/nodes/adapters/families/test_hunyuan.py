@@ -32,7 +32,7 @@ def hunyuan() -> Any:
 @loop("layout", [DOUBLE, SINGLE], ids=["double", "single"])
 @loop(("masked", "reference"), [(True, False), (False, True), (True, True)])
 def test_a_block_of_a_video(layout: Layout, masked: bool, reference: bool, hunyuan: Any, merged_block: Any) -> None:
-    """A reference comes before the video. The mask of the text ends where the tokens end."""
+    """A reference comes before the video. After merging, the attention mask is cut to the new number of tokens."""
     frames, before, options = 3, FRAME if reference else 0, dict[str, Any]()
     if masked:
         options["attention_mask"] = torch.tensor([[1] * 4 + [0] * (TEXT - 4)])
@@ -53,8 +53,8 @@ def test_a_block_of_a_video(layout: Layout, masked: bool, reference: bool, hunyu
 
 
 def test_blocks_are_not_merged_if_the_first_frame_has_its_own_sigma(hunyuan: Any, run_unmerged: Any) -> None:
-    """ComfyUI modulates the first frame separately. Tokens of single blocks begin with text, so there this modulation
-    ends inside of a frame."""
+    """ComfyUI modulates the tokens of the first frame separately. Single blocks count these tokens from the start of
+    the text, so the separate modulation ends inside of the frame."""
     conds = {"positive": models.conditioning(hunyuan, seed=1, guiding_frame_index=0)}
     assert set(run_unmerged(hunyuan, frames=3, **conds).unmerged) == {
         Reason.ARGUMENT_IN_USE(arguments=("modulation_dims_img", "modulation_dims_txt")),

@@ -65,7 +65,8 @@ def test_given_video_stays_as_it_was(family: str, kind: str, model_of: Any, run_
 def test_the_audio_attends_to_all_tokens(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the audio attended only to merged video tokens, its error would be more than 1.4 times as large."""
     family, model = pack_module("nodes.adapters.families.ltx"), model_of("ltx_av")
-    # The last step's destinations have a lower priority. Switch this off, because it would hide a fault.
+    # Usually the tokens that the previous step computed are selected less. Switch this off, because it would hide a
+    # fault.
     monkeypatch.setattr(pack_module("toma_core.run"), "RECENT", 1.0)
     merged = balanced(model)
     own = sampled(model, steps=8)
@@ -119,7 +120,8 @@ def test_guides_are_merged_behind_the_video(family: str, model_of: Any, run_merg
 
 
 def test_calls_without_a_stream_have_caches_of_their_own(model_of: Any, stats_of: Any) -> None:
-    """Guidance may add calls in which a stream is switched off. The order of calls differs from step to step."""
+    """Guidance may add calls with the video, or its attention to the audio, switched off. The order of these calls may
+    differ from step to step."""
     import comfy.samplers
     from comfy.model_patcher import create_model_options_clone
 

@@ -1,5 +1,4 @@
-"""Test Qwen-Image 2.1. It calls its blocks in several ways, may have references, and is tested with nodes that change
-blocks."""
+"""Test Qwen-Image 2.1 with ComfyUI's prefix cache, with references, and with nodes that change blocks."""
 
 import copy
 import inspect
@@ -24,8 +23,9 @@ IMAGE = HEIGHT * WIDTH
 
 @pytest.fixture(scope="module", params=[False, True], ids=["copies", "in place"])
 def model(request: pytest.FixtureRequest, pack: Any) -> Any:
-    """Return a small model whose blocks change their input in place, as in all releases of the model but the first, or
-    do not. Blocks that do are called twice while the prefix cache is filled. ComfyUI's own class has only one form."""
+    """Return a small model. In place: blocks change their input and are called twice while the prefix cache is filled,
+    as in all releases of the model but the first. The stand-in for older ComfyUIs has both forms. ComfyUI's own class
+    has one of them."""
     from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel as Model
 
     known = "in_place" in inspect.signature(Model).parameters
@@ -169,8 +169,8 @@ def test_comfyuis_cache_is_counted_beside_the_kv_cache(model: Any, monkeypatch: 
     prefix = (TEXT + 24 * 30) * 2 * 4 * 48 * 4  # tokens * (keys and values) * blocks * width * bytes
 
     def planned(cache: str, dtype: str, cfg: float, room: float) -> bool:
-        """Return whether the KV cache fits in full precision. room: free memory that the KV cache leaves, as a multiple
-        of one condition's prefix cache."""
+        """Return whether the KV cache fits in full precision. room: free memory beyond the KV cache, as a multiple of
+        one condition's prefix cache."""
         placed = at(model, cache, dtype)
         guider = CFGGuider(placed)
         guider.set_cfg(cfg)

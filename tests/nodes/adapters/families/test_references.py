@@ -85,14 +85,14 @@ def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: 
 def test_reference_as_large_as_the_image(
     family: str, model_of: Any, attach: Any, plan_calls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference keeps one plan for the run. The image gets a new plan in every step, and both conditions share this
-    plan."""
+    """The reference keeps one plan for the whole run. The image gets a new plan in every step. Both conditions share
+    each plan."""
     model = model_of(family)
     frames = (1,) if family == "qwen_image" else ()
     options = {"reference_latents": [noise(1, model.model.latent_format.latent_channels, *frames, HEIGHT, WIDTH)]}
     conds = prompts_of(model, **options)
-    # Destinations are on a fixed grid. If they were selected, rounding in split calls could decide between nearly equal
-    # gains.
+    # The selector `grid` gives fixed destinations. With the usual search, rounding in split calls could change which
+    # tokens are selected.
     settings = {"merge_references": True, "selection_interval": 1, "weight_interval": 1, "selector": "grid"}
     joined = models.sample(attach(model, **settings), HEIGHT, WIDTH, steps=3, **conds)
     plan_calls.clear()

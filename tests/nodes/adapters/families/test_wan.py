@@ -35,7 +35,7 @@ def destinations_of(frames: int) -> int:
 
 
 def test_modulation_by_frame(merged_block: Any) -> None:
-    """Merged tokens have the sigma of their frame."""
+    """Each destination is modulated by the sigma of its frame."""
     frames = 4
     block = merged_block(models.wan(**WAN22), LAYOUT, frames=frames, noise_mask=first_fixed(frames))
     e, frame = block.given["e"], block.plan.destinations[0] // FRAME
@@ -58,7 +58,7 @@ def test_blocks_are_not_merged_if_frames_do_not_explain_modulation(run_merged: A
 
 
 def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
-    """Sample a video in four steps: two by each model."""
+    """Sample a video in four steps: two by `high`, then two by `low`."""
     import comfy.sample
 
     conds = prompts_of(high).values()
@@ -78,8 +78,8 @@ def in_two(high: Any, low: Any, frames: int = 5) -> Tensor:
 def test_two_models_one_after_the_other(
     name: str, frames: int, steps: list[list[int]], wan: Any, attach: Any, stats_of: Any, no_state_left: None
 ) -> None:
-    """Wan 2.2 14B has one model for high noise and one for low noise, each with its own ToMA settings. steps: the
-    merged steps of each model with the preset `name`, or with no preset."""
+    """Wan 2.2 14B has one model for high noise and one for low noise, each with its own ToMA settings. name: the
+    preset, or empty for none. steps: the merged steps of each model."""
     low, apply = models.wan(seed=1), partial(balanced, name=name) if name else attach
     merged = apply(wan, ratio=0.5), apply(low, ratio=0.25)
     out = in_two(*merged, frames=frames)
@@ -115,7 +115,7 @@ def test_room_is_asked_for_context_windows(wan: Any, stats_of: Any, monkeypatch:
 
 @loop("settings", [{}, PREDICTED], ids=["tokens", "prediction"])
 def test_context_windows_over_frames(settings: Any, wan: Any, run_merged: Any, plan_calls: Any) -> None:
-    """A plan belongs to the frames of one context window. Both conditions share it."""
+    """A plan belongs to the frames of one context window. Both conditions share the plan."""
     run_merged(windowed(wan), settings, frames=7, cfg=5.0)
     grids = {call.grid[0] for call in plan_calls}
     assert grids in ({5}, {5, 6})

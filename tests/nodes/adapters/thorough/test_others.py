@@ -28,7 +28,8 @@ compat = pytest.mark.compat
 
 
 def again(test: Any, names: str, values: Iterable[Any]) -> Callable[..., None]:
-    """Return a test with other values. names: names of the parameters, separated by commas."""
+    """Return a copy of a test that runs with other values of its parameters. names: these parameters, separated by
+    commas."""
     result: Callable[..., None] = loop(tuple(names.split(",")), values)(test.looped)
     return result
 
@@ -91,7 +92,7 @@ def errors(trained: evaluations.Trained, sampler: str) -> Tensor:
     return (found - own).flatten(1).norm(dim=1) / own.flatten(1).norm(dim=1)
 
 
-# The other model, `dit`, has an error of 0.14 in small pictures even with Euler's method.
+# Only the model `few`: the model `dit` has an error of 0.14 in small pictures even with Euler's method.
 @pytest.mark.parametrize("trained", ["few"], indirect=True)
 @pytest.mark.parametrize("name", ["er_sde", "euler_ancestral", "lcm", "dpmpp_2m_sde", "lms"])
 @torch.no_grad()
@@ -112,7 +113,7 @@ def test_samplers_that_draw_new_noise(
 
 
 def test_prompts_that_take_turns_in_a_larger_picture(pack: Any) -> None:
-    """With plans from the other prompt's picture, the error was 0.10."""
+    """Two prompts alternate. If each step made its plan from the other prompt's picture, the error would be 0.10."""
     larger = evaluations.Trained("few")
     larger.size = 64
     assert larger.error(positive=by_turns(larger)) < 0.09

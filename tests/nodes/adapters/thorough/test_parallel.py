@@ -1,5 +1,6 @@
 """Test models that several processes share. compatibility/parallel.py simulates how raylight and xDiT share tokens and
-conditions. Neither is merged. Sharded weights (FSDP) are merged as if they were not sharded."""
+conditions. Neither shared tokens nor shared conditions are merged. Models with sharded weights (FSDP) are merged like
+others."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tests.nodes.adapters.helpers import every_kind, prompts_of
 
 TOKENS_CHANGED = "tokens_changed"
 # A picture has 144 tokens, a text has 6. With two references of the picture's size, each process has 219 of 438 tokens,
-# more than the 150 tokens of picture and text. With 132 tokens of a picture and 7 of text, shares are not equal.
+# more than the 150 tokens of picture and text. 132 + 7 tokens, in the case "odd", give unequal shares.
 SIDE, TEXT = 24, 6
 SHARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings, and options of the picture
     "one reference": ({}, {"references": 1}),
@@ -47,14 +48,14 @@ def check_unmerged(stats: Any, shared: Any, merged: Any, reasons: set[str], **op
 @loop("rejoin", [True, False], ids=["raylight", "xdit"])
 @loop("case", SHARED)
 def test_shared_tokens_are_not_merged(flux: Any, attach: Any, stats_of: Any, case: str, rejoin: bool) -> None:
-    """Each process has a part of the token sequence. With references this part has more tokens than the image.
-    Nevertheless, merging it by the image's grid would be wrong."""
+    """Each process has a part of the tokens of text, image and references. With references, this part is longer than
+    the image, but merging it by the image's grid would be wrong."""
     settings, options = SHARED[case]
     shared, alone = Shares(InTurn(), rejoin).on(flux), picture(flux, **options)
     off = (picture(shared, **options) - alone).norm() / alone.norm()
-    # In the case "odd", tokens also attend to padding, which changes the picture.
+    # In the case "odd", tokens also attend to padding, and this changes the picture.
     assert 0 < off < (0.05 if case == "odd" else 1e-5), "not the model that it should be"
-    # Double blocks, whose `forward` raylight replaces, have the reason `block_replaced`.
+    # raylight replaces the `forward` of double blocks, so their reason is `block_replaced`.
     check_unmerged(stats_of, shared, attach(shared, **settings), {TOKENS_CHANGED, "block_replaced"}, **options)
 
 
@@ -68,7 +69,7 @@ def test_shared_conditions_are_not_merged(model: Any, attach: Any, stats_of: Any
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make this process the only one of a group of torch.distributed."""
+    """Start a group of torch.distributed that consists of this process alone."""
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("PyTorch without gloo")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
