@@ -1,4 +1,4 @@
-"""Test that the size of the KV cache that is predicted before a run equals the bytes that the run then holds."""
+"""Test the size of the KV cache that is predicted before a run: the run must hold as many bytes."""
 
 from importlib import import_module
 from typing import Any

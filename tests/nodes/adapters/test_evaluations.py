@@ -181,7 +181,7 @@ def test_an_area_with_too_few_tokens(trained: Trained, plain: float, usual: dict
 
 
 def test_a_condition_that_begins_exactly_at_a_step(trained: Trained) -> None:
-    """ToMA rounds a condition's bounds to fp32, as ComfyUI does when it compares them with the sigma."""
+    """As in ComfyUI, the sigmas at which a condition begins and ends are rounded to fp32."""
     is_active = pack_module("nodes.adapters.conditions").is_active
     sampling = trained.model.get_model_object("model_sampling")
     for n in range(1, trained.steps):

@@ -21,7 +21,8 @@ SAMPLERS = list(STEPS)
 
 
 def steps_of(sampler: str, model: Any) -> list[int]:
-    """Return the expected step of each evaluation. `dpmpp_2s_ancestral` has other midpoints with a UNet."""
+    """Return the expected step of each evaluation. With a UNet, `dpmpp_2s_ancestral` has midpoints that count as in
+    `heun`."""
     flow = hasattr(model.model.diffusion_model, "double_blocks")
     return list(STEPS["heun" if sampler == "dpmpp_2s_ancestral" and not flow else sampler])
 

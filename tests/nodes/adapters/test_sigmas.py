@@ -67,7 +67,7 @@ def reads_inside(model: Any, **options: Any) -> int:
         finally:
             trace.__exit__(None, None, None)
 
-    # Let the wrapper pass for ComfyUI's own. With a wrapper of another pack, ToMA would also read the noise of each
+    # Let the wrapper look like one of ComfyUI. With a wrapper of another pack, ToMA would also read the noise of each
     # latent.
     evaluation.__module__ = "comfy.samplers"
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "test", evaluation)

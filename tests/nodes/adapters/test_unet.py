@@ -79,7 +79,7 @@ def test_last_stacks_are_skipped(unet: Any, attach: Any, stats_of: Any, granular
 
 @loop("change", ["context", "value", "query", "longer context"])
 def test_attention_patch_may_change_any_of_the_three(unet: Any, attach: Any, change: str) -> None:
-    """After an attention patch, keys and values must have equal lengths, which need not be the length of queries."""
+    """An attention patch must return keys and values of equal length. Queries may have another length."""
 
     def patch(n: Tensor, context: Tensor, value: Tensor, extra_options: Any) -> Any:
         longer = torch.cat([context, context * 0.5], 1)

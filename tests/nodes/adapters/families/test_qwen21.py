@@ -23,9 +23,9 @@ IMAGE = HEIGHT * WIDTH
 
 @pytest.fixture(scope="module", params=[False, True], ids=["copies", "in place"])
 def model(request: pytest.FixtureRequest, pack: Any) -> Any:
-    """Return a small model. In place: blocks change their input and are called twice while the prefix cache is filled,
-    as in all releases of the model but the first. The stand-in for older ComfyUIs has both forms. ComfyUI's own class
-    has one of them."""
+    """Return a small model. With `in_place`, blocks change their input and are called twice while the prefix cache is
+    filled, as in all releases of the model but the first. The stand-in for older ComfyUIs has both forms. ComfyUI's own
+    class has one of them."""
     from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel as Model
 
     known = "in_place" in inspect.signature(Model).parameters
