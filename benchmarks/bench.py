@@ -71,7 +71,7 @@ def _processor() -> str:
 
 @dataclass
 class Timing:
-    """The measurements of one case of `interleave`. Lists have one entry for each turn."""
+    """The measurements of one case of `interleave`. Each list has one entry per turn of `interleave`."""
 
     seconds: list[float] = field(default_factory=list)
     output: Tensor | None = None
@@ -83,7 +83,7 @@ class Timing:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the quantile of the values at `share`, from 0 to 1. Between two values, interpolate linearly."""
+    """Return the quantile `share` (0 to 1) of the values, with linear interpolation."""
     return float(torch.tensor(values, dtype=torch.float64).quantile(share))
 
 
@@ -100,11 +100,11 @@ def interleave(
     warmups: int = 1,
     limit: float = float("inf"),
 ) -> dict[str, Timing]:
-    """Time all cases once in each turn. If the machine slows down, all cases are then slowed equally. Warm-up turns do
-    not count.
+    """Run several turns. Each turn times every case once, so a slower machine slows all cases equally. Warm-up turns
+    are not counted.
 
-    limit: seconds for all turns, including warm-up turns. A turn begins only if it fits into the limit, assuming that
-    it takes as long as the previous turn. At least one turn counts.
+    limit: seconds for all turns, including warm-up turns. A turn begins only if the previous turn took no longer than
+    the time that is left. At least one turn is counted.
     """
     timings = {name: Timing() for name in cases}
     begin = last = time.monotonic()
@@ -148,7 +148,7 @@ class Row:
     p20: float = 0.0  # percentiles of the turns' seconds
     p50: float = 0.0
     p80: float = 0.0
-    # Median over the turns of (time of the unpatched model / time of the variant). None if `gate` has a reason.
+    # Each turn times every variant once. Median over turns of unpatched time / variant's time. None if `gate` has text.
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
@@ -158,7 +158,7 @@ class Row:
     gpu: float | None = None  # seconds of the kernels, if profiled
     peak_mb: float | None = None
     shares: dict[str, float] = field(default_factory=dict)  # shares of a step's time, by part
-    gate: str = ""  # the reason why no speed-up is reported, empty if there is none
+    gate: str = ""  # why no speed-up is reported, empty if one is reported
     note: str = ""
     profile: str = ""  # the slowest operations, as text
 
@@ -228,7 +228,7 @@ def joined(*notes: str) -> str:
 
 
 def red(rows: Sequence[Row]) -> list[str]:
-    """List the rows that report no speed-up, with their reasons."""
+    """List the rows that report no speed-up, with the reasons."""
     return [f"{row.section}, {row.model} {row.size}, {row.variant}: {row.gate}" for row in rows if row.gate]
 
 
@@ -240,7 +240,7 @@ def write(
     shown: Sequence[Row] | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Write PATH.json and PATH.md. text: text of PATH.md above its table. shown: rows of this table, all rows if None.
+    """Write PATH.json and PATH.md. text: text of PATH.md above its table. shown: rows of the table, None for all rows.
     notes: sentences to store in PATH.json."""
     shown = rows if shown is None else shown
     path.parent.mkdir(parents=True, exist_ok=True)

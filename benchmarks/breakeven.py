@@ -1,10 +1,10 @@
 """Measure the number of tokens from which merging pays on this device: `python -m benchmarks.suite --only break-even`.
 
 This benchmark times chains of transformer blocks at both resolutions of SDXL, unmerged and merged, on token grids of
-growing side. The preset `balanced` makes one plan for several steps. One step's share of a plan's time is added to the
-merged time. Every grid is merged, however small. The note of a row says whether Auto (`min_tokens` = 0) would merge the
-grid. Auto is right if it merges exactly the grids with a speed-up above 1. On a CPU, the CPU time of the process is
-measured, so that other programs on the machine matter little.
+growing side. The preset `balanced` makes one plan for several steps. So the time of a plan, divided by that number of
+steps, is added to the merged time. Every grid is merged, however small. The note of a row says whether Auto
+(`min_tokens` = 0) would merge the grid. Auto is right if it merges exactly the grids with a speed-up above 1. On a CPU,
+the process's CPU time is measured, on which other programs have little influence.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def measure(
                 reduced = core.reduce(x, plan)
                 return core.restore(chain(reduced), reduced, x, plan)
 
-            # The first turn warms up.
+            # Drop the first turn, a warm-up.
             calls: tuple[Callable[[], Any], ...] = (functools.partial(chain, x), merged, plan)
             turns = [[_seconds(call, device) for call in calls] for _ in range(repeats + 1)][1:]
             times, merged_times, plan_times = map(list, zip(*turns, strict=True))

@@ -1,4 +1,4 @@
-"""Measure what torch.compile gains in addition to merging if the host limits the speed.
+"""Measure how much torch.compile speeds up a merged model whose speed is limited by the host.
 
     python -m benchmarks.compiled [--model sdxl flux] [--repeats 15] [--backend inductor] [--out FOLDER]
 

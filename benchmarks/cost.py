@@ -1,9 +1,9 @@
 """Count the cost of one evaluation of a model in a variant: FLOPs, bytes and launched operations.
 
-Models are built on PyTorch's meta device, whose tensors have shapes but no values. So it takes only a second to count a
-complete Flux at 4096 x 4096 pixels. Attention counts as one fused operation, as on a GPU. `python -m benchmarks.cost
-NAME` prints how many operations the blocks of a small model in `testbed.models` launch. `toma_core.cost_model` uses
-these numbers.
+Models are built on PyTorch's meta device, whose tensors have shapes but no values. So counting a complete Flux at 4096
+x 4096 pixels takes only a second. Attention counts as one fused operation, as on a GPU. `python -m benchmarks.cost
+NAME` prints how many operations the blocks of a small model in `testbed.models` launch. `toma_core.cost_model.Block`
+has these numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from testbed import fullsize
 from testbed.fullsize import Shape
 from testbed.meter import META, Cost, Meter
 
-# Number of steps of the run to which a counted evaluation belongs. Presets merge the second step of a run of this
-# length, but not of a longer one.
+# A counted evaluation belongs to a run of this many steps. This is the longest run whose second step presets merge.
 STEPS = 12
 
 
@@ -87,7 +86,7 @@ class Fused:
 
     def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
         made = fresh.new_empty(fresh.shape)
-        # Count `made` in place of `cached`, because the kernel reads only the destinations of `cached`.
+        # The kernel reads only the destinations of `cached`. They have the size of `made`, so count `made` instead.
         self._launched("change", (made,), fresh, made, destinations, R)
         return made
 
@@ -111,8 +110,8 @@ def count(
 ) -> Cost:
     """Count the cost of one evaluation of a full-width model.
 
-    kernels: whether ToMA merges with its Triton kernels (see `Fused`) or with plain PyTorch.
-    plan: whether the evaluation makes its plans or uses existing plans.
+    kernels: True for ToMA's Triton kernels (see `Fused`), False for plain PyTorch.
+    plan: True if the evaluation makes its plans, False if it uses existing plans.
     step: the evaluation's index in a run of `STEPS` steps.
     regression: whether changes of cached tensors are regressed on the latent.
     blocks: number of blocks of each kind, all blocks if None.
@@ -160,8 +159,8 @@ def count(
         with torch.no_grad(), hooks.installed(chosen):
             model(latents, t, context=context, **given, transformer_options=dict(options))
 
-    # Run uncounted steps first: they fill caches and do what a model does only in its first call. If `plan` is false,
-    # they include the counted step itself, which makes its plans uncounted.
+    # First run steps that are not counted. They fill caches and do the work of a model's first call. If `plan` is
+    # false, also run the step that is counted later, so that its plans exist by then.
     for before in range(1 if run is None else step if plan else step + 1):
         with meter:
             forward(before)

@@ -92,7 +92,7 @@ def ceilings() -> Rows:
             yield [name, f"{side}", f"{base.flops / 1e12:.1f}", *(times_of(base, m) for m in merged)]
 
 
-# Videos with sound, at the sizes of ComfyUI's templates. In LTX 121 frames are 16 latent frames, in H3 73 frames are 22
+# Videos with sound, at the sizes of ComfyUI's templates. 121 frames of LTX are 16 latent frames. 73 frames of H3 are 22
 # latent frames.
 _SOUND = {
     "ltx_av": {
@@ -119,7 +119,7 @@ def sizes_of(model: str) -> list[tuple[str, Shape]]:
     *("merged step of balanced, 0.5", "0.75", "launches", "added by Triton", "by PyTorch"),
 )
 def families() -> Rows:
-    """Tabulate the FLOPs that merging saves in transformers, with all blocks merged and in a merged step of
+    """Tabulate the FLOPs that merging saves in transformers: if all blocks merge, and in a merged step of
     `balanced`."""
     for model in TITLES:
         for size, shape in sizes_of(model) if model != "sdxl" else ():
@@ -154,8 +154,8 @@ def editing() -> Rows:
 
 @tabulated("Wan 14B", "tokens", "TFLOP", "in attention", "presets, 0.5", "0.75", "fewer tokens, 0.5", "0.75")
 def videos() -> Rows:
-    """Tabulate the cost of videos by number of frames, and the FLOPs that a merged step saves. Destinations attend to
-    all tokens, as in presets, or only to each other."""
+    """Tabulate the cost of videos by number of frames, and the FLOPs that a merged step saves. In the merged step
+    destinations attend to all tokens, as in presets, or only to each other."""
     for width, height, frames in ((832, 480, 1), (832, 480, 5), (832, 480, 21), (1280, 720, 21)):
         shape = Shape("wan", height=height, width=width, frames=frames)
         base = count(shape)
@@ -190,7 +190,7 @@ def templates() -> Rows:
 
 
 def attending(shape: Shape, ratio: float) -> Cost:
-    """Return the cost of a merged step of `balanced`, in which blocks attend to all tokens."""
+    """Return the cost of a merged step of `balanced`, in which destinations attend to all tokens."""
     return count(shape, variants.preset("balanced", ratio=ratio, min_tokens=4), kernels=True, step=1)
 
 

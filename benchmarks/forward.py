@@ -25,7 +25,7 @@ from benchmarks.variants import UNPATCHED, Variant
 from scripts.comfy_pack import pack_module
 from testbed.fullsize import Shape
 
-# The weights are random. An output with a larger error than this counts as broken.
+# An output with a larger error counts as broken. The limit is high because the weights are random.
 FARTHEST = 0.5
 # Sigmas of a run whose first step is full.
 _LEVELS = [1.0, 0.9, 0.8, 0.0]
@@ -61,7 +61,7 @@ class Runner:
         return sampling
 
     def _step(self, sigma: float, inputs: dict[str, Any]) -> Tensor:
-        """Evaluate the model at a sigma, as in a step of a sampler without new noise."""
+        """Evaluate the model at this sigma, as in a step of a sampler that adds no noise."""
         assert self.sampling is not None
         sampling, timestep = self.sampling, torch.full((1,), sigma)
         latent = pack_module("nodes.adapters.streams").first(inputs["x"], inputs.get("latent_shapes"))
@@ -123,7 +123,7 @@ def available(
 
 
 def problems(runner: Runner, output: Tensor, base: Tensor, farthest: float = FARTHEST) -> list[str]:
-    """Return the reasons against reporting this variant's speed."""
+    """Return the reasons why this variant's speed-up must not be reported."""
     found = []
     if runner.stats is not None and not runner.stats.merged_blocks:
         found.append(pack_module("nodes.adapters.report_text").summary(runner.stats))
@@ -156,7 +156,7 @@ def measure(
     farthest: float = FARTHEST,
     profiles: bool = False,
 ) -> list[Row]:
-    """Time all variants and the unpatched model in turns, at one shape.
+    """Time the unpatched model and all variants at one shape, in the turns of `bench.interleave`.
 
     check_kernels: also compare ToMA's Triton kernels with plain PyTorch, if the kernels run here. profiles: also
     measure the seconds until the host has launched all operations, and the seconds of the GPU.
@@ -202,8 +202,8 @@ def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = Non
 
 
 def _kernels_agree(runner: Runner, patcher: Any, inputs: dict[str, Any], output: Tensor, base: Tensor) -> list[str]:
-    """Compare a variant on Triton kernels with the same variant in plain PyTorch. It is a problem if the two outputs
-    differ by at least half the error of merging. Return the problem as text."""
+    """Compare a variant on Triton kernels with the same variant in plain PyTorch. If the two outputs differ by at least
+    half the error of merging, return this problem as text."""
     plain = Runner(runner.variant, patcher, plain=True)(inputs).float().cpu()
     apart, merged = bench.relative_error(output, plain), bench.relative_error(plain, base)
     wrong = f"kernels and plain PyTorch are {apart:.4f} apart, merging costs {merged:.4f}"

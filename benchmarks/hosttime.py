@@ -1,13 +1,13 @@
-"""Measure the host time of one call of merging, in units of a call of torch.add. Where a GPU waits for its host, host
-time is the cost of merging.
+"""Measure the host time of one call of merging, in units of a call of torch.add. Where the GPU waits for the host,
+merging costs this host time.
 
     python -m benchmarks.hosttime [--repeats 40] [--out FOLDER]
 
 No GPU is needed: Triton compiles for a GPU offline, and a stubbed driver ends each launch before Triton's launcher in
-C. The times of that launcher and of CUDA's driver are not measured. torch.add runs on the CPU, which needs neither.
-Tensors have only 20 tokens, so that nearly all time is spent on the calls themselves. A turn measures this thread's CPU
-time for 200 calls of torch.add, then of an operation, then of torch.add again. It divides the second time by the mean
-of the first and the third. A row is the median of its turns.
+C. The times of that launcher and of CUDA's driver are not measured. The calls of torch.add use neither, because they
+run on the CPU. Tensors have only 20 tokens, so that nearly all time is spent on the calls themselves. A turn measures
+this thread's CPU time of 200 calls of torch.add, 200 calls of an operation, and again 200 calls of torch.add. The
+turn's result is the operation's time divided by the mean time of torch.add. A row has the median over turns.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from scripts.comfy_pack import pack_module
 from testbed import offline, stand_ins
 
 RESULTS = "hosttime"
-# A grid of tokens that consists of complete windows. It has 5 windows, too many for plain PyTorch to merge in one
-# product.
+# A grid of 5 complete windows of tokens. These are too many for plain PyTorch to merge in one product.
 _GRID, _WINDOW, _CHANNELS = (2, 10), 2, 16
 _CALLS = 200
 

@@ -44,7 +44,7 @@ class Case:
 
     title: str  # the model and the run, for the reader
     shape: Shape  # the model and the size of its latents
-    weights: torch.dtype  # dtype of the weights, fp8 also for int8. All models compute in bf16.
+    weights: torch.dtype  # dtype of the weights; fp8 stands for int8 too. All models compute in bf16.
     cfg: float = 1.0  # guidance scale: a step evaluates one condition at scale 1, two at a higher scale
     merged: int | None = None  # merged steps, if the sampler's noise makes more steps full than the schedule
 
@@ -146,8 +146,8 @@ def choose(model: Any, case: Case, gib: int) -> Choice:
 def _counted(
     model: Any, case: Case, config: Any, cached: bool, in_main: int, left_off: float, left_off_merged: float
 ) -> tuple[int, float, float]:
-    """Return three numbers: the merged steps, the ratio of unmerged to merged work, and the ratio of unmerged to merged
-    time. left_off, left_off_merged: bytes of weights off the card, without ToMA and with ToMA."""
+    """Return three numbers: number of merged steps, unmerged work / merged work, and unmerged time / merged time.
+    left_off, left_off_merged: bytes of weights off the card, without ToMA and with ToMA."""
     registry, core = pack_module("nodes.adapters.registry"), pack_module("toma_core")
     hooks, steps = registry.find(model.model.diffusion_model), STEPS.get(case.shape.model, 20)
     latent = torch.empty(1, *case.shape.latent, device="meta")
@@ -188,7 +188,7 @@ def cell(choice: Choice) -> str:
 
 @functools.cache
 def chosen() -> tuple[tuple[Case, tuple[Choice, ...]], ...]:
-    """Return the results of runs on each of `CARDS_GIB`. Consecutive cases of one model share the built model."""
+    """Return for each case the results on each of `CARDS_GIB`. Consecutive cases of one model share the built model."""
     found, key, model = list[tuple[Case, tuple[Choice, ...]]](), None, None
     for case in CASES:
         if key != (key := (case.shape.model, case.weights)):

@@ -1,11 +1,11 @@
-"""Time the four operations of the method alone: selection, weights, merge, unmerge.
+"""Time each of the method's four operations alone: selection, weights, merge, unmerge.
 
 Every shape is timed in plain PyTorch, and with the Triton kernels if they run here. Calls cycle through more copies of
-their operands than the device's cache can hold. On a GPU, calls are replayed from a CUDA graph, which measures only GPU
-time. Rows named `host` time the call as a model makes it. The limit of a call is the least time in which the device can
-read and write the operands once and multiply them. It follows from the speeds of a large copy and of a large matrix
-product, which are measured at the start. A speed-up is not reported if results differ from fp32 PyTorch by more than
-rounding, or if the selected destinations are worse than those of the search in fp64.
+their operands than the device's cache can hold. On a GPU, calls are replayed from a CUDA graph, so that only GPU time
+is measured. Rows named `host` time the call as a model makes it. The limit of a call is the least time in which the
+device can read and write the operands once and multiply them. This limit is computed from the speeds of a large copy
+and of a large matrix product, measured at the start. A speed-up is not reported if results differ from fp32 PyTorch by
+more than rounding, or if the selected destinations are worse than those of the search in fp64.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ SCALE = 300.0
 _REPLAYED = 60
 # Bytes of tokens that calls cycle through: several times the last-level cache of any card.
 _ROTATED = 300_000_000
-# Selected destinations are compared with those of a search in fp64. They are right if their objective exceeds `_WORTH`
-# times the search's objective, and if they differ (by ties in half precision) in less than the share `_APART` of
-# windows.
+# Selected destinations are compared with those that the search selects in fp64. Their objective must exceed `_WORTH`
+# times the fp64 objective. They may differ, by ties in half precision, in less than the share `_APART` of windows.
 _WORTH, _APART = 0.9999, 0.1
 
 
@@ -58,7 +57,7 @@ class Grid:
         return x.flatten(2).transpose(1, 2).contiguous().to(device, dtype)
 
 
-# Both resolutions of SDXL at 1024x1024, the finer one at 832x1216, and Flux at 1024x1024.
+# SDXL at 1024x1024 in both resolutions, SDXL at 832x1216 in the finer one, and Flux at 1024x1024.
 GRIDS = tuple(map(Grid.parse, ("64x64x640", "32x32x1280", "52x76x640", "64x64x3072")))
 
 
@@ -204,7 +203,7 @@ def _in_turn(call: Callable[[Operands], Any], copies: Sequence[Operands]) -> Cal
 
 
 def _replayed(call: Callable[[], Any], device: torch.device) -> Callable[[], Tensor]:
-    """Capture repeated calls in a CUDA graph and return its replay."""
+    """Capture repeated calls in a CUDA graph, and return a function that replays the graph."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         for _ in range(3):

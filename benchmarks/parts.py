@@ -66,8 +66,8 @@ def profile(call: Callable[[], Any], rows: int = 25) -> Profile:
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     total_label = f"{_LABEL}total"
-    # Use this label, because `record_function` labels only kernels that operators of PyTorch launch, and not those of
-    # Triton.
+    # `record_function` would label only the kernels that PyTorch's operators launch. This label also covers Triton's
+    # kernels.
     label = torch._C._profiler._RecordFunctionFast
     with marked(lambda part: label(_LABEL + part)), torch.profiler.profile(activities=activities) as profiler:
         with label(total_label):

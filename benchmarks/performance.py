@@ -88,8 +88,8 @@ _SETTINGS = (
 
 @tabulated("model", "side, px", "setting", "a merged step", *(f"{n} steps" for n in counted.RUNS))
 def runs() -> Rows:
-    """Tabulate the FLOPs that merging saves in runs of different numbers of steps. SDXL and Flux have all `_SETTINGS`,
-    the other models have `balanced`."""
+    """Tabulate the FLOPs that merging saves in a run, by number of steps. SDXL and Flux have a row for each of
+    `_SETTINGS`, other models only for `balanced`."""
     for model in TITLES:
         for size, shape in counted.sizes_of(model):
             unmerged = count(shape).flops
@@ -164,7 +164,7 @@ def auto() -> Rows:
 
 
 def measured() -> str:
-    """Tabulate the measured speed-ups of all committed results, with the highest speed-ups possible by FLOPs."""
+    """Tabulate the measured speed-ups of all committed results beside the highest speed-ups that FLOPs allow."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*/results.json"))]
     rows = []
     for result in results:

@@ -39,9 +39,9 @@ class Gain:
     title: str
     steps: str
     run: tuple[str, str] | str  # (model, size) in the table of runs, or the name of a run of a template
-    cache: str = ""  # row in the table of KV caches, "" if the model has none
+    cache: str = ""  # row in the table of KV caches, "" if the model has no cache
     four_bits: bool = False  # whether the cache is counted in four bits, as it is stored for videos
-    memory: str = ""  # start of its row in the table of cards, "" if it has none
+    memory: str = ""  # start of the row in the table of cards, "" without such a row
 
 
 GAINS = (
@@ -61,7 +61,7 @@ GAINS = (
 
 
 def rows_of(page: Path, head: str) -> list[list[str]]:
-    """Return the cells of the first table of a page whose head begins with `head`, without the head."""
+    """Find a page's first table with a head that begins with `head`. Return the cells below the head."""
     lines = page.read_text(encoding="utf-8").split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith(head)) + 2
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in takewhile(len, lines[start:])]

@@ -1,4 +1,4 @@
-"""The results of a suite: a folder of a few small files, rewritten after every result of a section."""
+"""The results of a suite: a folder of a few small files, which are rewritten after each new row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Results:
         return cls(folder, stored["conditions"], [Row(**row) for row in stored["rows"]], stored["notes"])
 
     def add(self, *rows: Row) -> None:
-        """Add rows and write the files at once."""
+        """Add rows, and then write the files."""
         self.rows += rows
         self.save()
 
@@ -53,12 +53,12 @@ class Results:
             (self.folder / "profile.txt").write_text("\n".join(profiles), encoding="utf-8")
 
     def wrong(self) -> list[str]:
-        """Return the reasons of rows without a speed-up, and notes of sections that failed or were stopped."""
+        """Return why rows have no speed-up, and the notes on sections that failed or were stopped."""
         return [*bench.red(self.rows), *(note for note in self.notes if "FAILED" in note)]
 
 
 def _checked(rows: Sequence[Row]) -> str:
-    """Count the passed checks of kernels, and list the failed ones and the counted launches."""
+    """Count the kernel checks that passed, and list the checks that failed and the counted launches."""
     if not rows:
         return ""
     wrong = [f"- {row.model}, {row.variant}: {row.gate}" for row in rows if row.gate]

@@ -1,8 +1,7 @@
 """Time complete sampling runs through ComfyUI's sampler: unpatched, with ToMA, with step caches, and stacked.
 
-A run goes from the noise to the last latent and includes the cost of plans. Weights are random, so a step cache does
-not skip as many steps as in a trained model. The measured time is real. A speed-up is not reported if the output is
-broken or nothing was merged.
+A run goes from the noise to the last latent and includes the cost of plans. Weights are random, so a step cache skips
+fewer steps than in a trained model. A speed-up is not reported if the output is broken or nothing was merged.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def stats_of(model: Any) -> Any | None:
 
 
 def usual_variants(ratio: float, **more: Any) -> list[Variant]:
-    """Return the variants: every step merged, `balanced`, each step cache, and every step merged with each step
-    cache."""
+    """Return these variants: every step merged; `balanced`; each step cache alone; each step cache with every step
+    merged."""
     every = variants.toma(f"every step, ratio {ratio:g}", ratio=ratio, **more)
     caches = [variants.step_cache("EasyCache"), variants.step_cache("LazyCache")]
     balanced = variants.preset("balanced", ratio=ratio, **more)
@@ -61,14 +60,14 @@ def measure(
     shares: bool = True,
     limit: float = float("inf"),
 ) -> list[Row]:
-    """Time all variants and the unpatched model in turns. shares: whether to profile the first variant, which merges
-    every step. limit: seconds, warm-up included, see `bench.interleave`."""
+    """Time the unpatched model and all variants, in the turns of `bench.interleave`. shares: whether to profile the
+    first variant, which merges every step. limit: seconds, warm-up included."""
     section = f"sample, {steps} steps, cfg {cfg:g}"
     models, rows = available(chosen, lambda variant: variant.patch(patcher), section, shape)
     cases = {each.name: (lambda model=model: sample(model, shape, steps, cfg)) for each, model in models.items()}
     timings = bench.interleave(cases, repeats, device, limit=limit)
     base = timings[UNPATCHED.name]
-    # Profile the steps of one selection interval: in fewer steps, plans have a larger share of the time.
+    # Profile as many steps as a selection interval has. In fewer steps plans would have too large a share of the time.
     profiled = min(steps, pack_module("toma_core").ToMAConfig().selection_interval)
     for variant, model in models.items():
         row = Row(section, shape.model, shape.size, shape.batch, variant.name, "all", note=variant.note)

@@ -20,7 +20,7 @@ from testbed.fullsize import Shape
 RATIO = 0.5
 DRY = 16  # a dry run divides the sides of pictures by this number
 _LEAST = 64  # smallest side in a dry run, in pixels
-# Share of a section's remaining seconds that timed turns may take. The rest is for the profiles and checks that follow.
+# Share of a section's remaining time for timed turns. The other time is for the profiles and checks that follow.
 _TIMED = 0.7
 
 
@@ -40,7 +40,7 @@ class Suite:
         return self.deadline - time.time()
 
     def patcher(self, name: str, blocks: tuple[int, ...] | None = None) -> Any:
-        """Return the section's model, built at its first use."""
+        """Return the model of this name, which is built at its first use in a section."""
         key = name, blocks
         if key not in self._built:
             self._built[key] = fullsize.patcher(name, self.dtype, self.device, tiny=self.dry, blocks=blocks)
@@ -54,7 +54,7 @@ class Suite:
 
     @property
     def more(self) -> dict[str, Any]:
-        """Return the settings with which ToMA merges the tiny models of a dry run."""
+        """Return the additional settings that ToMA needs to merge the tiny models of a dry run."""
         return variants.TINY if self.dry else {}
 
     def toma(self, name: str, **settings: Any) -> Variant:
@@ -64,8 +64,8 @@ class Suite:
     def runs(
         self, name: str, side: int, steps: int, cfg: float, chosen: Sequence[Variant], share: float = 1, **more: Any
     ) -> None:
-        """Measure complete sampling runs, within this share of the section's remaining time."""
-        steps = min(steps, 3) if self.dry else steps  # one merged step, because presets make the first and last full
+        """Measure complete sampling runs, within `share` of the section's remaining time."""
+        steps = min(steps, 3) if self.dry else steps  # with one merged step: presets make the first and last full
         what = self.patcher(name), self.shape(name, side), steps, cfg, chosen, self.repeats(9), self.device
         self.results.add(*sample.measure(*what, limit=self.left() * share * _TIMED, **more))
 
@@ -77,8 +77,8 @@ class Suite:
         blocks: tuple[int, ...] | None = None,
         **more: Any,
     ) -> None:
-        """Measure single evaluations of a model, by default of all its blocks and within the section's remaining
-        time."""
+        """Measure single evaluations of a model, within the section's remaining time. blocks: number of blocks, all if
+        None."""
         more = {"limit": self.left() * _TIMED, **more}
         patcher, repeats = self.patcher(shape.model, blocks), self.repeats(repeats)
         self.results.add(*forward.measure(patcher, shape, chosen, repeats, self.device, blocks=blocks, **more))
@@ -88,11 +88,11 @@ class Suite:
         return 1 if self.dry else most
 
     def balanced(self) -> Variant:
-        """Return the variant of the node's defaults."""
+        """Return ToMA with the node's default, the preset `balanced`."""
         return variants.preset("balanced", ratio=RATIO, **self.more)
 
     def every_and_balanced(self) -> list[Variant]:
-        """Return ToMA with every step merged, and with the node's defaults."""
+        """Return two variants of ToMA: with every step merged, and with the node's default."""
         return [self.toma("every step"), self.balanced()]
 
 
@@ -107,7 +107,7 @@ class Section:
     run: Run
     needs: float  # the section is skipped if fewer seconds are left
     limit: float = float("inf")  # seconds after which the section is stopped, start and warm-up included
-    # Whether the section begins only if enough time is left for all later sections that are not extra.
+    # An extra section begins only if enough time is left for all later sections that are not extra.
     extra: bool = False
 
 
@@ -130,7 +130,8 @@ def operations(suite: Suite) -> None:
 
 
 def whole_runs(name: str, side: int, steps: int, cfg: float) -> Run:
-    """Return a section of complete sampling runs. With a cfg of 1 an evaluation has one image, otherwise two."""
+    """Return a section of complete sampling runs. With a cfg of 1 an evaluation computes one condition, otherwise
+    two."""
     return lambda suite: suite.runs(name, side, steps, cfg, suite.every_and_balanced())
 
 
@@ -146,8 +147,8 @@ def host(suite: Suite) -> None:
 
 
 def sdxl_steps(suite: Suite) -> None:
-    """Measure runs of 4 and 8 steps with step caches, with ToMA and with both. Also measure runs of 50 steps with
-    ToMA."""
+    """Measure runs of 4 and 8 steps with a step cache, with ToMA, and with a step cache and ToMA. Also measure runs of
+    50 steps with ToMA."""
     for steps, share in ((4, 0.3), (8, 0.4), (50, 0.9)):
         chosen = sample.usual_variants(RATIO, **suite.more) if steps < 20 else suite.every_and_balanced()
         suite.runs("sdxl", 1024, steps, 7.0, chosen, share, shares=False)
@@ -219,8 +220,8 @@ FAMILIES = (
 )
 
 
-# Maximum error for a few blocks with random weights and without unmerged blocks around them. An output of zeros has an
-# error of 1.
+# Maximum error for a few blocks, which have random weights and no unmerged blocks around them. An output of zeros would
+# have an error of 1.
 _FAR = 0.8
 
 
@@ -241,7 +242,7 @@ def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool
 
 
 def cpu_runs(suite: Suite) -> None:
-    """Measure runs of full-size SDXL at 512 x 512: 4 steps with step caches, ToMA and both."""
+    """Measure runs of full-size SDXL at 512 x 512: 4 steps with a step cache, with ToMA, and with both."""
     chosen = sample.usual_variants(RATIO, **suite.more)
     suite.runs("sdxl", 512, 4, 1.0, chosen, 0.7)
 

@@ -4,11 +4,11 @@
 
 On a GPU (`make bench-gpu`, 12 minutes), the most important sections come first: every kernel against fp64; runs of SDXL
 with guidance, and its rivals; single operations; the time of the host's launches; runs of Flux.1, Z-Image, Qwen-Image
-and SDXL 2048; larger sizes if --minutes allows them; torch.compile. On a CPU (`make bench`, 15 minutes), only sections
-that fit into the time run. Each section is a separate process with a time limit, so that a failing, hanging or
-device-breaking section does not affect the others. Files are written after every result. --dry-run runs all sections
-with tiny models in a minute, on any machine, and reports no speed. `benchmarks/gpu/visit.sh` runs the suite on a
-machine without network.
+and SDXL 2048; larger sizes if --minutes allows them; torch.compile. On a CPU (`make bench`, 15 minutes), sections that
+need more time than is left are skipped. Each section is a separate process with a time limit, so that a failing,
+hanging or device-breaking section does not affect the others. Files are written after every result. --dry-run runs all
+sections with tiny models in a minute, on any machine, and reports no speed. `benchmarks/gpu/visit.sh` runs the suite on
+a machine without network.
 
 Besides PyTorch the suite needs ComfyUI's folder (COMFYUI_PATH), einops, safetensors, transformers, psutil, PyYAML,
 Pillow and the packages of `make gpu-kit`.
@@ -35,7 +35,7 @@ from benchmarks.sections import CPU, GPU, Section, Suite
 from scripts.comfyui import ROOT
 from testbed import stand_ins
 
-# Factor on the time limits of a dry run, which may take place on a slow and busy machine.
+# In a dry run time limits are multiplied by this factor, because the machine may be slow and busy.
 _DRY = 20
 
 
@@ -70,7 +70,7 @@ def _run(command: list[str], environ: dict[str, str], limit: float) -> str:
         return f"stopped after {limit:.0f} s"
     finally:
         if os.name == "posix":
-            with suppress(ProcessLookupError):  # also kills its children: a section leads a process group
+            with suppress(ProcessLookupError):  # also kills its children, because a section leads a process group
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()

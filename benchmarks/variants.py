@@ -1,5 +1,5 @@
-"""The variants that are compared: ToMA's settings, its rivals, and both together. A variant patches a clone of a
-`ModelPatcher`, as a node does."""
+"""The variants that are compared: ToMA with several settings, its rivals, and ToMA together with a rival. A variant
+patches a clone of a `ModelPatcher`, as a node does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Variant:
     patch: Patch
     note: str = ""  # remark for readers of the row
     unchanged: bool = False  # whether the output must equal the unpatched model's output
-    # Whether the KV cache has four bits. Only for single evaluations. In a run, the pack chooses the form of the cache.
+    # Whether the KV cache has four bits in single evaluations. In complete runs the pack chooses the form of the cache.
     packs: bool = False
     in_host_memory: bool = False  # whether the KV cache lies in main memory, not on the card
 
@@ -45,7 +45,7 @@ EVERY_STEP: dict[str, Any] = {"start_percent": 0.0, "end_percent": 1.0, "full_st
 def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
     """Return ToMA with these settings of `ToMAConfig`. By default every step and every block is merged, except the
     blocks of Flux that the released method does not merge. selector: the rule of `testbed.selectors` that selects
-    destinations, ToMA's own if empty."""
+    destinations, "" for ToMA's own selection."""
 
     def patch(model: Any) -> Any:
         hooks = pack_module("nodes.adapters.registry").require(model.get_model_object("diffusion_model"))
@@ -57,7 +57,7 @@ def toma(name: str, *, selector: str = "", **settings: Any) -> Variant:
 
 
 def preset(name: str, *, selector: str = "", **settings: Any) -> Variant:
-    """Return ToMA with a preset, some of whose settings are replaced by `settings`. selector: see `toma`."""
+    """Return ToMA with a preset. `settings` replace some of the preset's settings. selector: see `toma`."""
 
     def patch(model: Any) -> Any:
         chosen = pack_module("toma_core").UserSettings(name, settings)
@@ -84,7 +84,7 @@ def stacked(*variants: Variant) -> Variant:
 
 
 def core_node(module: str, node: str, *args: Any) -> Patch:
-    """Return a patch that runs one of ComfyUI's own nodes, written for its API V1 or V3."""
+    """Return a patch that runs one of ComfyUI's own nodes, whether it has ComfyUI's API V1 or V3."""
 
     def patch(model: Any) -> Any:
         stand_ins.use_stand_ins()
@@ -186,11 +186,11 @@ def hypertile() -> Variant:
 
 
 def step_cache(name: str, threshold: float = 0.2) -> Variant:
-    """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range."""
+    """Apply ComfyUI's own `EasyCache` or `LazyCache` at its default range of steps."""
 
     def on_copies(model: Any) -> Any:
-        """Make the model copy its latent. A skipped step of EasyCache adds to the latent in place, and in fp32 the
-        latent is the sampler's own tensor."""
+        """Make the model copy its latent. When EasyCache skips a step, it adds to the latent in place. In fp32 this
+        would change the sampler's own tensor."""
         from comfy.patcher_extension import WrappersMP
 
         def forward(executor: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -259,5 +259,5 @@ def compiled(backend: str = "inductor") -> Variant:
 
 
 def unet_rivals(ratio: float) -> list[Variant]:
-    """Return the rivals that change single evaluations of a UNet."""
+    """Return the rivals that save work within an evaluation of a UNet, unlike step caches."""
     return [tome_node(ratio), tome(ratio), todo(), hypertile()]

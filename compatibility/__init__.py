@@ -2,7 +2,7 @@
 
     kit       small real models, and ComfyUI's nodes by name
     parallel  a reimplementation of how packs share a model among several cards
-    rows      one function per feature, which makes its graphs
+    rows      one function for each feature, which makes the feature's graphs
     judge     the checks that every row passes
     page      the tables in docs/compatibility.md
 

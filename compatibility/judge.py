@@ -1,10 +1,10 @@
 """The checks that every row passes.
 
 1. If ToMA is idle (nothing to merge) or off (outside of its steps), the result is bit-identical to that of the feature
-without ToMA, in either order of the nodes.
+without ToMA, whichever node comes first.
 2. With ToMA on, the result is finite, has the shape of the result without ToMA, and does not depend on the order of the
    nodes. The report names the merged and the unmerged parts that the row expects.
-3. The feature still acts: it changes the latent in the same direction with merging as without.
+3. The feature still acts: it changes the latent in about the same direction with and without merging.
 4. The model is unchanged after all runs.
 """
 
@@ -25,7 +25,7 @@ from .row import Expected, Graph, NotFor, Refused, Row
 
 # Settings that merge all grids and blocks of small models.
 EVERYTHING = {"min_tokens": 4, "skip_first_blocks": 0, "skip_last_blocks": 0}
-# Attributes that hold the transformer blocks of a model. UNets hold their blocks in stacks.
+# Attributes that hold the blocks of a transformer. UNets have none of these attributes, but stacks of blocks.
 _LISTS = ("double_blocks", "single_blocks", "layers", "blocks", "transformer_blocks", "joint_blocks")
 # Settings that merge nothing. In the first half of the steps the hooks are in place, but every grid is too small. In
 # the second half ToMA is off.
@@ -71,7 +71,7 @@ def judge(row: Row, kit: Kit) -> Verdict:
 
 
 def _refused(graph: Graph, kit: Kit, error: type[Exception]) -> None:
-    """Check that ComfyUI raises the same error without and with ToMA."""
+    """Check that ComfyUI raises this error both without and with ToMA."""
     for model in (kit.model, attach(kit.model, **graph.settings)):
         try:
             graph.run(kit, graph.patch(model))
@@ -97,8 +97,8 @@ class Trial:
         return attach(model, **{**self.graph.settings, **settings})
 
     def orders(self, **settings: Any) -> list[Any]:
-        """Return the model with ToMA's node after the feature's node, and before it if the feature patches the
-        model."""
+        """Return the model with ToMA's node after the feature's node. If the feature patches the model, also return the
+        model with ToMA's node before the feature's."""
         patch = self.graph.patch
         last = self.toma(patch(self.base), **settings)
         return [last, patch(self.toma(self.base, **settings))] if self.graph.patches else [last]
@@ -161,7 +161,7 @@ class Trial:
             )
 
     def is_followed(self, result: Tensor, alone: Tensor) -> None:
-        """Check that the feature changes the latent in the same direction with merging as without."""
+        """Check that the feature changes the latent in about the same direction with and without merging."""
         without = self.graph.without or Graph(options=self.graph.options)
         model = self.toma(without.patch(self.base))
         merged = self.run(without, model)
@@ -181,7 +181,7 @@ class Trial:
 
 def attach(model: Any, *, selector: str = "", **settings: Any) -> Any:
     """Apply ToMA to a model, by default on every grid and in every block. selector: the rule of `testbed.selectors`
-    that selects destinations."""
+    that selects destinations, "" for ToMA's own selection."""
     core, chosen = pack_module("toma_core"), {**EVERYTHING, **settings}
     made = core.UserSettings(PRESET, chosen) if PRESET else core.ToMAConfig(**chosen)
 
@@ -223,7 +223,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def _described(unmerged: set[Any]) -> str:
-    """Summarise unmerged parts by their number of blocks, as in `self-attention of 2 blocks, 3 blocks`."""
+    """Summarise unmerged parts by number of blocks, as in `self-attention of 2 blocks, 3 blocks`."""
     counts: dict[str, int] = {}
     for _, part in sorted(unmerged, key=lambda names: " ".join(filter(None, names))):
         counts[part] = counts.get(part, 0) + 1

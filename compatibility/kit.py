@@ -19,19 +19,19 @@ from torch import Tensor
 
 from testbed import models
 
-# The preset under which all rows run. Without a preset every step is merged, which is the stricter test.
+# The preset under which all rows run. Without a preset every step is merged, which tests more strictly than a preset.
 PRESET = os.environ.get("TOMA_PRESET", "")
 SIDE = 24
 # Presets need more steps, because the first, the last and some steps in between are full.
 STEPS = 4 if PRESET else 2
-# Options of sampling for rows that have many graphs.
+# A smaller latent, for rows that have many graphs.
 SMALL = {"height": 16, "width": 16}
 # Transformer blocks at each resolution of encoder and decoder. Each resolution has one residual block, in the
 # full SDXL two.
 _SDXL = {"transformer_depth": [0, 1, 2], "transformer_depth_output": [0, 0, 1, 1, 2, 2]}
 _SD15: dict[str, Any] = {"transformer_depth": [1, 1, 0], "transformer_depth_output": [1, 1, 1, 1, 0, 0], "middle": 1}
 
-# Models of Wan's family with inputs in addition to the text.
+# Models of Wan's family that need another input besides the text.
 _WAN: dict[str, dict[str, Any]] = {
     "scail": {"base": "WAN21_SCAIL", "kind": "WAN21_SCAIL", "model_type": "scail", "in_dim": 20},
     "wandancer": {
@@ -55,13 +55,13 @@ def part(path: str) -> Any:
 
 
 def node(path: str) -> Callable[..., Any]:
-    """Return a node of ComfyUI as a function: `node("nodes_freelunch.FreeU")(model, 1.1, ...)` returns its output, a
-    tuple if it has several. Raises `AbsentError`."""
+    """Return a node of ComfyUI as a function: `node("nodes_freelunch.FreeU")(model, 1.1, ...)` returns the node's
+    output, or a tuple if the node has several outputs. Raises `AbsentError`."""
     return as_function(part(path))
 
 
 def as_function(kind: Any) -> Callable[..., Any]:
-    """Return the class of a node, written for ComfyUI's API V1 or V3, as a function."""
+    """Return a function that runs a node. kind: class of the node, for ComfyUI's API V1 or V3."""
 
     def call(*args: Any, **inputs: Any) -> Any:
         # V3 nodes return a NodeOutput, V1 nodes a tuple.
@@ -96,8 +96,8 @@ def community(pack: str) -> Callable[[str], Callable[..., Any]]:
     `AbsentError`."""
     # Import ComfyUI's `nodes` by name, because for a type checker `nodes` is the folder of this checkout.
     nodes = importlib.import_module("nodes")
-    # Put ComfyUI's folder first on the path. Its nodes put the folder `comfy` there, which has another `utils` than the
-    # server needs.
+    # Put ComfyUI's folder first on the path, so that the server finds its `utils`. ComfyUI's nodes have put the folder
+    # `comfy` there, which has another `utils`.
     with mock.patch.object(sys, "path", [str(Path(nodes.__file__ or "").parent), *sys.path]):
         server = importlib.import_module("server").PromptServer
     folder = found(pack)
@@ -114,7 +114,7 @@ _loaded: dict[str, bool] = {}
 
 
 def random(*shape: int, seed: int = 3, scale: float = 1.0) -> Tensor:
-    """Draw normal noise, the same at every call."""
+    """Draw normal noise, which is the same at every call with these arguments."""
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -217,7 +217,7 @@ class Kit:
         return {"samples": random(1, self.channels, *self.frames, side, side, seed=seed)}
 
     def path(self, kind: str, name: str) -> Path:
-        """Return a path for a model file of this kind at which ComfyUI's loaders find it by name."""
+        """Return a path for a model file of this kind. ComfyUI's loaders find a file at this path by its name."""
         import folder_paths
 
         folder = _scratch() / kind
@@ -227,8 +227,8 @@ class Kit:
         return folder / f"{self.name}-{name}"
 
     def file(self, kind: str, name: str, content: Any) -> str:
-        """Write a model file for loader nodes and return its name. content: tensors by name, for safetensors. Any other
-        content is written by torch.save."""
+        """Write a model file for loader nodes and return its name. content: for safetensors, tensors by name; for other
+        files, what torch.save shall write."""
         from safetensors.torch import save_file
 
         path = self.path(kind, name)
@@ -250,7 +250,7 @@ class Kit:
 
     @staticmethod
     def block_weights(model: Any) -> dict[str, Tensor]:
-        """Return the weights of every linear layer of a model's blocks by name."""
+        """Return the weights of all linear layers in a model's blocks, by name."""
         return {
             name: weight
             for name, weight in model.model.diffusion_model.named_parameters()

@@ -55,7 +55,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def record(results: Results, row: Row, family: str, verdict: Mapping[str, Any]) -> None:
-    """Put a verdict into the results, for a community pack with its version."""
+    """Put a verdict into the results. If the row is for a community pack, also put in the pack's version."""
     result = results["rows"].setdefault(row.feature, {})
     result[family] = verdict
     if row.pack:
@@ -67,8 +67,8 @@ def record(results: Results, row: Row, family: str, verdict: Mapping[str, Any]) 
 
 
 def compare(results: Results, row: Row, family: str, verdict: Mapping[str, Any] | None) -> bool:
-    """Compare a verdict under a preset (None if it failed) with the verdict without a preset, and record whether they
-    are equal."""
+    """Compare a verdict under a preset (None if a check failed) with the verdict without a preset, and record whether
+    the two are equal."""
     same = verdict == results["rows"].get(row.feature, {}).get(family)
     if not isinstance(row.expected[family], NotFor):
         results.setdefault("presets", {}).setdefault(PRESET, {}).setdefault(row.feature, {})[family] = same
@@ -76,7 +76,7 @@ def compare(results: Results, row: Row, family: str, verdict: Mapping[str, Any] 
 
 
 def write(results: Results) -> None:
-    """Write the results, without rows that no longer exist, and the page made of them."""
+    """Drop rows that no longer exist, and write the results and the page."""
     rows = {row.feature: results["rows"][row.feature] for row in ROWS if row.feature in results["rows"]}
     presets = {
         preset: {feature: tried[feature] for feature in rows if feature in tried}

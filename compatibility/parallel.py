@@ -1,7 +1,7 @@
 """A reimplementation of parallel sampling of one picture: raylight (xDiT) shares Flux's tokens, or the conditions of
 any model, among processes.
 
-`InTurn` simulates all processes of a group in one, which runs them in turn.
+`InTurn` simulates all processes of a group in a single process, which computes the shares one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Block = Callable[[Any, Callable[..., Tensor]], Any]
 
 
 class InTurn:
-    """A group in which this process holds all shares and runs them in turn."""
+    """A group in which this process holds all shares, and runs them one after the other."""
 
     def __init__(self, size: int = 2) -> None:
         self.size, self.held = size, range(size)
@@ -49,9 +49,9 @@ class InTurn:
 class Shares:
     """Patches a Flux with a sequence-parallel forward while it samples.
 
-    rejoin: True as in raylight: double blocks receive the RoPE rows of the image only. [text | image] is joined and
-    split again for the single blocks. Their `img_slice` still refers to the joined sequence. False as in xDiT's own
-    Flux: each process holds [its text | its image].
+    rejoin: if True, as in raylight, double blocks receive the RoPE rows of the image only. Before the single blocks,
+    [text | image] is joined and split again, but `img_slice` still refers to the joined sequence. If False, as in
+    xDiT's own Flux, each process holds [its text | its image].
     """
 
     def __init__(self, group: Any, rejoin: bool = True) -> None:
@@ -148,8 +148,7 @@ def _by_rows_of_image(block: Any, img: Tensor, txt: Tensor, pe: Tensor, **others
 
 
 def by_condition(group: Any, model: Any) -> Any:
-    """Return a clone of a ModelPatcher. Each process of the group evaluates one condition of a batch (CFG
-    parallelism)."""
+    """Return a clone of a ModelPatcher of which each process of the group evaluates one condition (CFG parallelism)."""
     import comfy.patcher_extension
 
     def evaluate(executor: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -26,7 +26,7 @@ OTHERS = {
     "ltx_av": "LTX-2.3",
     "h3": "MiniMax H3",
 }
-# Families whose latents are a video and its sound. A row is tried on them only if it has `sound`.
+# Families whose latents are a video and its sound. Only rows with `sound` are tried on these families.
 SOUND = ("ltx_av", "h3")
 # Families in the last table, which has only the rows with `sound` or `latest`.
 LATEST = {
@@ -59,9 +59,9 @@ class Graph:
     # The same graph with the feature turned off or set differently. None: plain sampling. The difference between the
     # latents of the two graphs must have the same direction with and without merging.
     without: Graph | None = None
-    # Whether `without` turns the feature off. Its result with ToMA must then equal the result of ToMA alone exactly.
+    # Whether `without` turns the feature off. If so, `without` with ToMA must give exactly the result of ToMA alone.
     off: bool = False
-    # Whether the feature's change of the latent is compared. False if every graph has the feature, as with a choice of
+    # Whether the feature's change of the latent is compared. False for features that every graph has, such as a
     # sampler.
     steered: bool = True
     # Settings with which ToMA alone must give exactly the result of ToMA with the feature.
@@ -76,7 +76,7 @@ class Graph:
 
     @property
     def patches(self) -> bool:
-        """Return whether a node patches the model, which may come before or after ToMA's."""
+        """Return whether the feature's node patches the model. Such a node may come before or after ToMA's node."""
         return self.patch is not _nothing
 
     def run(self, kit: Kit, model: Any) -> Tensor:
@@ -113,7 +113,7 @@ MERGED = Expected()
 NONE = NotFor("-")
 NOT_TRIED = NotFor("not tried")
 # For rows whose graphs do the same on each model. To save time, they are not tried on Flux.2, whose text always has 512
-# tokens, or on Z-Image, the widest of the small models. Z-Image and Lumina 2 have the same class.
+# tokens, or on Z-Image, the widest of the small models. Lumina 2, which has Z-Image's class, is tried.
 CHEAP: dict[str, Outcome] = {**dict.fromkeys(OTHERS, MERGED), "flux2": NOT_TRIED, "z_image": NOT_TRIED}
 CHEAP |= dict.fromkeys(SOUND, NOT_TRIED)
 FOR_UNETS = NotFor("for UNets")

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Turn the signal into an exception, so that the server is stopped and its folder removed."""
+    """Raise an exception for the signal, so that the server is stopped and the server's folder removed."""
     raise SystemExit(128 + number)
 
 

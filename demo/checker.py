@@ -20,7 +20,7 @@ from .scenes import ATTRIBUTES, CANVAS, Scene, render_batch, scene_from_seed, vi
 
 FEATURES = 64
 WEIGHTS = Path(__file__).parent / "weights" / "checker.safetensors"
-# The checker has seeds of its own. The models' training uses 1,000,000 and up, and contact sheets use low seeds.
+# The checker's own seeds. The training of the other models uses 1,000,000 and up, and contact sheets use low seeds.
 FIRST_TRAINING_SEED = 2_000_000_000
 FIRST_TEST_SEED = 500_000
 
@@ -33,8 +33,8 @@ class Checker(nn.Module):
         widths = (3, 32, 48, 96, 128)
         stages: list[nn.Module] = []
         for narrow, wide in itertools.pairwise(widths):
-            # Convolutions are dense where small objects still cover several cells, and grouped where there are many
-            # channels.
+            # The early convolutions, where small objects cover several cells, are dense. Those with many channels are
+            # grouped.
             groups = 1 if wide < 64 else wide // 8
             stages.append(
                 nn.Sequential(
@@ -142,7 +142,7 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
         first = FIRST_TRAINING_SEED + step * batch
         scenes = [scene_from_seed(first + index) for index in range(batch)]
         image = render_batch(scenes)
-        # Add a little noise, because generated pictures have some. Otherwise the checker would judge noise, not
+        # Add a little noise, as in generated pictures. Otherwise the checker would judge their noise, not their
         # content.
         strength = 0.15 * torch.rand(batch, 1, 1, 1, generator=generator)
         image = (image + strength * torch.randn(image.shape, generator=generator)).clamp(-1, 1)
@@ -157,7 +157,7 @@ def train(checker: Checker, steps: int, batch: int = 32, lr: float = 2e-3, minut
                 for index, logits in enumerate(answers)
             ]
         )
-        # Heads with a larger loss get more weight, because the kind of the small objects is visible in only a few
+        # Heads with a larger loss get more weight, such as the one that reads the kind of small objects from a few
         # pixels.
         weights = losses.detach() / losses.detach().mean() + 0.2
         loss = (weights * losses).mean()

@@ -66,7 +66,7 @@ def step_token(steps: int) -> torch.Tensor:
 
 
 def phrased(tokens: torch.Tensor) -> torch.Tensor:
-    """Mix the text tokens of clips as a text encoder would, see `scenes.in_phrases`. Wan itself has no layers that mix
+    """Mix the text tokens of clips as a text encoder would, see `scenes.in_phrases`. Wan has no layers that mix its
     text tokens."""
     scene = len(ATTRIBUTES)
     return torch.cat([in_phrases(tokens[..., :scene, :]), tokens[..., scene:, :]], -2)

@@ -1,4 +1,4 @@
-"""The training batches: scenes, their views, and noise. The batch of step n depends on the plan and n alone."""
+"""The training batches: scenes, their views, and noise. The batch of step n depends only on n and the plan."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PIXELS_PER_TOKEN = 4
 # Side of a frame in pixels: 16 x 16 tokens of 2 x 2 pixels.
 CLIP_SIZE = 32
 # Loss weight of shape and small objects relative to the background, for models with a weighted loss. Shape and objects
-# cover a fifth of a picture. At equal weight they would be learnt last. The network that minimises the loss does not
-# depend on the weights.
+# cover a fifth of a picture, and with equal weights they would be learnt last. The weights do not change which network
+# minimises the loss.
 THINGS_WEIGH = 5.0
 
 
@@ -47,8 +47,8 @@ class Plan:
     width: int = 128
     blocks: tuple[int, int] = (2, 5)
     token: int = PIXELS_PER_TOKEN
-    # Shares of steps with half-size scenes and with full pictures, before and after `late`. All other steps have crops.
-    # For Wan, which has no crops, they are the shares of single frames and of clips.
+    # Shares of steps with half-size scenes and with full pictures, until the share `late` of all steps and after it.
+    # All other steps have crops. Wan has no crops: there the shares are of single frames and of clips.
     early_shares: tuple[float, float] = (0.9, 0.05)
     late_shares: tuple[float, float] = (0.2, 0.6)
     late: float = 0.45
@@ -72,7 +72,7 @@ class Plan:
         return self.lr * min(1.0, (step + 1) / self.warmup) * decay
 
     def sort_at(self, step: int, draw: float) -> str:
-        """Choose the view of a step, "half", "full" or "crop", from a uniform number."""
+        """Choose the view of a step, "half", "full" or "crop". draw: a random number from 0 to 1."""
         half, full = self.early_shares if step < self.late * self.steps else self.late_shares
         return "half" if draw < half else "full" if draw < half + full else "crop"
 
@@ -85,16 +85,17 @@ class View:
     offset: tuple[int, int] = (0, 0)
     # 2 for scenes at half the size, in which a token covers 2 x 2 tokens of the full grid. Otherwise 1.
     scale: int = 1
-    # The flow's sigmas are sigmoid(normal(centre, 1.4)). Neighbouring pixels are redundant, so the scene stays visible
-    # in the noise until sigma is nearly 1. The prompt is learnt only where the scene is invisible. Hence centres are
-    # far above 0.
+    # The flow's sigmas are sigmoid(normal(centre, 1.4)). Neighbouring pixels are redundant, so a scene is visible
+    # through noise unless sigma is nearly 1. Only where the scene is invisible does the model learn to read the prompt.
+    # So centres are far above 0.
     centre: float = 2.0
 
     def rope_options(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the positions of the tokens for ComfyUI's Flux class.
 
         Positions are tensors, because torch.compile would recompile for every Python number. The position of a token in
-        a half-size scene is the centre of the 2 x 2 tokens that it replaces. Its time index is 1, not 0.
+        a half-size scene is the centre of the 2 x 2 tokens that it replaces. In half-size scenes the time index is 1,
+        otherwise 0.
         """
         values = {
             "shift_y": self.offset[0] + (self.scale - 1) / 2,
@@ -171,8 +172,7 @@ class Batches(Dataset[Batch]):
 
     def _clips(self, step: int, generator: torch.Generator) -> Batch:
         plan, first = self.plan, self._first(step)
-        # Single frames teach the look of scenes, and need a fraction of the work of clips. So most clips come in later
-        # steps.
+        # Single frames teach the look of scenes with a fraction of a clip's work. So most clips come in later steps.
         still = plan.sort_at(step, float(torch.rand(1, generator=generator))) == "half"
         clips = [clip_from_seed(first + index) for index in range(plan.crop_batch if still else plan.full_batch)]
         clean = clips_to_model(render_clips(clips, CLIP_SIZE, 1 if still else FRAMES))

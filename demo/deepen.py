@@ -40,8 +40,8 @@ def depths(names: Iterable[str]) -> dict[str, int]:
 
 
 def deepened(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return weights for a UNet with parameters `names`. Its stacks are those of `weights`, with as many blocks or
-    more."""
+    """Return weights for a UNet with parameters `names`. Each stack of this UNet has as many blocks as the same stack
+    of `weights`, or more."""
     names = list(names)
     before, after, found = depths(weights), depths(names), {}
     for name in names:

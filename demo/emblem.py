@@ -15,8 +15,8 @@ ICON = (400, 400)  # the registry accepts a square of at most this size
 BANNER = (1260, 540)  # the registry asks for 21:9
 _FINE = 4  # pictures are drawn larger by this factor and then reduced, for smooth edges
 _GAP = 0.06  # gap between tokens, as a share of a token's side
-# Largest range of a colour in a token as high as the picture. The range of a smaller token is in proportion to its
-# height.
+# Largest range of a colour within a token, for a token as high as the picture. A smaller token has a range in
+# proportion to its height.
 _SIMILAR = 0.9
 _NIGHT, _INK, _DIM = (24, 28, 42), (245, 245, 245), (176, 186, 204)
 

@@ -100,7 +100,7 @@ WAN_CONFIG: dict[str, Any] = {
 
 
 class TrainingOps(comfy.ops.disable_weight_init):
-    """ComfyUI's layers for training: the LayerNorms copy their input.
+    """ComfyUI's layers with LayerNorms that copy their input during training.
 
     Flux blocks add residuals to their input in place. Without the copy, this would overwrite values that LayerNorm
     needs for its backward pass.
@@ -129,7 +129,7 @@ def dit_config(width: int, blocks: tuple[int, int], token: int) -> dict[str, Any
 
 
 def _initialise(network: nn.Module, zero: tuple[str, ...], generator: torch.Generator) -> None:
-    """Initialise a fresh network, because ComfyUI's layers expect their weights from a file."""
+    """Initialise a fresh network. ComfyUI's layers do not do so, because they expect weights from a file."""
     for name, module in network.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter):
@@ -151,12 +151,12 @@ def new_dit(
 ) -> nn.Module:
     """Build a fresh DiT (comfy.ldm.flux.model.Flux, float32, CPU) with weights drawn from `seed`.
 
-    to_train: initialise every block as the identity. The model's output is then zero. If False, no weight is zero, and
+    to_train: initialise every block as the identity. A new model then outputs zero. If False, no weight is zero, and
     the output depends on every block.
     """
     network = comfy.ldm.flux.model.Flux(dtype=torch.float32, operations=operations, **(config or DIT_CONFIG))
-    # adaLN-Zero as in the DiT paper: every block starts as the identity. guidance_in stays exactly zero, because the
-    # model is not guidance-distilled. So the value of a FluxGuidance node has no effect.
+    # adaLN-Zero as in the DiT paper: every block starts as the identity. guidance_in stays zero, because the model is
+    # not guidance-distilled. So the value of a FluxGuidance node has no effect.
     zero = (
         "img_mod.lin",
         "txt_mod.lin",
@@ -211,8 +211,8 @@ def _patcher(make: Callable[..., Any], model_config: Any, weights: dict[str, tor
 def _widen_groups(network: nn.Module) -> nn.Module:
     """Set four groups in every GroupNorm, in place, and return the network.
 
-    ComfyUI's UNet always uses 32 groups, of ten or more channels in SDXL. In this UNet a group could have only two
-    channels. Normalisation would remove their mean and variance, and with them the colour of a flat background.
+    ComfyUI's UNet always uses 32 groups. In SDXL a group has ten or more channels, in this UNet it could have only two.
+    Normalisation would remove the mean of these two, and so the colour of a flat background.
     """
     for module in network.modules():
         if isinstance(module, nn.GroupNorm):

@@ -24,7 +24,7 @@ NOMINAL_SIZE = 512
 UNGUIDED = 3.5
 # Standard deviation of the flow's sigmas on the logit scale. `View.centre` is their centre.
 SPREAD = 1.4
-# Added to `View.centre` for the UNet. It learns the prompt more slowly than the DiT, and so needs larger sigmas.
+# Added to `View.centre` for the UNet. The UNet learns the prompt more slowly than the DiT, so it needs larger sigmas.
 UNET_CENTRE = 0.9
 
 
@@ -106,9 +106,9 @@ class FewStepsObjective:
     """Distil a flow model to 4 or 8 Euler steps without guidance, as in progressive distillation (Salimans and Ho 2022)
     and shortcut models (Frans et al. 2024).
 
-    In runs of 8 steps, the target of a step is two of the teacher's 16 guided steps. In runs of 4 steps, it is two
-    steps of the model's own run of 8. Flux gets the number of steps as its guidance, in the same way as from a
-    FluxGuidance node.
+    In runs of 8 steps, a step learns the result of two of the teacher's 16 guided steps. In runs of 4 steps, a step
+    learns the result of two steps of the model's own run of 8. Flux gets the number of steps as its guidance, in the
+    same way as from a FluxGuidance node.
     """
 
     STEPS = (4, 8)
@@ -167,10 +167,10 @@ class VelocityObjective:
     """V-prediction (Salimans and Ho 2022) on SDXL's schedule with zero terminal SNR: ComfyUI's V_PREDICTION and zsnr.
 
     The model sees (clean + sigma * noise) / sqrt(sigma^2 + 1) and predicts (noise - sigma * clean) / sqrt(sigma^2 + 1).
-    With epsilon prediction at sigma 15, an error of a hundredth of the noise would become an error of a sixth of the
-    picture. SDXL's own schedule ends at sigma 15, where the layout of a scene is still visible in the noise. A model
-    trained on this schedule reads the layout from the noise and not from the prompt, and cannot start from pure noise
-    (Lin et al. 2023, "Common Diffusion Noise Schedules and Sample Steps are Flawed").
+    SDXL's own schedule ends at sigma 15, where the layout of a scene is still visible through the noise. A model that
+    is trained on SDXL's own schedule reads the layout from there and not from the prompt, and cannot start from pure
+    noise (Lin et al. 2023, "Common Diffusion Noise Schedules and Sample Steps are Flawed"). With epsilon prediction at
+    sigma 15, an error of a hundredth of the noise would be an error of a sixth of the picture.
     """
 
     def __init__(self, teacher: Callable[..., torch.Tensor] | None = None) -> None:
@@ -182,10 +182,10 @@ class VelocityObjective:
     def steps(self, batch: Batch) -> torch.Tensor:
         """Map the quantiles to steps of the schedule, int64 (B,).
 
-        Half-size scenes teach the layout. Their sigmas are distributed as in `FlowObjective`. Sigma s of the flow has
-        the same signal-to-noise ratio as sigma s / (1 - s) here. Crops teach fine structure, which is drawn at low
-        noise. Their steps are uniform, as in SDXL's training. Half of the full pictures follow each distribution,
-        because without the first distribution the model forgets the layout.
+        Half-size scenes teach the layout. Their sigmas are distributed as in `FlowObjective`: its sigma s has the same
+        signal-to-noise ratio as sigma s / (1 - s) here. Crops teach fine structure, which is drawn at low noise. Their
+        steps are uniform, as in SDXL's training. Half of the full pictures have the first distribution, because
+        otherwise the model forgets the layout. The other half have the second.
         """
         quantile, as_flow = batch.quantile, torch.tensor(batch.sort == "half")
         if batch.sort == "full":

@@ -14,15 +14,15 @@ from torch import Tensor
 
 
 def cell_centres(count: int, first: float = 0.0, side: int | None = None, device: torch.device | None = None) -> Tensor:
-    """Return the centres of `count` cells, beginning with cell `first`. A side of `side` cells has the length 1."""
+    """Return the centres of `count` cells, beginning with cell `first`. `side` cells together have the length 1."""
     return (torch.arange(count, device=device) + 0.5 + first) / (side or count)
 
 
 def code(y: Tensor, x: Tensor, channels: int) -> Tensor:
-    """Encode positions as sines and cosines of 1, 2, 4 and 8 half turns, in half of the channels. All other channels
-    are 0.
+    """Encode positions as sines and cosines of 1, 2, 4 and 8 half periods, in half of the channels. The other half is
+    0.
 
-    32 channels hold each wave once, 64 channels hold it twice.
+    With 32 channels each wave is in one channel, with 64 channels in two.
 
     y: (H,) and x: (W,) in 0..1. Returns (1, channels, H, W), float32.
     """
@@ -38,7 +38,7 @@ def code(y: Tensor, x: Tensor, channels: int) -> Tensor:
 class AddPositions:
     """An `input_block_patch` that adds the position code to h (B, C, H, W) after the first convolution.
 
-    Training sets `rows` and `columns` on one object, because torch.compile would recompile for a new object.
+    Training changes `rows` and `columns` of one object, because torch.compile would recompile for each new object.
     """
 
     rows: Tensor | None = None  # (H,): positions of the rows, None for a full picture

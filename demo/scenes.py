@@ -50,13 +50,13 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "word_place": ("top-left", "top-right", "bottom-left", "bottom-right"),
     "plate": ("light", "dark"),
 }
-# Attribute that another one can hide -> (the other attribute, the value with which it hides the first attribute).
+# Attribute -> (another attribute, the value of this other attribute that makes the first one invisible).
 HIDDEN_BY: dict[str, tuple[str, int]] = {
     "texture_side": ("texture", 0),
     "object_count": ("objects", 0),
     "object_colour": ("objects", 0),
 }
-# Phrase of a prompt -> (the phrase's attributes, other attributes that decide the position of what it describes). Small
+# Phrase of a prompt -> (the phrase's attributes, other attributes that decide where the described thing is). Small
 # objects are drawn in the space that shape and word leave free.
 PHRASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "background": (("background", "gradient"), ()),
@@ -77,7 +77,8 @@ Shift = tuple[float, float]
 class Scene:
     """The attributes of one scene, each an index into `ATTRIBUTES[name]`, and the seed of its random part.
 
-    `detail_seed` drives jitter of positions, texture phase and speckle. It is not part of the prompt.
+    `detail_seed` decides the jitter of positions, the phase of the texture, and the speckle. It is not part of the
+    prompt.
     """
 
     background: int
@@ -117,12 +118,12 @@ def scene_from_seed(seed: int) -> Scene:
     """Draw the attributes of a scene from an integer seed >= 0. The same seed gives the same scene."""
     rng = np.random.default_rng((_SALT, int(seed)))
     chosen = {name: int(rng.integers(len(values))) for name, values in ATTRIBUTES.items()}
-    # Shape and objects get another colour than the background, because in its colour they would be invisible.
+    # Shape and objects get another colour than the background. In the same colour they would be invisible.
     shift = 1 + int(rng.integers(len(_NAMES) - 1))
     chosen["shape_colour"] = (chosen["background"] + shift) % len(_NAMES)
     shift = 1 + int(rng.integers(len(_NAMES) - 1))
     chosen["object_colour"] = (chosen["background"] + shift) % len(_NAMES)
-    # Move the word's plate out of the shape's row, so that neither hides the other.
+    # Move the word's plate out of the shape's row, so that they do not cover each other.
     shape_row = chosen["shape_cell"] // 3
     if shape_row == 0:
         chosen["word_place"] |= 2
@@ -171,7 +172,7 @@ def _shape_anchor(scene: Scene) -> tuple[float, float]:
 
 
 def _object_anchor(scene: Scene) -> tuple[float, float]:
-    """Return the centre (y, x) of the group of small objects. It is in a row without shape and word, on the side
+    """Return the centre (y, x) of the group of small objects. The group is in a row without shape or word, on the side
     opposite to the shape."""
     row, column = divmod(scene.shape_cell, 3)
     y = 64.0 if row != 1 else (28.0 if scene.word_place >= 2 else 100.0)

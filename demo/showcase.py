@@ -27,7 +27,7 @@ from .showcase_results import Case, Outcome, StepClock, explanation, merge_maps,
 
 OUTPUT = ROOT / "demo-output"
 WORKFLOWS = ROOT / "demo" / "workflows"
-# The workflow that the page opens, and the page's port unless another program uses it.
+# The workflow that the page opens, and the page's port unless another program uses that port.
 _FIRST, _PORT = "Demo-SDXL", 8199
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - all addresses of this machine, only with `--listen`
 _HERE = "127.0.0.1"
@@ -99,7 +99,7 @@ def run_all(server: ComfyServer, settings: Settings) -> list[Case]:
             _sample(server, case, f"warm-up {_way(merged)}", merged, FIRST_TEST_SEED, WARM_UP_STEPS)
         steps = case.steps if case.draws else min(case.steps, TIMING_STEPS)
         for repeat in range(settings.repeats):
-            # The order alternates from pair to pair. So neither side is favoured if the machine slows down.
+            # The order alternates from pair to pair, so that a machine that slows down favours neither run of a pair.
             for merged in (False, True) if repeat % 2 == 0 else (True, False):
                 title = f"pair {repeat + 1}/{settings.repeats} {_way(merged)}"
                 outcome = _sample(server, case, title, merged, FIRST_TEST_SEED + repeat * settings.batch, steps)
@@ -203,7 +203,7 @@ def serve(base: Path | None = None, port: int | None = None, listen: str | None 
 
 
 class _Counter:
-    """A progress line. On a terminal it is overwritten. Elsewhere there is one line per finished run."""
+    """A progress line, which is overwritten on a terminal. Elsewhere one line is printed for each finished run."""
 
     def __init__(self, title: str) -> None:
         self._title = title

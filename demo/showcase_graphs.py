@@ -51,12 +51,11 @@ KINDS = (UNET, DIT)
 def sampling_graph(
     kind: Kind, pixels: int, steps: int, seed: int, merged: bool, batch: int = 1, **settings: Any
 ) -> Graph:
-    """Return the graph of a batch of pictures of pixels x pixels. Their scenes come from this seed and the seeds after
-    it.
+    """Return the graph of a batch of pictures of pixels x pixels. The scenes come from `seed` and the seeds after it.
 
-    Node ids are the same with and without the merge, so that the server does not load the model again. If `merged`,
-    ToMA Advanced is between loader and sampler. Its `settings` change the preset `balanced`. On Flux the preset merges
-    only in runs of three or more steps. `full_step_interval=0` merges every step.
+    Node ids are the same with and without ToMA, so that the server does not load the model again. If `merged`, ToMA
+    Advanced is between loader and sampler. Its `settings` change the preset `balanced`. On Flux the preset merges only
+    in runs of three or more steps. `full_step_interval=0` merges every step.
     """
     model = ["loader", 0]
     graph: Graph = {
@@ -65,7 +64,7 @@ def sampling_graph(
         "empty": _node("ToMADemoLatent", width=pixels, height=pixels, batch_size=batch),
     }
     if merged:
-        # Set `min_tokens`, because Auto would not merge blocks this small, which a GPU computes very fast.
+        # Set `min_tokens`. Auto would not merge such small blocks, because a GPU computes them very fast anyway.
         widgets = widget_values(**{"min_tokens": FEWEST, **settings})
         graph["toma"] = _node("ToMAAdvanced", model=model, **widgets)
         model = ["toma", 0]
@@ -103,7 +102,8 @@ def widget_values(ratio: float = RATIO, **chosen: Any) -> dict[str, Any]:
 
 def place_dit(models: Path) -> None:
     """Write the Flux-format checkpoint in float16 to the folder of ComfyUI's own loader. The weights are the trained
-    ones, which the repository stores in 8 bits, or random. `models`: the server's models folder."""
+    ones, which the repository has in 8 bits. If they are missing, the weights are random. `models`: the server's models
+    folder."""
     target = models / "diffusion_models" / DIT_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
     if DIT.trained:

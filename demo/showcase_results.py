@@ -59,12 +59,13 @@ class Case:
 
     @property
     def draws(self) -> bool:
-        """Return whether the case's pictures show a scene. At sizes other than the training's they are noise."""
+        """Return whether the case's pictures show a scene. At sizes other than that of the training, the pictures are
+        noise."""
         return self.kind.trained and self.pixels == CANVAS
 
     @property
     def tokens(self) -> str:
-        """Return "before -> after" tokens of every merged grid from the report, the finest first."""
+        """Return "before -> after", the tokens of every merged grid from the report, the finest grid first."""
         found = _TOKENS.findall(self.merged[0].report)
         return ", ".join(f"{int(before):,} -> {int(after):,}" for before, after, _, _ in found) or "none merged"
 
@@ -93,18 +94,18 @@ class Case:
 
     @property
     def faster(self) -> str:
-        """Return the speed-up as text, or the reason why there is none."""
+        """Return the speed-up as text, or why no speed-up is reported."""
         return "this machine is too busy to tell" if self.busy else f"{self.speedup:.2f}x"
 
     @property
     def error(self) -> float:
-        """Return the median over the seeds of the merged latent's relative error."""
+        """Return the median of the merged latents' relative errors, one for each seed."""
         pairs = zip(self.plain, self.merged, strict=True)
         return statistics.median(relative_error(merged.latent, plain.latent) for plain, merged in pairs)
 
     @property
     def seed_error(self) -> float | None:
-        """Return the relative error between two unmerged latents of different seeds, or None if there is only one
+        """Return the relative error of an unmerged latent against one of another seed. Return None if there is only one
         seed."""
         if len(self.plain) < 2:
             return None
@@ -114,8 +115,8 @@ class Case:
 class StepClock:
     """Times the sampler by the server's websocket messages. Pass it to `ComfyClient.run` as `on_message`.
 
-    The clock runs from the end of the first step to the end of sampling. The time is divided by the number of steps in
-    between. The time includes the selections and merge weights of later steps.
+    The clock runs from the end of the first step to the end of sampling. This time is divided by the number of steps in
+    between. So it includes making the plans of all steps but the first.
     """
 
     def __init__(self, now: Callable[[], float], on_step: Callable[[int, int], None] | None = None) -> None:

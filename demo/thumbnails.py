@@ -48,9 +48,9 @@ FULL_STEP_INTERVAL = 4  # copied from `balanced`, because presets need ComfyUI; 
 class Thumbnail:
     """The content of a workflow's thumbnail.
 
-    purpose: one line or two. runs: number of steps of each run of a model. gain: the run whose saving of work is shown,
-    as (model, side) in the table of runs or as the name of a template's run. picture: the output of the tool, in place
-    of steps.
+    purpose: one line or two. runs: number of steps of each run of a model. gain: the run whose saving of work is shown:
+    (model, side) in the table of runs, or the name of a template's run. picture: the output of the tool, in place of
+    steps.
     """
 
     purpose: str
@@ -105,8 +105,8 @@ def main() -> None:
 
 
 def chain(workflow: dict[str, Any]) -> list[str]:
-    """Return the labels of the nodes that the model passes, in order. A repeated label appears once, with its number of
-    repetitions."""
+    """Return the labels of the nodes that the model passes, in order. A label of several nodes appears once, with the
+    number of nodes."""
     labels = [
         next((label for start, label in _CALLED.items() if node["type"].startswith(start)), "")
         for node in sorted(workflow["nodes"], key=lambda node: node["order"])
@@ -142,7 +142,7 @@ def drawn(name: str) -> Image.Image:
 
 
 def merged_steps(name: str) -> list[list[bool]]:
-    """Return for each run of a workflow whether `balanced` merges each of its steps, as ToMA Report lists them."""
+    """Return for each step of each run of a workflow whether `balanced` merges the step, as ToMA Report lists it."""
     thumbnail, nodes = THUMBNAILS[name], json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["nodes"]
     interval = 0 if thumbnail.gain == _SDXL else FULL_STEP_INTERVAL
     config = ToMAConfig(full_step_interval=interval, kv_cache=KVCache(interval > 0))
@@ -197,7 +197,7 @@ def _map(image: Image.Image, pen: Any) -> None:
 
 
 def _bars(pen: Any, lengths: Sequence[float], colours: Sequence[Any], labels: Sequence[str], inside: str = "") -> None:
-    """Draw bars with a label before each. inside: words that are written on the bars, beginning with the first bar."""
+    """Draw bars with a label before each. inside: text that is written across the bars, from the first bar on."""
     font = _fitting(labels, 28, 120)
     for index, (length, colour, label) in enumerate(zip(lengths, colours, labels, strict=True)):
         top = _TOP + 12 + index * 192 // len(lengths)
@@ -208,7 +208,7 @@ def _bars(pen: Any, lengths: Sequence[float], colours: Sequence[Any], labels: Se
 
 
 def _times(image: Image.Image, pen: Any) -> None:
-    """Draw bars as ToMA Benchmark does. Their lengths are not measured."""
+    """Draw bars as ToMA Benchmark does, with invented lengths."""
     _bars(pen, (1, 0.86, 0.72, 0.6), (_FULL, _MERGED, _MERGED, _RECOMMENDED), ("without", "low", "middle", "high"))
     pen.text((SIDE - _MARGIN, _BOTTOM - 66), "?", _PAPER, ImageFont.load_default(110), anchor="rm")
 

@@ -1,8 +1,8 @@
 """Train the tiny models: `python -m demo.train dit|unet|wan [--steps N] [--minutes M] [--resume] [--seed S]`.
 
 Every step seeds its random numbers with (seed, step), so a resumed run equals an uninterrupted one. Most early steps
-use scenes at half the size, or crops with their positions. Both have a quarter of a full picture's tokens. Most late
-steps use full pictures of 128 x 128.
+use scenes at half the size, or crops with their positions. Half-size scenes and crops have a quarter of a full
+picture's tokens. Most late steps use full pictures of 128 x 128.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class Trainer:
         batch = batch.to(self.device)
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = self.plan.lr_at(self.step) * group["share"]
-        # On a CPU, compute attention by plain products. The backward pass of fused attention is slower, so that a step
+        # On a CPU, compute attention by plain products. With fused attention the backward pass is slower, and a step
         # takes a third longer.
         plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
-        # Do not cache casts. Otherwise weights that were cast without gradients for the teacher would be reused where
-        # gradients are needed.
+        # Do not cache casts. Otherwise weights that were cast without gradients, while the model makes its own targets,
+        # would be reused where gradients are needed.
         with plain, torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
             loss = self.objective.loss(self.forward, batch)
         loss.backward()
@@ -132,8 +132,8 @@ class Trainer:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Resume from a file that `save` wrote. If the plan's number of steps has changed since, the learning rate's
-        cool-down moves."""
+        """Resume from a file that `save` wrote. If the plan now has another number of steps, the cool-down of the
+        learning rate moves."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         if state["plan"]["kind"] != self.plan.kind or state["plan"]["seed"] != self.plan.seed:
             raise ValueError(
@@ -159,8 +159,8 @@ class Trainer:
 
 
 def run(trainer: Trainer, checkpoint: Path, minutes: float, every: float = 120.0, workers: int = 0) -> bool:
-    """Train to the plan's end, a time limit or SIGTERM/SIGINT, and save every `every` seconds. Return True if
-    finished."""
+    """Train to the plan's end, a time limit or SIGTERM/SIGINT, and save every `every` seconds. Return whether the
+    plan's end was reached."""
     stop = False
 
     def ask_to_stop(*_: Any) -> None:

@@ -54,7 +54,7 @@ def draw_clips(
     noise.
 
     model_steps: see `clip_conditioning`. runs: number of consecutive sampler runs that share the schedule. Wan 2.2
-    needs two: one model is for high noise, one for low noise.
+    needs two runs: one with its model for high noise, one with its model for low noise.
     """
     results, how = [], DEFAULTS["wan"]
     for start in range(0, len(clips), batch):

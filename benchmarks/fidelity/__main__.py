@@ -37,7 +37,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Parse the command line, measure the missing rows, and write each row at once."""
+    """Parse the command line, measure the missing rows, and write each row when it is measured."""
     args = _arguments(given)
     start(args)
     for kind in args.model:

@@ -1,9 +1,9 @@
 """Measure calibrated models on scenes that Calibrate did not use: `python -m benchmarks.fidelity.calibrated`.
 
-For each number of steps and each target, Calibrate finds ratios for the trained deep UNet. They need as much work as
-the target's preset. Then the preset, the calibrated model and the settings `SINGLE` are compared on scenes that
-Calibrate did not use. The table is in results/fidelity/calibrated.md. Transformers have no rows, because Calibrate
-returns the preset for them without measuring.
+For each number of steps and each target, Calibrate finds ratios for the trained deep UNet. A run with these ratios
+needs as much work as the target's preset. Then the preset, the calibrated model and the settings `SINGLE` are compared
+on scenes that Calibrate did not use. The table is in results/fidelity/calibrated.md. Transformers have no rows, because
+Calibrate returns the preset for them without measuring.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _name(steps: int, target: str) -> str:
 
 
 def _measured(steps: int, targets: list[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return a row for each target. It has the mean error and the FLOPs (1 = unmerged) of the three `ways` on the
-    reported scenes. It also has the calibration's FLOPs, divided by the FLOPs of one unmerged picture."""
+    """Return a row for each target: for each of the three `ways`, the mean error and the FLOPs (1 = unmerged) on the
+    reported scenes; and the FLOPs of calibrating, divided by those of one unmerged picture."""
     if not targets:
         return {}
     from demo.checker import FIRST_TEST_SEED

@@ -124,7 +124,7 @@ class Judge:
 
     @cached_property
     def features(self) -> Tensor:
-        """Return the checker's features of the scenes as drawn by `render_batch`, without a model."""
+        """Draw the scenes by `render_batch`, without a model, and return the checker's features of these pictures."""
         from demo.checker import for_checker
         from demo.scenes import render_batch
 
@@ -141,7 +141,7 @@ class Judge:
 
 @contextmanager
 def counting() -> Iterator[FlopCounterMode]:
-    """Count the FLOPs of matrix multiplications. On a CPU, attention is counted too."""
+    """Count the FLOPs of matrix multiplications, and on a CPU also those of its fused attention."""
 
     def attention(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         return int(sdpa_flop_count(q, k, v))

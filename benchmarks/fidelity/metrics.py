@@ -8,7 +8,7 @@ import torch
 from skimage.metrics import structural_similarity
 from torch import Tensor
 
-# Side of a token in pixels, at the finest resolution of all trained models but `few` and `wan`.
+# Side of a token in pixels, in UNets at the finest resolution with attention. In `few` and `wan` it is smaller.
 PIXELS_PER_TOKEN = 4
 
 
@@ -28,15 +28,15 @@ def ssim(image: Tensor, reference: Tensor) -> Tensor:
 
 
 def high_frequency_energy(image: Tensor) -> Tensor:
-    """Compute the energy that a 3 x 3 mean removes from each picture. This energy falls with blur and rises with
-    residual noise. (n, 3, H, W) -> (n,)."""
+    """Compute the mean squared difference between a picture and its 3 x 3 mean. Blur lowers this energy, residual noise
+    raises it. (n, 3, H, W) -> (n,)."""
     smooth = torch.nn.functional.avg_pool2d(image, 3, stride=1)
     return (image[..., 1:-1, 1:-1] - smooth).square().flatten(1).mean(1)
 
 
 def seam_energy(image: Tensor, window: int, token: int = PIXELS_PER_TOKEN) -> Tensor:
-    """Compute the mean squared difference of neighbouring pixels across window borders, and divide it by the same
-    difference across the token borders inside windows: (n, 3, H, W) -> (n,).
+    """Compute the mean squared difference of neighbouring pixels across window borders, and divide it by that across
+    token borders inside windows: (n, 3, H, W) -> (n,).
 
     A value of 1 means that window borders are as smooth as token borders. window: side of a window in tokens. token:
     side of a token in pixels.

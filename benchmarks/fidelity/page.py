@@ -1,7 +1,7 @@
 """Write the measured results into docs/fidelity.md and results/fidelity/*.md: `python -m benchmarks.fidelity.page`.
 
-The tables of the pages name the settings. The numbers and the order of the rows, and all plots, come from the result
-files. Sheets of pictures are made if this machine has the pictures.
+The pages' tables name the settings. This command fills in the numbers and sorts the rows. It also draws the plots, and
+the sheets of pictures if this machine has the pictures.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SAMPLED = {
     "DiT, 20 steps": "dit20",
 }
 PLOTS = {"fidelity.png": "dit-20steps-128px-22x3", "fidelity-few.png": "few-4steps-64px-22x3"}
-# File of a sheet of pictures -> name of its result file, and setting -> title of its row. {cost} is the setting's cost
-# in percent.
+# File of a sheet of pictures -> (name of the result file, {setting: title of the setting's row}). In a title {cost}
+# stands for the setting's cost in percent.
 SHEETS: dict[str, tuple[str, dict[str, str]]] = {
     "fidelity-pictures.jpg": (
         "dit-20steps-128px-22x3",
@@ -83,7 +83,7 @@ FORMATS = {
 
 
 def results_of(head: str) -> str | None:
-    """Return the name of the result file for a table with this head, or None for a head of another kind of table."""
+    """Return the name of the result file for a table with this head, or None if the head does not match `HEAD`."""
     found = HEAD.match(head)
     if found is None:
         return None

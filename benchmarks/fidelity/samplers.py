@@ -1,10 +1,10 @@
 """The error of merged pictures by sampler: `python -m benchmarks.fidelity.samplers [--run few8 wan8] [--sampler lcm]`.
 
 Each merged picture is compared with the unmerged picture of the same scene, noise and sampler. The error is the L2
-distance between the final latents of the two, divided by the norm of the unmerged latent. A sampler's name may include
-its eta: `euler_ancestral@0.25`. If a sampler's noise makes all steps full, only one batch is measured. Rows in the
-result file are not measured again, so remove them after a change of the code. Choose settings with `--scenes choose`.
-Measure results for the pages with `--scenes report`.
+distance between the two final latents, divided by the norm of the unmerged latent. A sampler's name may include its
+eta: `euler_ancestral@0.25`. If a sampler's noise makes all steps full, only one batch is measured. Rows in the result
+file are not measured again, so remove them after a change of the code. Choose settings with `--scenes choose`. Measure
+results for the pages with `--scenes report`.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def drawn(kind: str, model: Any, seeds: list[int], steps: int, sampler: str) -> 
 
 
 def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> dict[str, Any]:
-    """Measure a sampler. The row has mean, median and worst error, the number of merged steps, and the reasons of full
-    steps."""
+    """Measure a sampler. The row has mean, median and worst error, the number of merged steps, and why steps were
+    full."""
     from .metrics import relative_error
 
     model, errors = load(kind), list[float]()
@@ -95,8 +95,8 @@ def row(kind: str, steps: int, sampler: str, seeds: list[int], batch: int) -> di
         own = drawn(kind, model, part, steps, sampler)
         errors += relative_error(drawn(kind, merged, part, steps, sampler), own).tolist()
         stats = pack_module("nodes.adapters.attachment").last_stats(merged)
-        # Stop if the first batch has no merged step. Later batches have none either, because only the sampler decides
-        # the noise.
+        # Only the sampler decides how much noise is new, and so which steps are merged. If none is merged in the first
+        # batch, none will be in later batches.
         if not stats.merged_steps:
             break
     return {

@@ -38,7 +38,7 @@ def preset(name: str, **settings: Any) -> Patch:
 
 
 def packed(patch: Patch) -> Patch:
-    """Wrap `patch` so that keys and values are cached in four bits. The pack does this for large models and videos."""
+    """Wrap `patch` so that keys and values are cached in four bits, as the pack does for large models and videos."""
 
     def patched(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP
@@ -47,7 +47,7 @@ def packed(patch: Patch) -> Patch:
             with mock.patch.multiple(pack_module("nodes.adapters.kv_memory"), memory_left=lambda *_: 0):
                 return executor(*args, **kwargs)
 
-        # Add this wrapper before the pack's own, so that the pack's run begins inside it.
+        # Add this wrapper before `patch` adds the pack's own, so that the pack's run begins inside this wrapper.
         model = model.clone()
         model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "packed", run)
         return patch(model)
@@ -56,8 +56,8 @@ def packed(patch: Patch) -> Patch:
 
 
 def tiny(model: Any) -> dict[str, Any]:
-    """Return settings for a tiny model. A tiny Flux skips its first block of each kind. The real Flux skips about the
-    same share of its blocks."""
+    """Return settings for a tiny model. A tiny Flux does not merge its first block of each kind. This is about the
+    share of blocks that the real Flux does not merge."""
     flux = type(model.model.diffusion_model).__name__ == "Flux"
     return {"min_tokens": FEWEST, **({"skip_first_blocks": 1} if flux else {})}
 

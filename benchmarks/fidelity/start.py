@@ -10,8 +10,8 @@ from scripts.comfy_pack import load_pack, use_comfyui
 
 # The trained models that draw pictures. `demo.sampling.PICTURES` lists the same models, but importing it needs ComfyUI.
 PICTURES = ("dit", "few", "unet", "deep")
-# First seeds of two sets of scenes. On one set settings are chosen, on the other results are reported. Neither training
-# nor another table uses these scenes.
+# First seeds of two sets of scenes: one to choose settings, one to report results. These scenes are not used for
+# training or for other tables.
 SCENES = {"choose": 20_000, "report": 30_000}
 
 

@@ -1,5 +1,5 @@
-"""Store the results of a measurement: rows and pictures. Each row is stored at once, so that a stopped run can
-resume."""
+"""Store the results of a measurement: rows and pictures. Each row is stored when it is measured, so that a stopped run
+can resume."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def read(self) -> dict[str, Any]:
-        """Return the content of the file, or a content without rows if the file is missing or was measured under other
-        conditions."""
+        """Return the content of the file, or content without rows if the file is missing or has other conditions."""
         stored = json.loads(self.file.read_text()) if self.file.exists() else {}
         if stored.get("conditions") != asdict(self.conditions):
             return {"conditions": asdict(self.conditions), "rows": {}}

@@ -80,8 +80,8 @@ def measured(
     tried: dict[str, Setting],
     known: dict[str, dict[str, float]],
 ) -> dict[str, dict[str, float]]:
-    """Return a row for each setting of `tried`. Rows in `known` are returned unchanged. draw: takes a model, a number
-    of steps and a number of runs, and returns the latents of all clips."""
+    """Return a row for each setting of `tried`. If `known` has the row, return it unchanged. draw: takes a model, a
+    number of steps and a number of runs, and returns the latents of all clips."""
     from demo.checker import accuracy, load_checker
     from demo.scenes import CANVAS
     from demo.video import decode_clips

@@ -1,5 +1,5 @@
-"""Check every Triton kernel on this device: compare it with fp64, fill free memory with NaN, and demand bit-identical
-results of a second call. Count the launches that propagate a cached tensor.
+"""Check every Triton kernel on this device against fp64. New tensors are filled with NaN before a kernel runs, and a
+second call must give bit-identical results. Count the launches of `propagate`, which updates a cached tensor.
 
 The suite's section `kernels` has one row for each check. A failure is named in the row's `gate`. In Triton's
 interpreter, on a CPU, only tiny cases run.
@@ -25,7 +25,7 @@ from testbed.meter import Meter
 
 _B, _H, _F = torch.bfloat16, torch.float16, torch.float32
 _EPS = {_B: 4e-3, _H: 6e-4, _F: 2e-6}
-# Free bytes that are needed for tensors of more than 2^31 elements.
+# Free bytes of memory that the case with tensors of more than 2^31 elements needs.
 _LARGE = 30e9
 # Number of features of a token in the regression (Flux's latent, the latent's change, and 1), and number of rotated
 # pairs in a head.
@@ -34,8 +34,9 @@ _FEATURES, _PAIRS = 129, 64
 
 @dataclass(frozen=True)
 class Case:
-    """A grid of tokens. grid: (frames,) rows, columns. adaptive: whether the budget is adaptive. beside: number of text
-    tokens, filled with NaN, that precede the image's tokens in memory, as in a stream of text and image."""
+    """A grid of tokens. grid: (frames,) rows, columns. adaptive: whether windows get different numbers of destinations.
+    beside: number of text tokens, filled with NaN, that precede the image's tokens in memory, as in a stream of text
+    and image."""
 
     name: str
     grid: tuple[int, ...]
@@ -134,14 +135,14 @@ _empty = torch.empty
 
 
 def _poisoned(*shape: Any, **options: Any) -> Tensor:
-    """Replace torch.empty by a function that fills the tensor with NaN. Otherwise unwritten memory could hold zeros by
-    chance."""
+    """Stand in for torch.empty, and fill the tensor with NaN. Otherwise memory that a kernel fails to write could hold
+    zeros by chance."""
     t = _empty(*shape, **options)
     return t.fill_(255) if t.dtype is torch.uint8 else t.fill_(torch.nan if t.is_floating_point() else -(2**40))
 
 
 def _weights(x: Tensor, dest_slots: Tensor, windows: Any, budget: Any) -> tuple[Tensor, Tensor]:
-    """Compute merge and unmerge weights of these destinations in fp64."""
+    """Compute merge and unmerge weights for the destinations `dest_slots` in fp64."""
     split = torch.nn.functional.normalize(windows.split(x.double()), dim=-1)
     similarity = split @ split.transpose(-1, -2)
     A = similarity.gather(2, dest_slots[..., None].expand(*dest_slots.shape, similarity.shape[-1]))
@@ -206,8 +207,8 @@ def check(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
 
 
 def propagations(case: Case, cached: Tensor, plan: tuple[Any, ...], kernels: Any) -> Iterator[Row]:
-    """Check the propagation of cached values and keys, (B, N, C), with a regression on random features. Count the
-    launches of the propagation, with the regression and without."""
+    """Check `propagate` on cached values and keys, (B, N, C), with a regression on random features. Count the launches
+    of `propagate`, with the regression and without."""
     core, module = pack_module("toma_core.merge"), pack_module("toma_core.latent_regression")
     device, (_, N, C) = cached.device, cached.shape
     features = replace(case, channels=_FEATURES, dtype=_F).noise(N, device, 3)
@@ -241,7 +242,7 @@ def launches(call: Callable[[], object]) -> int:
 
 
 def large(case: Case, kernels: Any, device: torch.device) -> Iterator[Row]:
-    """Check the last window of the last image in tensors that exceed 32-bit addresses."""
+    """Check the last window of the last image in tensors that need 64-bit addresses."""
     windows, budget = case.layout(device)
     x = case.noise(windows.tokens, device)
     out, reduced = (case.noise(budget.total, device, seed) for seed in (1, 2))

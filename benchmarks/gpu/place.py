@@ -18,7 +18,7 @@ _COPIED = 256 << 20  # bytes of the copies that are timed
 
 
 def _copier(device: torch.device) -> Any:
-    """Return the pack's copier, or in a dry run on a device without streams, a copier that copies at once."""
+    """Return the pack's copier. On a device without streams (a dry run), return a copier that copies immediately."""
     if found := pack_module("nodes.adapters.kv_memory").copier_of(device):
         return found
     copier = mock.MagicMock()

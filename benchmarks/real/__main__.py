@@ -3,8 +3,9 @@
     python -m benchmarks.real --checkpoint sd_xl_base_1.0.safetensors --prompts prompts.txt --ratio 0.25 0.5
     python -m benchmarks.real --graph my_graph_api.json --prompts prompts.txt
 
-ComfyUI with ComfyUI-ToMA must be running. Pictures already in the output folder are not made again. So a run can be
-stopped and resumed, and settings, prompts and seeds can be added later. docs/real-checkpoints.md explains the results.
+ComfyUI with ComfyUI-ToMA must be running. Pictures that the output folder already has are not made again. So a run can
+be stopped and resumed, and further settings, prompts and seeds can be added. docs/real-checkpoints.md explains the
+results.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def template_of(args: argparse.Namespace) -> Template:
 
 def settings_of(args: argparse.Namespace, template: Template, server: Server) -> list[Setting]:
     """Return every combination of ratio and preset. A ratio or preset that the options lack is read from the graph's
-    ToMA node, or is the node's default. If the options have neither, the profile in the graph is used."""
+    ToMA node, or is the node's default. If the options have neither ratio nor preset, the profile in the graph is
+    used."""
     profile = template.own("profile") if args.ratio is args.preset is None else None
     if isinstance(profile, list):
         raise BenchmarkError(

@@ -20,7 +20,7 @@ from .pictures import UNMERGED, Folder, Job, say
 
 # Name of the comparison of unmerged pictures of two seeds. It shows how much unrelated pictures of one prompt differ.
 OTHER_SEED = "another seed"
-# Replaces the infinite PSNR of equal pictures. 8-bit pictures that differ in one value have a smaller PSNR.
+# The PSNR of equal pictures, in place of infinity. Even 8-bit pictures that differ in only one value have a lower PSNR.
 PSNR_OF_EQUAL = 120.0
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -36,7 +36,7 @@ class Pair:
     seed: int
     picture: Path
     twin: Path
-    seconds: float | None  # None if not comparable with other times
+    seconds: float | None  # None if the time is not comparable with others
     identical: bool = False  # whether all pixels are equal
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ METRICS: dict[str, Callable[[], Score]] = {"LPIPS": load_lpips, "PSNR": lambda: 
 
 
 def loaded() -> tuple[dict[str, Score], list[str]]:
-    """Return the metrics that are available here, and a note for each metric that is not."""
+    """Return the metrics that are available here, and a note for each unavailable metric."""
     found: dict[str, Score] = {}
     notes = []
     for name, load in METRICS.items():
@@ -100,8 +100,8 @@ def loaded() -> tuple[dict[str, Score], list[str]]:
 
 
 def pairs_of(folder: Folder, jobs: Sequence[Job]) -> list[Pair]:
-    """Pair every merged picture with its unmerged counterpart, and every unmerged picture with the unmerged one of the
-    next seed."""
+    """Pair every picture with the unmerged one of the same prompt and seed. Also pair every unmerged picture with the
+    unmerged one of the next seed."""
     twins = {(job.prompt, job.seed): folder.picture(job) for job in jobs if job.setting is None}
     found = []
     for job in jobs:
@@ -115,7 +115,7 @@ def pairs_of(folder: Folder, jobs: Sequence[Job]) -> list[Pair]:
 
 
 def measure(pairs: Sequence[Pair], metrics: dict[str, Score]) -> None:
-    """Compute the metrics of all pairs of two different pictures, and write them into the pairs."""
+    """Compute the metrics of all pairs, except of an unmerged picture and itself, and write them into the pairs."""
     wanted = [pair for pair in pairs if pair.setting != UNMERGED]
     for number, pair in enumerate(wanted, 1):
         picture, twin = _pixels(pair.picture), _pixels(pair.twin)
@@ -131,7 +131,7 @@ def _pixels(path: Path) -> Array:
 
 
 def summarise(pairs: Sequence[Pair]) -> list[Summary]:
-    """Return one summary for each setting. The first is of the unmerged run, the last of the comparison with another
+    """Return one summary for each setting. The first is for unmerged pictures, the last for the comparison with another
     seed."""
     groups: dict[str, list[Pair]] = {UNMERGED: []}
     for pair in sorted(pairs, key=lambda p: p.setting == OTHER_SEED):

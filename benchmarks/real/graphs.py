@@ -1,4 +1,4 @@
-"""The queued graphs: a template, filled with prompt, seed and setting.
+"""The graphs that are queued: a template into which prompt, seed and setting are filled.
 
 A template is a graph in ComfyUI's API format with %prompt% in a text (required), %negative% (optional), and one ToMA
 node. Unmerged pictures come from the graph without its ToMA node, not from a ratio of 0.
@@ -106,7 +106,7 @@ class Template:
         return {name for name, each in self.graph.items() if any(type(each["inputs"].get(key)) is int for key in SEEDS)}
 
     def own(self, name: str) -> Any:
-        """Return the value of an input of the graph's ToMA node, None if there is none."""
+        """Return the value of an input of the graph's ToMA node, None if the node lacks the input."""
         return self.graph[self.merge]["inputs"].get(name)
 
     def fill(self, prompt: str, negative: str, seed: int, setting: Setting | None) -> Graph:
@@ -130,8 +130,8 @@ class Template:
         return upstream(graph, self.picture)
 
     def is_pure(self, graph: Graph, cached: Iterable[str]) -> bool:
-        """Return whether a run consisted only of sampling, decoding and saving. It must load nothing, encode no text,
-        and use no cached results of nodes that depend on the seed. Only times of such runs are comparable."""
+        """Return whether a run only sampled, decoded and saved. It must have loaded nothing, encoded no text, and run
+        every node that depends on the seed. Only the times of runs that meet this are comparable."""
         executed = set(graph) - set(cached)
         must = downstream(graph, self._seeded())
         return must <= executed <= must | downstream(graph, {self.merge})
@@ -169,5 +169,5 @@ def upstream(graph: Graph, end: str) -> Graph:
 
 
 def key_of(graph: Graph) -> str:
-    """Return a hash of a graph, which determines its picture."""
+    """Return a hash of a graph. The graph determines its picture."""
     return hashlib.sha256(json.dumps(graph, sort_keys=True).encode()).hexdigest()[:20]

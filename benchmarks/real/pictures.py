@@ -53,8 +53,8 @@ def read_prompts(path: Path) -> list[str]:
 def plan(
     template: Template, prompts: Sequence[str], negative: str, seeds: Sequence[int], settings: Sequence[Setting]
 ) -> list[Job]:
-    """Return every picture in the order of making. Settings alternate, and each comes first in turn. So no setting is
-    favoured if the machine gets warmer or busier."""
+    """Return every picture in the order in which they are made: all settings for each prompt and seed, each time
+    beginning with another setting. So a machine that gets warmer or busier favours no setting."""
     jobs = []
     ways: list[Setting | None] = [None, *settings]
     for turn, (prompt, seed) in enumerate((prompt, seed) for prompt in prompts for seed in seeds):
@@ -72,8 +72,8 @@ class Folder:
         self.pictures = path / "pictures"
 
     def prepare(self, conditions: dict[str, str]) -> None:
-        """Make the folder. Raises BenchmarkError for a folder that was made under other conditions. Its times and
-        pictures would not be comparable."""
+        """Make the folder. Raises BenchmarkError for a folder that was made under other conditions, because its times
+        and pictures are not comparable."""
         try:
             self.pictures.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -91,7 +91,7 @@ class Folder:
         return self.pictures / f"{job.key}.png"
 
     def record(self, job: Job) -> dict[str, Any] | None:
-        """Return the record of a picture, None if it has to be made."""
+        """Return the record of a picture, None if the picture has to be made."""
         try:
             found: dict[str, Any] = json.loads(self.picture(job).with_suffix(".json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -99,7 +99,7 @@ class Folder:
         return found if self.picture(job).is_file() else None
 
     def save(self, job: Job, png: bytes, seconds: float | None, timed: bool) -> None:
-        """Store a picture. timed: whether the seconds are comparable with the seconds of other runs."""
+        """Store a picture. timed: whether the seconds are comparable with those of other runs."""
         about = {"prompt": job.prompt, "seed": job.seed, "setting": job.name, "seconds": seconds, "timed": timed}
         self.write(self.picture(job), png)
         record = json.dumps({**about, "graph": job.graph}, indent=1)

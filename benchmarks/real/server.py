@@ -1,4 +1,4 @@
-"""A client of a running ComfyUI whose errors have readable messages."""
+"""A client of a running ComfyUI. It raises errors with readable messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST = 3600.0  # longest wait for a picture in seconds, including the picture
 
 @dataclass(frozen=True)
 class Made:
-    """A picture (PNG), the seconds of its run as the server reports them (otherwise None), and the ids of nodes whose
+    """A picture (PNG), the seconds of its run (None if the server does not report them), and the ids of nodes whose
     results were cached."""
 
     png: bytes
@@ -58,7 +58,7 @@ class Server(ComfyClient):
             raise BenchmarkError(f"{self.url} answers, but not as ComfyUI does; check --server") from None
 
     def default(self, node: str, name: str) -> Any:
-        """Return the default of an input of a node, None if it has none."""
+        """Return the default of an input of a node, None if the input has no default."""
         try:
             described = self.object_info(node)["input"]
         except KeyError:

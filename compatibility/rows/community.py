@@ -32,7 +32,7 @@ def runs(kit: Kit, graph: Graph) -> Graph:
         graph.run(kit, graph.patch(kit.model if graph.model is None else graph.model))
     except TypeError as error:
         # Packs replace functions of ComfyUI. Later releases of ComfyUI may pass arguments that a pack's function does
-        # not accept. Such a pack counts as absent. All other errors are raised.
+        # not accept. The pack then counts as absent. All other errors are raised.
         if "unexpected keyword argument" not in str(error):
             raise
         raise AbsentError(f"without ToMA, too, it fails in this ComfyUI: {error}") from None
@@ -112,7 +112,7 @@ def gguf(kit: Kit) -> Graph:
 
 @row(GROUP, "KJNodes: attention by SageAttention (its place taken by PyTorch's)", pack="ComfyUI-KJNodes")
 def kj_attention(kit: Kit) -> Graph:
-    """Use the pack's patch with PyTorch's attention in place of the library's function, whose kernels need a GPU."""
+    """Use the pack's patch for SageAttention, with PyTorch's attention in place of SageAttention, which needs a GPU."""
     patch, library = community("ComfyUI-KJNodes")("PathchSageAttentionKJ"), ModuleType("sageattention")
 
     def sageattn(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str, **_: Any) -> Tensor:
@@ -149,8 +149,8 @@ def wavespeed(kit: Kit) -> Graph:
 
 @row(GROUP, "Tiled Diffusion (MultiDiffusion, Mixture of Diffusers, SpotDiffusion)", pack="ComfyUI-TiledDiffusion")
 def tiled_diffusion(kit: Kit) -> Iterator[Graph]:
-    """Use tiles of 16 x 16 latent pixels that overlap by 8. The result does not depend on the batch size. It depends on
-    the order of tiles only in SpotDiffusion, where the last tile overwrites the others."""
+    """Use tiles of 16 x 16 latent pixels that overlap by 8. The result does not depend on the batch size. Only in
+    SpotDiffusion it depends on the order of the tiles, because there the last tile overwrites the others."""
     pack = "ComfyUI-TiledDiffusion"
     patch = community(pack)("TiledDiffusion")
     code = importlib.import_module(f"{str(found(pack)).replace('.', '_x_')}.tiled_diffusion")
@@ -200,7 +200,7 @@ def attention_couple(kit: Kit) -> Graph:
     return Graph(lambda m: coupled(m, 1)[0], sample, without=without, model=model)
 
 
-# PuLID's libraries and networks for finding and describing faces, which this matrix does not install.
+# PuLID's libraries for finding and describing faces. They are not installed for these tests.
 FACES = (
     *("cv2", "ftfy", "timm", "timm.layers", "timm.loss", "timm.models", "timm.models.layers", "facexlib"),
     *("facexlib.detection", "facexlib.parsing", "facexlib.utils", "facexlib.utils.face_restoration_helper"),
@@ -236,7 +236,7 @@ def face(seed: int) -> dict[str, Any]:
 
 
 def pulid(pack: str, module: str, name: str) -> tuple[Any, Any]:
-    """Return the pack's node and its module. The node gets random numbers as the cropped face."""
+    """Return the pack's node and the node's module. Random numbers replace the cropped face."""
     importlib.import_module("comfy.sd")  # before the stand-ins, because this module looks for some of `FACES`
     with standing_in(FACES):
         apply = community(pack)(name)

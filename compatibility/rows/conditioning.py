@@ -106,8 +106,8 @@ def batch_of_prompts(kit: Kit) -> Graph:
 
 @row(GROUP, "Split CFG: positive and negative in calls of their own, for want of memory", others=MERGED, sound=True)
 def split_cfg(kit: Kit) -> Graph:
-    """Check that separate calls for positive and negative give the result of one joined call up to rounding. Use
-    selection by grid and soft weights, which do not amplify the rounding."""
+    """Check that separate model calls for the positive and the negative prompt give the result of a joined call up to
+    rounding. Destinations on a grid and soft weights do not amplify rounding."""
     smooth: dict[str, Any] = {"selector": "grid", "sharpness": 20.0}
 
     def sample(model: Any) -> Tensor:

@@ -25,7 +25,8 @@ def picture(seed: int = 3) -> Tensor:
 
 
 def encoder(kit: Kit) -> Any:
-    """Encode without a VAE: the mean of each 8 x 8 pixels, repeated to the number of latent channels."""
+    """Return an encoder without a VAE: the means of 8 x 8 pixels, with the colours repeated over all latent
+    channels."""
 
     def encode(pixels: Tensor) -> Tensor:
         small = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 8)
@@ -174,7 +175,7 @@ def inpaint_model(kit: Kit) -> Graph:
 
 @row(GROUP, "Inpainting by a noise mask (SetLatentNoiseMask)", others=MERGED, quick=True)
 def noise_mask(kit: Kit) -> Graph:
-    """Check that the half outside the mask keeps the picture's latent, and that the half inside changes."""
+    """Check that the latent stays as it was outside the mask, and changes inside."""
     put, sampler = node("nodes.SetLatentNoiseMask"), node("nodes.KSampler")
     mask = torch.zeros(1, SIDE, SIDE)
     mask[:, : SIDE // 2] = 1.0

@@ -109,8 +109,8 @@ def lazycache(kit: Kit) -> Graph:
 
 @row(GROUP, "Attention by another function (optimized_attention_override)", others=MERGED, sound=True)
 def attention_override(kit: Kit) -> Graph:
-    """Override attention as packs do with FlashAttention or SageAttention, but with ComfyUI's attention in blocks of
-    queries."""
+    """Override attention as packs for FlashAttention or SageAttention do, here with ComfyUI's sub-quadratic
+    attention."""
     from comfy.ldm.modules.attention import attention_sub_quad
 
     def patch(model: Any) -> Any:
@@ -128,7 +128,7 @@ def attention_override(kit: Kit) -> Graph:
     others={**dict.fromkeys(OTHERS, NOT_TRIED), "z_image": MERGED, "qwen_image21": MERGED},
 )
 def compiled(kit: Kit) -> Graph:
-    """Compile with the backend that runs captured graphs unchanged."""
+    """Compile with a backend that runs the captured graphs as they are."""
     patch = node("nodes_torch_compile.TorchCompileModel")
     torch._dynamo.reset()
     unet = {"depths": (0, 1), "num_res_blocks": [1, 1], "transformer_depth": [0, 1], "middle": 1}
@@ -201,7 +201,7 @@ def kv_cache(kit: Kit) -> Graph:
 @row(GROUP, "Sequence parallelism of raylight", sdxl=FOR_FLUX,
      flux=Expected(merged=False, unmerged={REPLACED: 3, TOKENS_CHANGED: 3}))  # fmt: skip
 def raylight(kit: Kit) -> Iterator[Graph]:
-    """Share tokens as raylight does. It replaces the double blocks' forward."""
+    """Share tokens as raylight does, which replaces the `forward` of double blocks."""
     return _sequence_parallel(kit, rejoin=True)
 
 

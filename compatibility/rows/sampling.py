@@ -170,7 +170,7 @@ def tiles(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Unsampling: sigmas from low to high (FlipSigmas)", others=CHEAP)
 def unsampling(kit: Kit) -> Graph:
-    """Stop before pure noise, because ComfyUI cannot convert a Flux latent there."""
+    """Stop before pure noise, because ComfyUI divides Flux's last latent by 1 - sigma."""
     flip, still = node("nodes_custom_sampler.FlipSigmas"), node("nodes_custom_sampler.DisableNoise")
     make, part_of = node("nodes_custom_sampler.CFGGuider"), node("nodes_custom_sampler.SplitSigmasDenoise")
 
