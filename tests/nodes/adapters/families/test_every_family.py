@@ -128,8 +128,8 @@ def test_residuals_are_cached_and_reused(family: str, model_of: Any, attach: Any
 def test_conditions_in_calls_of_their_own(
     family: str, settings: Any, model_of: Any, attach: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If memory is low, ComfyUI evaluates prompt and negative prompt in separate calls. These round differently from a
-    joint call."""
+    """If memory is low, ComfyUI evaluates prompt and negative prompt in separate calls. Separate calls round
+    differently from a joint call."""
     model = model_of(family)
     merged = attach(model, **settings)
     joined = models.sample(merged, HEIGHT, WIDTH, steps=2)

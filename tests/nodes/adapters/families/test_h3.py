@@ -187,8 +187,9 @@ def sparse(model: Any, start_percent: float, dense: set[int], monkeypatch: pytes
     the schedule. Also return two lists: the number of tokens in each sparse call of a block, and in each call of a
     block.
 
-    ComfyUI's own node for sparse attention is newer than 0.33, and needs 12,288 tokens or more. start_percent: share of
-    the schedule at which sparse attention begins. dense: indices of blocks that never get the function.
+    ComfyUI's own node for sparse attention is newer than 0.33, and needs 12,288 tokens or more.
+    start_percent: share of the schedule at which sparse attention begins.
+    dense: indices of blocks that never get the function.
     """
     model, calls, lengths = model.clone(), list[int](), list[int]()
     blocks, start = model.model.diffusion_model.blocks, model.get_model_object("model_sampling")

@@ -85,8 +85,8 @@ def test_merged_references_in_complete_runs(family: str, model_of: Any, attach: 
 def test_reference_as_large_as_the_image(
     family: str, model_of: Any, attach: Any, plan_calls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference keeps one plan for the whole run. The image gets a new plan in every step. Both conditions share
-    each plan."""
+    """The reference keeps one plan for the whole run. In every step the image gets a new plan, which both conditions
+    share."""
     model = model_of(family)
     frames = (1,) if family == "qwen_image" else ()
     options = {"reference_latents": [noise(1, model.model.latent_format.latent_channels, *frames, HEIGHT, WIDTH)]}
