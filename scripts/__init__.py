@@ -1,6 +1,6 @@
 """Development tools: find or download ComfyUI, make the environment, run commands in it, drive a real server.
 
-This package imports only the standard library (`comfy_server` and `comfy_pack` also use ComfyUI's requirements).
+This package imports only the standard library. Only `comfy_server` and `comfy_pack` also use ComfyUI's requirements.
 """
 
 import sys

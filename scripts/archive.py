@@ -19,7 +19,7 @@ from pathlib import Path
 from scripts.comfyui import ROOT
 from scripts.console import SetupError, say
 
-PACKED = "node.zip"  # comfy-cli determines this name
+PACKED = "node.zip"  # comfy-cli always uses this name
 COMPLAINTS = ("Warning", "Error", "found:", "File not found")
 NO_GIT = "Warning: Not in a git repository"  # harmless, because .comfyignore excludes what git would ignore
 
@@ -38,14 +38,14 @@ def main() -> int:
 
 
 def pack(folder: Path, root: Path = ROOT) -> Path:
-    """Validate the pack in `root` and return its archive in `folder`. Raises SetupError for errors and for warnings of
-    comfy-cli. The registry drops metadata that causes a warning."""
+    """Validate the pack in `root` and return its archive in `folder`. Raises SetupError if comfy-cli reports an error
+    or a warning, because the registry drops metadata with a warning."""
     folder.mkdir(parents=True, exist_ok=True)
     name, version = (project(root, key) for key in ("name", "version"))
     archive = folder / f"{name}-{version}.zip"
     (root / "build").mkdir(exist_ok=True)
     with (root / "build" / "archive.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two concurrent test runs would write the same node.zip
+        fcntl.flock(lock, fcntl.LOCK_EX)  # otherwise two concurrent test runs would write the same node.zip
         for command in ("validate", "pack"):
             said = _comfy_node(command, root)
             if any(complaint in line for line in said.splitlines() for complaint in COMPLAINTS if NO_GIT not in line):
@@ -75,7 +75,7 @@ def _comfy_node(command: str, root: Path) -> str:
 
 
 def project(root: Path, key: str) -> str:
-    """Return a string of the [project] table of pyproject.toml. It is found by a regular expression, because Python
+    """Return a string of the [project] table of pyproject.toml. A regular expression finds the string, because Python
     3.10 has no TOML reader. Raises SetupError if the key is missing."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(rf'^{key} = "(.+?)"', text, re.MULTILINE)

@@ -28,7 +28,8 @@ def locked() -> Iterator[Path]:
     """Lock the cache for one set-up at a time and yield a temporary folder inside it.
 
     The temporary folder is in the cache, not in /tmp, because it gets several GB and /tmp is often small. The leftover
-    folders of a killed set-up are removed here. This is safe, because only the holder of the lock uses such a folder.
+    folders of a killed set-up are removed here. This is safe, because only the holder of the lock uses a temporary
+    folder.
     """
     folder = cache_dir()
     try:

@@ -18,11 +18,11 @@ POLL_SECONDS = 0.1
 
 
 class ServerError(RuntimeError):
-    """An error of a server that did not start or went away. The message ends with the server's log."""
+    """The server did not start, or it has ended. The message ends with the server's log."""
 
 
 class PromptError(RuntimeError):
-    """An error of a prompt that the server refused before running it (HTTP 400).
+    """The server refused a prompt, and did not run it (HTTP 400).
 
     Attributes:
         error: the error of the prompt itself.
@@ -45,7 +45,7 @@ class Run:
         messages: (type, data) in order of arrival: over the websocket for `ComfyClient.run`, from the history for
         `ComfyClient.wait`. Binary previews are ("binary", bytes).
         error: data of the `execution_error` message (node_id, node_type, exception_message, traceback, ...) or None.
-        seconds: from queueing (`run`) or from the call (`wait`) to the end.
+        seconds: from the queueing in `run`, or from the call of `wait`, to the end.
     """
 
     prompt_id: str
@@ -103,7 +103,7 @@ class ComfyClient:
         self.post("/interrupt", {})
 
     def object_info(self, node_id: str) -> dict[str, Any]:
-        """Return the definition of one node. Raises KeyError if the server does not have the node."""
+        """Return the definition of a node. Raises KeyError if the server lacks the node."""
         return dict(self.get(f"/object_info/{urllib.parse.quote(node_id)}")[node_id])
 
     def view(self, image: Mapping[str, str]) -> bytes:
@@ -135,7 +135,7 @@ class ComfyClient:
             return bytes(response.read())
 
     def check_alive(self) -> None:
-        """Raise ServerError if the server has ended. This method is called repeatedly while waiting."""
+        """Raise ServerError if the server has ended. `wait` and `run` call this method repeatedly."""
 
     def log_tail(self) -> str:
         """Return the end of the server's log for an error message, empty if there is no log."""
@@ -168,7 +168,7 @@ class ComfyClient:
         return run
 
     def _finished(self, prompt_id: str, seconds: float, messages: list[tuple[str, Any]] | None = None) -> Run | None:
-        """Return the run from the history, None if it is not listed yet."""
+        """Return the run from the history, None if the history does not list it yet."""
         entry = self.get(f"/history/{prompt_id}").get(prompt_id)
         if entry is None:
             return None

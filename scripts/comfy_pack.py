@@ -1,9 +1,9 @@
 """Import ComfyUI and this pack into the current process, as ComfyUI itself imports them.
 
 ComfyUI comes first on `sys.path`, so that `import nodes` means ComfyUI's `nodes.py` and not this checkout's folder
-`nodes/`. The pack is loaded by spec, under the name that ComfyUI would give it. The pack's `toma_core` is then another
-module than the one of a plain `import toma_core`. Import the pack's modules by `pack_module("toma_core.config")`. Never
-mix objects of the two, because their enums, classes and registries do not match.
+`nodes/`. The pack is loaded by spec, under the name that ComfyUI would give it. The pack's `toma_core` then differs
+from the module that a plain `import toma_core` gives. Import the pack's modules by `pack_module("toma_core.config")`.
+Never mix objects of the two modules, because enums, classes and registries do not match.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def load_pack() -> ModuleType:
 
 def pack_module(name: str) -> ModuleType:
     """Import a module of the loaded pack by its dotted path from the root, e.g.
-    `pack_module("nodes.adapters.patch_model")`. Afterwards the pack raises its own errors instead of logging them."""
+    `pack_module("nodes.adapters.patch_model")`. From then on, the pack raises errors in its own code and does not only
+    log them."""
     module = importlib.import_module(f"{load_pack().__name__}.{name}")
     if compat := sys.modules.get(f"{PACK_NAME}.nodes.adapters.compat"):
         compat.RAISES_OWN_ERRORS = True  # type: ignore[attr-defined]

@@ -55,7 +55,7 @@ class ComfyServer(ComfyClient):
         Args:
             comfyui: folder of ComfyUI, `COMFYUI_PATH` if None.
             packs: folders of other custom nodes to link in.
-            checkout: whether this checkout is linked in. False to test an installed pack instead.
+            checkout: whether to link this checkout in. Use False to test an installed pack.
             base: base directory, which is not removed. None: a temporary one, which `stop` removes.
             port: port to listen on; any free one if it is None or in use.
             flags: command line flags of ComfyUI to add.
@@ -141,7 +141,7 @@ class ComfyServer(ComfyClient):
     def _command(self) -> list[str]:
         command = [sys.executable, str(self._comfyui / "main.py"), "--port", str(self.port)]
         command += ["--base-directory", str(self.base)]
-        # The database is a file, because ComfyUI 0.16 opens an in-memory database once per thread, each time without
+        # Keep the database in a file. ComfyUI 0.16 would open an in-memory database anew in each thread, without
         # tables.
         command += ["--database-url", f"sqlite:///{self.base / 'user' / 'comfyui.db'}"]
         command += ["--disable-api-nodes", "--disable-auto-launch", "--dont-print-server", *self._flags]
@@ -181,7 +181,7 @@ def _has_cuda() -> bool:
 
 
 def _kill_group(process: subprocess.Popen[bytes], patience: float = 5.0) -> None:
-    """Terminate the process group, then kill it. The kill also reaches children that outlived their parent."""
+    """Terminate the process group, then kill it, together with children that outlived their parent."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)

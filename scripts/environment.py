@@ -18,8 +18,8 @@ from scripts.console import SetupError, run_stage, say
 from scripts.pip_progress import pip_status
 from scripts.venv import make_venv
 
-# Versions that work together and can be imported on Linux. This torchaudio checks torch's CUDA version when it is
-# imported, and fails with a newer torch.
+# Versions that work together on Linux. On import, this torchaudio compares its CUDA version with torch's, and fails
+# with a newer torch.
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 TORCH_PYTHONS = "3.10 to 3.14"
 MARKER = ".complete"
@@ -67,7 +67,7 @@ def dev_requirements(pyproject: Path) -> list[str]:
 
 
 def environment_name(text: str) -> str:
-    """Return the folder name: each combination of requirements, Python and machine type has its own environment."""
+    """Return the name of the environment's folder. It differs for other requirements, Pythons and machine types."""
     version = "{}.{}".format(*sys.version_info)
     key = hashlib.sha256(f"{version}\n{platform.machine()}\n{text}".encode()).hexdigest()[:12]
     return f"env-py{version}-{key}"
@@ -132,8 +132,8 @@ print("Python %s | torch %s | %s" % (platform.python_version(), torch.__version_
 
 
 def _pip_options(folder: Path) -> list[str]:
-    """Return options for pip. If the disk is only just large enough, they switch off pip's cache. Raises an error if
-    the disk is too small."""
+    """Return options for pip. If the disk has no room for pip's cache, these options switch the cache off. Raises an
+    error if the disk is too small."""
     free = _free_gb(folder)
     if free < NEEDED_GB:
         raise SetupError(

@@ -33,8 +33,7 @@ FOLDERS = (
 FILES = ("*.py", "requirements.txt", "LICENSE")
 EMPTY = ("models", "input", "output", "custom_nodes")
 LARGEST = 60_000
-# Packages have the versions that ComfyUI's requirements name. The versions below are for packages without a version
-# there.
+# Packages have the versions that ComfyUI's requirements name. A version below is used only if they name none.
 PACKAGES = {"comfy-kitchen": "", "comfy-aimdo": "", "torchsde": "==0.2.6", "trampoline": "==0.1.2"}
 GLIBC = ("2_28", "2_27", "2_24", "2_17")
 
@@ -74,7 +73,7 @@ def pack(folder: Path, arch: int, python: str) -> Path:
         for library in kitchen.glob("hip/*.so"):
             library.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        # Write to another file first, so that an interrupted run leaves the previous kit unchanged.
+        # Write to another file first. So an interrupted run leaves the previous kit unchanged.
         archive, part = folder / ARCHIVE, folder / f"{ARCHIVE}.part"
         with tarfile.open(part, "w:gz") as tar:
             for name in ("ComfyUI", "site"):

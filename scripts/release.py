@@ -1,8 +1,8 @@
 """Check a release before it is published: `python3 -m scripts.release v0.1.0`.
 
-The command prints the section of that version in CHANGELOG.md, and fails if the tag, pyproject.toml and the changelog
-name different versions. With `--pin NAME` it prints the `dev` extra's requirement for a package, so that publishing
-uses the version that tests use.
+The command prints the tag's section of CHANGELOG.md, and fails if the tag, pyproject.toml and the changelog name
+different versions. With `--pin NAME` it prints the `dev` extra's requirement for a package, so that publishing uses the
+version that tests use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Type-check the checkout.
 
-The root of the checkout is itself a package, whose folder may have any name. `nodes/` reaches `toma_core/` through this
+The root of the checkout is itself a package. Its folder may have any name. `nodes/` reaches `toma_core/` through this
 root (`from ..toma_core import ...`), as ComfyUI requires. mypy needs a name for the root, so the pack is checked
 through a link called `toma_pack`. All other folders are checked at their paths.
 """

@@ -1,4 +1,4 @@
-"""Full-size models: widths, depths and inputs of the checkpoints. They come from comfy/model_detection.py. Where that
+"""Full-size models: widths, depths and inputs of the checkpoints. The sizes come from comfy/model_detection.py. If that
 file reads a size from the weights, the published size is used."""
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ OMNIGEN2 = ModelSpec(
     few=(3, 0),
     text=(128, 2048),
 )
-# ERNIE-Image, Ideogram 4 and Lens: the defaults of their classes are the sizes of their checkpoints.
+# ERNIE-Image, Ideogram 4 and Lens: the defaults of ComfyUI's classes are the sizes of the checkpoints.
 ERNIE = ModelSpec(
     "ErnieImage",
     "ErnieImage",
@@ -304,7 +304,7 @@ SPECS: dict[str, ModelSpec] = {
     "ltx_av": LTX_AV,
     "h3": H3,
 }
-# Models whose reference images follow the image in the stream of tokens.
+# Models that append the tokens of reference images to the tokens of the image.
 EDITORS = ("flux", "flux2", "klein", "krea2", "qwen_image")
 # Models in the tables of benchmarks/results/counts.md, with their titles.
 TITLES = {

@@ -12,13 +12,13 @@ from testbed import models
 from testbed.full_model import SPECS
 from testbed.model_spec import ModelSpec
 
-# Every weight is cut from one row of noise of this length, because drawing 2.6 billion numbers would take minutes.
+# Length of a row of noise from which all weights are cut. Drawing 2.6 billion numbers instead would take minutes.
 _NOISE = 1 << 24
 
-# Full-size model without a small version in testbed.models -> the small model that stands in for it.
+# Full-size model that has no small version in testbed.models -> the small model to use in its place.
 _LIKE = {"klein": "flux2"}
-# Number of text tokens, their width, and the width of the pooled vector of small models. The small
-# SDXL is an exception: it has 77 text tokens, and its pooled vector is as wide as that of the real model.
+# Number of text tokens, their width, and the width of the pooled vector of small models. The small SDXL is an
+# exception, with 77 text tokens and a pooled vector as wide as in the real SDXL.
 _TINY = (32, 48, 24)
 
 
@@ -139,8 +139,8 @@ def patcher(
 
 
 def _fill(model: Any, device: torch.device, seed: int) -> None:
-    """Fill in random weights, drawn on the CPU so that they are the same for all devices. A model on the meta device
-    gets no weights."""
+    """Fill in random weights. They are drawn on the CPU, so that every device has the same weights. A model on the meta
+    device gets no weights."""
     if device.type == "meta":
         model.diffusion_model.requires_grad_(False)
         return

@@ -22,7 +22,7 @@ class Cost:
     """The counted cost of an evaluation or of a part of it."""
 
     flops: float = 0.0  # a multiply-add counts as two
-    bytes: float = 0.0  # bytes that all operations read and write, with only attention fused
+    bytes: float = 0.0  # bytes that all operations read and write; attention is one fused operation
     launches: int = 0  # operations except views and allocations
     operations: Counter[str] = field(default_factory=Counter)  # number of operations by name
     products: Counter[str] = field(default_factory=Counter)  # FLOPs by name of the operation
@@ -47,7 +47,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Count the operations inside the context under this part of a step."""
+        """Inside the context, also count operations as cost of `part`, a part of a step."""
         before, self.part = self.part, part
         try:
             yield
@@ -56,7 +56,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def around(self, module: torch.nn.Module, part: str) -> Iterator[None]:
-        """Count a module's operations inside the context under this part of a step."""
+        """Inside the context, also count the module's operations as cost of `part`, a part of a step."""
         entered: list[Any] = []
 
         def enter(*_: Any) -> None:
@@ -74,7 +74,7 @@ class Meter(TorchDispatchMode):
                 handle.remove()
 
     def count(self, name: str, flops: float, moved: float) -> None:
-        """Note one operation, also under the part of the step that is in progress."""
+        """Count one operation, also as cost of the part of a step that is in progress."""
         self.cost.add(name, flops, moved)
         if self.part is not None:
             self.cost.parts.setdefault(self.part, Cost()).add(name, flops, moved)
@@ -99,8 +99,8 @@ class Meter(TorchDispatchMode):
 
 
 def _known(value: Any) -> Any:
-    """Return an argument as a part of the key in `_results`. Raises TypeError for a tensor with values (not on the meta
-    device), because they may affect the shape of a result."""
+    """Return what `_results` needs to know of an argument. Raises TypeError for a tensor that is not on the meta
+    device, because its values may affect the shape of a result."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise TypeError

@@ -16,8 +16,8 @@ class ModelSpec:
     config: Mapping[str, Any]  # config of `kind`
     depths: tuple[str, ...] = ()  # keys of `config` with the number of blocks of each kind
     few: tuple[int, ...] = ()  # numbers of blocks that fit in 10 GB at full width
-    # Number of text tokens, and their width. The number is the length to which ComfyUI pads, or about a hundred without
-    # padding.
+    # Number of text tokens, and their width. If ComfyUI pads the text, this is the padded length, otherwise about a
+    # hundred.
     text: tuple[int, int] = (512, 4096)
     pooled: int = 0  # width of the pooled vector, 0 if there is none
     channels: int = 16  # channels of the latent

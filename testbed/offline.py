@@ -10,7 +10,7 @@ TARGET = ("cuda", 90, 32)
 
 
 class Launcher:
-    """Replaces the launcher that Triton compiles: calls the launch hooks, and launches nothing."""
+    """Stands in for the launcher that Triton compiles. It calls the launch hooks, and launches nothing."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.arguments = len(source.signature)

@@ -1,8 +1,8 @@
-"""A stand-in for ComfyUI's Qwen-Image 2.1, for older ComfyUIs. It calls blocks with the arguments of ComfyUI's own
+"""A stand-in for ComfyUI's Qwen-Image 2.1, for older ComfyUIs. It calls blocks with the same arguments as ComfyUI's own
 model.
 
-There is one stream of [text with references in it | image]. The tokens before the image are the prefix. They never
-attend to the image, and are modulated as at time 0. So their keys and values never change. A block is called
+There is one stream of [text with references in it | image]. The tokens before the image are the prefix. These tokens
+never attend to the image, and are modulated as at time 0. So their keys and values never change. A block is called
 
     with all tokens                  without a cache, and where the first release of the model fills the cache
     with the prefix, then the image  where later releases fill the cache; these blocks also change their input in place
@@ -44,8 +44,8 @@ def _parts(x: Tensor, prefix_len: int) -> tuple[Tensor, ...]:
 
 
 def _stored(x: Tensor, asked: Mapping[str, Any]) -> Tensor:
-    """Return keys or values as the cache holds them. If the node asks for 8 or 4 bits, round them for each token and
-    head."""
+    """Return keys or values as the cache holds them. If ComfyUI's cache node asks for 8 or 4 bits, round each token and
+    head separately."""
     if bits := _BITS.get(asked.get("dtype", "")):
         unit = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
         x = (x / unit).round() * unit
@@ -117,7 +117,7 @@ class QwenImage21TransformerBlock(nn.Module):
 
 
 class QwenImage21Transformer2DModel(nn.Module):
-    """in_place: whether blocks add to their input and are called as in later releases, see the head of this file."""
+    """in_place: whether blocks change their input and are called as in later releases, see the head of this file."""
 
     def __init__(
         self,
@@ -259,8 +259,8 @@ class QwenImage21Transformer2DModel(nn.Module):
         return torch.cat(parts, 1), pe[:, :, None].float(), segments
 
     def _slot(self, x: Tensor, contents: Sequence[Tensor], options: Mapping[str, Any]) -> Cached | None:
-        """Return the list of this prompt's cached keys and values, which is empty at first. Return None without a
-        cache."""
+        """Return the list of this prompt's cached keys and values, which is empty at first. Return None if the cache is
+        off or unusable."""
         patches, where = options.get("patches", {}), options.get("qwen_image21_cache", {}).get("device", "auto")
         others = options.get("patches_replace", {}).get("dit") or patches.get("single_block")
         if not self.prefix_cache_enabled or where == "off" or others or patches.get("attn1_patch"):
@@ -273,7 +273,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         return found
 
     def _attention(self, segments: Sequence[Any], options: Any) -> Callable[..., Tensor]:
-        """Return an attention for these parts of the stream. Each part attends to all tokens before the part's end."""
+        """Return an attention in which each part of the stream attends to all tokens up to the part's end."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, preferred_attention: Any = None) -> Tensor:
             found = [
@@ -324,7 +324,7 @@ class Config(comfy.supported_models.supported_models_base.BASE):
 
 class QwenImage21(comfy.model_base.BaseModel):
     """The model in a ModelPatcher. ComfyUI sets `current_patcher` when a run begins, and unsets it when the run ends.
-    Both reset the cache."""
+    Each time the cache is reset."""
 
     def __init__(self, model_config: Any, device: Any = None) -> None:
         kind = comfy.model_base.ModelType.FLUX

@@ -49,8 +49,8 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, number: int) -> Tens
     """Select by ToMe's bipartite soft matching (Bolya & Hoffman 2023). Every fourth token is a candidate, and the
     others are sources. The sources most similar to a candidate are merged away until `number` tokens are left.
 
-    similarity: (G, S, S) fp32; valid: (G, S) bool or None. If `number` is less than a quarter of the tokens, a case
-    that ToMe does not define, candidates are removed at equal distances.
+    similarity: (G, S, S) fp32; valid: (G, S) bool or None. ToMe does not define what happens if `number` is less than a
+    quarter of the tokens. Here evenly spaced tokens are then selected.
     """
     slots = similarity.shape[1]
     candidate = torch.arange(slots, device=similarity.device) % 4 == 0
@@ -58,7 +58,7 @@ def tome_matching(similarity: Tensor, valid: Tensor | None, number: int) -> Tens
     if valid is not None:
         best = best.masked_fill(~valid[:, None, :], -torch.inf)
     closeness = best.amax(2)
-    # Slots in the order of selection: candidates, then sources, the least similar to a candidate first, then padding.
+    # Order of selection: first candidates, then sources (the least similar to a candidate first), then padding.
     cost = torch.where(candidate, closeness.new_full((), -3.0), closeness)
     if valid is not None:
         cost = cost.masked_fill(~valid, torch.inf)
@@ -133,7 +133,7 @@ def selecting(name: str) -> Iterator[None]:
 
 
 def selected_by(patch: Patch, name: str) -> Patch:
-    """Wrap `patch` so that a rival selects the destinations while its model samples."""
+    """Wrap `patch` so that a rival selects the destinations while the patched model samples."""
 
     def patched(model: Any) -> Any:
         from comfy.patcher_extension import WrappersMP
@@ -142,7 +142,7 @@ def selected_by(patch: Patch, name: str) -> Patch:
             with selecting(name):
                 return executor(*args, **kwargs)
 
-        # Add this wrapper first, so that the pack's own run begins inside it.
+        # Add this wrapper before `patch` adds the pack's own, so that the pack's run begins inside this wrapper.
         model = model.clone()
         model.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "selector", run)
         return patch(model)

@@ -75,11 +75,11 @@ class _NewerModels(MetaPathFinder, Loader):
         """Return None, so that Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute nothing, because a folder has no code."""
+        """Execute nothing, because the module is a folder, which has no code."""
 
 
 def use_newer_models() -> None:
-    """Let models that are newer than ComfyUI be imported. If ComfyUI has such a model itself, its own one is found
-    first. Call this function before the pack is loaded."""
+    """Let models that are newer than ComfyUI be imported. If ComfyUI has one of these models itself, ComfyUI's own is
+    imported. Call this function before the pack is loaded."""
     if not any(isinstance(finder, _NewerModels) for finder in sys.meta_path):
         sys.meta_path.append(_NewerModels())

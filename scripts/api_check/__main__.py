@@ -1,14 +1,14 @@
-"""List the parts of a ComfyUI that this pack uses, and those that are missing or changed. Nothing of that ComfyUI is
-imported.
+"""List the parts of a ComfyUI that this pack uses, and which of these parts are missing or changed. ComfyUI's files are
+read, not imported.
 
     python -m scripts.api_check FOLDER            checks an entire ComfyUI, or a folder with only some of its files
     python -m scripts.api_check FOLDER --all      lists everything that is used
     python -m scripts.api_check --write [FOLDER]  writes known.json again: downloadable releases, and those in folders
 
-The exit code is 1 if merging stops because a part is *missing*, or because the pack's arguments *do not fit* it. *New*
-lists derived classes, which the pack refuses until a family names them in `DERIVED`. It also lists methods that run
-blocks but are not in `_LOOPS` of `nodes/adapters/family.py`. If the pack begins to use a part, a test asks for --write.
-Releases that cannot be downloaded and whose folder is not given keep their entries.
+The exit code is 1 if merging stops because a part is *missing*, or because the pack's arguments *do not fit* a part.
+*New* lists derived classes, which the pack refuses until a family names them in `DERIVED`. It also lists methods that
+run blocks but are not in `_LOOPS` of `nodes/adapters/family.py`. After the pack begins to use a part, a test asks for
+--write, which keeps the entries of releases that are neither downloadable nor in a given folder.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write(folders: list[Path]) -> int:
 
 
 def check(folder: Path, everything: bool) -> int:
-    """Print how the parts of a ComfyUI that the pack uses differ from the nearest tried release. Return 1 if a
+    """Print how a ComfyUI, in the parts that the pack uses, differs from the nearest tried release. Return 1 if a
     difference stops merging."""
     uses, families = uses_of(ROOT)
     known, facts, version = compare.read(), facts_of(folder, uses, families), version_of(folder)

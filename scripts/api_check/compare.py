@@ -1,5 +1,4 @@
-"""Find how a ComfyUI differs from the releases on which the pack was tried, and which of the differences stop
-merging."""
+"""Find how a ComfyUI differs from the releases with which the pack was tried, and which differences stop merging."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class Difference:
 
     kind: Kind
     use: Use
-    before: str  # text of the tried release, empty if the release is not listed
+    before: str  # text of the tried release, empty if known.json lacks the release
     now: str  # text of the ComfyUI
 
     @property
@@ -119,7 +118,7 @@ def differences(uses: Uses, facts: Facts, known: Known, release: str, folder: Pa
 
 
 def _kind(use: Use, before: str, now: str, folder: Path) -> Kind | None:
-    """Return the meaning of a difference, None if it has none."""
+    """Return what a difference means, or None if it means nothing for the pack."""
     if now == UNSEEN:
         return Kind.UNSEEN
     if now == GONE:
@@ -137,7 +136,8 @@ def _kind(use: Use, before: str, now: str, folder: Path) -> Kind | None:
 
 
 def fits(use: Use, before: str, now: str) -> bool:
-    """Return whether the arguments that the pack passes or reads fit this ComfyUI. Only signatures are compared."""
+    """Return whether the arguments that the pack passes or reads fit `now`, the signature in this ComfyUI. Only
+    signatures are compared."""
     if use.kind == "block":
         forms = now.split("; ")
         return all("(" in form and any(stands_in(each, form) for each in use.stand_ins) for form in forms)
@@ -182,6 +182,6 @@ def _names(form: str) -> list[str]:
 
 
 def unknown_arguments(stand_ins: Iterable[StandIn], form: str) -> list[str]:
-    """Return the arguments of a block that no hook knows. If one of them has a value, the block runs unmerged."""
+    """Return a block's arguments that no hook knows. If such an argument gets a value, the block runs unmerged."""
     known = frozenset[str]().union(*({*each.places, *each.required, *each.known} for each in stand_ins))
     return [name.strip("=*") for name in _names(form) if name.strip("=*") not in known and not name.startswith("*")]

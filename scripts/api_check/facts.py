@@ -1,4 +1,4 @@
-"""Read from a folder of ComfyUI a fact on each part that the pack uses: a line of text, such as a signature."""
+"""Read a folder of ComfyUI, and find a fact on each part that the pack uses: a line of text, such as a signature."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Reader:
         self.files = list(dict.fromkeys([*_FILES, "comfy.ldm.modules.attention", *homes]))
 
     def _models(self, family: Family) -> Iterator[Found]:
-        """Yield the class of a family's model, and the family's derived classes from any file."""
+        """Yield the class of a family's model, and the classes derived from it, in whatever file they are."""
         first = self.source.find(family.models[0])
         if first is not None:
             yield first
@@ -54,8 +54,8 @@ class _Reader:
         return self.source.find(dotted)
 
     def _missing(self, dotted: str) -> str:
-        """Return the text for a name that was not found. This is UNSEEN if the folder lacks the file that would define
-        the name, otherwise GONE."""
+        """Return the text for a name that was not found: UNSEEN if the folder lacks the file that would define the
+        name, otherwise GONE."""
         owner = self._found(dotted.rpartition(".")[0])
         unseen = self.source.lacks(dotted) or (owner is not None and self.source.lacks_bases(owner))
         return UNSEEN if self.partial and unseen else GONE
@@ -146,7 +146,7 @@ class _Reader:
         return ", ".join(sorted(set(names))) or (UNSEEN if self.partial and self.source.lacks_bases(model) else GONE)
 
     def _path(self, use: Use) -> str:
-        """Follow attributes from a model as long as their classes are ComfyUI's."""
+        """Follow the path of attributes from a model, up to the first attribute whose class is not ComfyUI's."""
         family, _, path = use.subject.partition(" ")
         models = self.models[family]
         if not models:

@@ -1,5 +1,5 @@
-"""Read from the pack's families which models and blocks of ComfyUI have hooks that stand in for them, and which
-arguments these hooks know."""
+"""Read the pack's families: for which models and blocks of ComfyUI they have hooks as stand-ins, and which arguments
+the hooks know."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def _stand_in(pack: Source, module: str, signature: str) -> StandIn:
 
 
 def _of_class(pack: Source, dotted: str) -> StandIn:
-    """Return which arguments of a block a class knows. The class is a `BlockSignature`, or a hook with a `__call__`."""
+    """Return the arguments that a hook of this class knows. The class is a `BlockSignature`, or a hook with a
+    `__call__`."""
     found = _must(pack.find(dotted), dotted)
     if pack.member(found, "tokens_arg") is None:
         call: Any = _must(pack.member(found, "__call__"), f"{dotted}.__call__").node

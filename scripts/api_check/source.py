@@ -97,7 +97,7 @@ class Source:
         self._chains: dict[int, list[Found]] = {}
 
     def module(self, name: str) -> Module | None:
-        """Return the module of a dotted name, None without such a file."""
+        """Return the module of a dotted name, None if the folder has no file for it."""
         if name not in self._modules:
             self._modules[name] = self._parsed(name)
         return self._modules[name]
@@ -214,9 +214,9 @@ class Source:
         return None
 
     def classes_in(self, found: Found, owner: Found | None = None) -> list[Found]:
-        """Return the classes of the objects that a definition makes. These are the classes that the definition's value
-        calls or names, and the classes of objects that the enclosing function appends to it. Parameters of the
-        enclosing function are followed to their defaults, and to the values that derived classes pass for them.
+        """Return the classes of the objects that a definition makes. These are classes that the definition's value
+        calls or names, and classes of objects that the enclosing function appends to the value. A parameter of the
+        enclosing function stands for its default, and for the values that derived classes pass.
 
         owner: the class that was looked up, which may be derived from the class with the definition.
         """

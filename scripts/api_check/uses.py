@@ -64,7 +64,7 @@ class Use:
     named: set[str] = field(default_factory=set)  # arguments that a call passes by name
     read: set[tuple[int, str]] = field(default_factory=set)  # arguments of a wrapper, by position or by name
     optional: bool = True  # whether the pack also runs without this part
-    stand_ins: list[StandIn] = field(default_factory=list)  # stand-ins for a block, at least one of which must fit
+    stand_ins: list[StandIn] = field(default_factory=list)  # stand-ins for a block; at least one of them must fit
     allowed: frozenset[str] = frozenset()  # of kind loop: methods that run blocks; of kind derived: merged classes
 
     @property
@@ -76,7 +76,7 @@ Uses = dict[str, Use]
 
 
 def add(uses: Uses, kind: str, subject: str, optional: bool = False) -> Use:
-    """Return the use of a subject. Add the use if there is none."""
+    """Return the use of a subject, which is added if it is missing."""
     use = uses.setdefault(f"{kind} {subject}", Use(kind, subject))
     use.optional &= optional
     return use
@@ -85,7 +85,7 @@ def add(uses: Uses, kind: str, subject: str, optional: bool = False) -> Use:
 def uses_in(text: str, uses: Uses, variables: dict[str, str], models: str = "", words: bool = False) -> None:
     """Add the uses in a module.
 
-    variables: classes of objects by the names of variables. models: the family to whose model the name `model` refers.
+    variables: name of a variable -> class of the object. models: the family whose model the variable `model` holds.
     words: whether keys and traits are noted.
     """
     tree = ast.parse(text)

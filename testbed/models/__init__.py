@@ -10,7 +10,7 @@ from testbed.models.sampling import AUDIO, conditioning, empty, sample, sample_s
 from testbed.models.transformers import TRANSFORMERS, Small
 
 KINDS = ("unet", *TRANSFORMERS)
-# One model for each file of nodes/adapters/families. The other models share the hooks of flux, lumina2 and ltx.
+# One model for each file of nodes/adapters/families. The other models share the hooks of flux, lumina2 or ltx.
 FAMILIES = tuple(kind for kind in KINDS if kind not in ("flux2", "z_image", "ltx_av"))
 __all__ = [
     "AUDIO",

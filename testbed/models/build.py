@@ -13,8 +13,8 @@ def patcher(model: Any, seed: int) -> Any:
 
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.diffusion_model.parameters():
-        # ComfyUI's layers skip initialisation, so all weights are set here. Biases and norms get small noise too, so
-        # that every path has an effect.
+        # ComfyUI's layers are not initialised, so all weights are set here. Biases and norms are noisy too, so that
+        # each of them has an effect.
         fan_in = parameter[0].numel() if parameter.ndim > 1 else 1
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = noise / fan_in**0.5 if parameter.ndim > 1 else 1.0 + 0.1 * noise
@@ -27,7 +27,7 @@ def built(model: str, recognised: str, config: dict[str, Any], seed: int) -> Any
     """Return a ModelPatcher around `comfy.model_base.<model>`, set up as `comfy.supported_models.<recognised>`."""
     base, kind = classes_of(model, recognised)
     model_config = kind(config)
-    model_config.unet_config.update(config)  # needed where a config class fixes the sizes of its only checkpoint
+    model_config.unet_config.update(config)  # needed because some config classes fix the sizes of their only checkpoint
     return patcher(base(model_config, device=torch.device("cpu")), seed)
 
 
@@ -44,8 +44,8 @@ def classes_of(model: str, recognised: str) -> tuple[Any, Any]:
 
 def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2, **extra: Any) -> Any:
     """Return a ModelPatcher around `comfy.model_base.SDXL` on a small `UNetModel`. depths: transformer blocks per
-    level. (0, 1, 2) has attention at half and a quarter of the latent's side, as in SDXL; (1, 1, 0) starts at full
-    size, as in SD1.5."""
+    level. With (0, 1, 2) attention is at a half and a quarter of the latent's side, as in SDXL. With (1, 1, 0) it
+    begins at the full side, as in SD1.5."""
     import comfy.model_base
     import comfy.supported_models
 

@@ -1,4 +1,4 @@
-"""Small models of every transformer, those for pictures first."""
+"""A small model of every transformer, picture models first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from testbed.models.build import built
 
 # The models by name. A new model is one call of `small`.
 TRANSFORMERS: dict[str, Small] = {}
-# Keyword of `Small.__call__`, a number of blocks -> names of config entries. The config has one of these entries, which
-# gets the number.
+# Keyword of `Small.__call__` for a number of blocks -> possible names of the config's entry for this number.
 _COUNTS = {
     "layers": ("num_layers", "n_layers", "num_blocks", "layers", "depth"),
     "double": ("depth",),
@@ -28,10 +27,10 @@ class Small:
     base: str  # name in `comfy.model_base`
     kind: str  # name in `comfy.supported_models`
     config: Mapping[str, Any]  # as ComfyUI finds it in a checkpoint
-    finish: Callable[[Any, int], None] | None = None  # sets values that are no parameters, from the seed
+    finish: Callable[[Any, int], None] | None = None  # sets values that are not parameters, given the seed
 
     def __call__(self, seed: int = 0, *, base: str = "", kind: str = "", **given: Any) -> Any:
-        """Return the model. given: entries of the config, or counts of blocks. base, kind: names of other classes."""
+        """Return the model. given: entries of the config, or counts of blocks. base, kind: other classes to use."""
         config = {"dtype": torch.float32, **self.config}
         for name, value in given.items():
             config[next((each for each in _COUNTS.get(name, ()) if each in config), name)] = value
@@ -50,7 +49,8 @@ def small(
 
 
 def _norms(model: Any, seed: int) -> None:
-    """Store norms as their difference from 1, as Krea 2 does. Otherwise each token would attend to a single token."""
+    """Store norms as their difference from 1, as Krea 2 does. Otherwise keys and queries would be so large that each
+    token attends to a single token."""
     for name, parameter in model.model.diffusion_model.named_parameters():
         if name.endswith("norm.scale"):
             parameter.data -= 1.0
@@ -259,8 +259,8 @@ small(
 # Lens: two streams, the image first, a token for each pixel of the latent.
 small("lens", "Lens", image_model="lens", enc_hidden_dim=12, axes_dims_rope=(8, 8, 8), **_HEADS)
 
-# Cosmos-Predict2: tokens that keep the dimensions of their grid, latents of five dimensions. Anima differs only in its
-# text.
+# Cosmos-Predict2: tokens in the shape of their grid, not in a row; latents of five dimensions. Only Anima's text
+# differs.
 small(
     "cosmos",
     "CosmosPredict2",
