@@ -1,6 +1,6 @@
 """ToMA Benchmark: measure speed and error on the user's machine, with and without ToMA in turn, and recommend ratios.
-Each run goes through ComfyUI's sampler; its time includes the making of plans, but not the loading of the model. The
-clock waits for the device twice per run, before the first step and after the last, never in between."""
+Each run goes through ComfyUI's sampler. The measured time includes making merge plans, but not loading the model. A run
+waits for the device only twice: before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class ToMABenchmark(io.ComfyNode):
         lines = said([*verdict, "", Caption.TIME()], notes)
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), "text": (table,), **lines}
         ratios = [0.0 if timed is None else timed.ratio for timed in best]
-        # Blockers stop the nodes that are connected to the two ratios.
+        # If times are too noisy, the two ratio outputs get blockers: nodes connected to them do not run.
         return io.NodeOutput(image, table, *([ExecutionBlocker(None)] * 2 if noisy else ratios), ui=shown)
 
 
 class Measured(MessageId):
-    """Messages on the result of a measurement. The comment at each id names the parameters of its text."""
+    """Messages on the result of a measurement. A comment beside an id names the parameters of the message."""
 
     WITHOUT_TOMA = "without_toma"
     RATIO = "at_ratio"  # ratio
@@ -136,9 +136,9 @@ def measure(
     model: ModelPatcher, settings: UserSettings, ratios: Sequence[float], task: Task, runs: int, on_run: OnRun
 ) -> list[Timing]:
     """Return the timing without ToMA, then the timing at each ratio. The model first samples a few steps at each ratio
-    to warm up. Then the ratios are timed in turn, forwards and backwards, so that no ratio gains if the machine slows
-    down. The given model is not changed, and its own ToMA settings are ignored. Raises `UnsupportedModelError`, and
-    ComfyUI's own exception if the user cancels."""
+    to warm up. Then each round times every ratio once, alternately forwards and backwards, so that a machine that slows
+    down favours no ratio. The given model is not changed, and its own ToMA settings are ignored. Raises
+    `UnsupportedModelError`, and ComfyUI's own exception if the user cancels."""
     base = apply_toma(model, ToMAConfig(ratio=0.0))
     merged = [apply_toma(base, replace(settings, overrides={**settings.overrides, "ratio": each})) for each in ratios]
     timings = [Timing(ratio) for ratio in (0.0, *ratios)]
@@ -181,14 +181,14 @@ def _sample(model: ModelPatcher, task: Task, tick: Callable[..., None]) -> tuple
 
 
 def noise(timings: Sequence[Timing]) -> float:
-    """Return the largest spread among the runs of one ratio, as a share of their median."""
+    """For each timing divide the width of its `spread` by its median; return the largest of these numbers."""
     return max((timing.spread[1] - timing.spread[0]) / timing.median for timing in timings)
 
 
 def recommended(timings: Sequence[Timing]) -> tuple[Timing | None, Timing | None]:
-    """Return the timing with the smallest error of those about as fast as the fastest (slower by at most a twentieth of
-    the time without ToMA), and the one of those at least `_WORTH` times as fast as without ToMA. Only ratios that are
-    reliably faster than without ToMA count; None if there is none."""
+    """Return two timings with the least error: one of those about as fast as the fastest (slower by at most a twentieth
+    of the time without ToMA), one of those at least `_WORTH` times as fast as without ToMA. Only ratios that are
+    reliably faster than without ToMA count. A timing is None if no ratio qualifies."""
     base, *others = timings
     faster = [timing for timing in others if timing.spread[1] < base.spread[0]]
     enough = min((timing.median for timing in faster), default=0.0) + base.median / 20

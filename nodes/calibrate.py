@@ -1,5 +1,5 @@
-"""ToMA Calibrate: measure errors of merging in parts of a model, choose ratios, and return the merged model and a
-profile.
+"""ToMA Calibrate: measure the error of merging in each part of a model, choose ratios, and return the merged model and
+a profile.
 
 A site is a group of blocks with one ratio. There are three sampling runs:
 
@@ -36,7 +36,7 @@ from .node_status import said, status_of
 from .report_charts import MERGED, RECOMMENDED, Bar, Caption, as_image, bar_chart
 from .task import OnRun, Task, error, progress
 
-# By target, a preset and a ratio: the chosen ratios save as much work as this preset at this ratio.
+# Target -> (preset, ratio). The ratios that are chosen save as much work as this preset at this ratio.
 TARGETS = {"quality": ("quality", 0.5), "balanced": ("balanced", 0.5), "fast": ("balanced", 0.6)}
 _PROBES = 1.2  # number of evaluations for probes, divided by the evaluations of a sampling run
 _MIN_SITES, _MAX_SITES = 6, 12
@@ -80,7 +80,7 @@ class ToMACalibrate(io.ComfyNode):
 
 
 class Found(MessageId):
-    """Messages on the result of a calibration. The comment at each id names the parameters of its text."""
+    """Messages on the result of a calibration. A comment beside an id names the parameters of the message."""
 
     LESS_ERROR = "less_error"  # error, before, percent
     PRESET_KEPT = "preset_kept"  # preset, error
@@ -98,8 +98,8 @@ class Calibrated:
     profile: Profile | None = None  # the chosen ratios, or the preset's if `keeps_preset`; None with a `problem`
     errors: tuple[float, float] = (0.0, 0.0)  # error of the preset, and of the chosen ratios
     work: tuple[float, float] = (1.0, 1.0)  # share of the blocks' work left by the preset, and by the chosen ratios
-    # Whether the profile has the preset's ratio. The chosen ratios replace it only if they lower the error over all
-    # images together and in most images.
+    # Whether the profile keeps the preset's ratio. The chosen ratios are used only if they lower the error of the whole
+    # batch, and raise it in fewer than half of the images.
     keeps_preset: bool = False
     problem: Message | None = None  # why nothing was measured or chosen
 
@@ -108,9 +108,10 @@ def calibrate(
     model: ModelPatcher, task: Task, target: str, overrides: Mapping[str, Any] = {}, on_run: OnRun = lambda *_: None
 ) -> Calibrated:
     """Measure a model, and choose ratios that need as much work as the target's preset, see `TARGETS`. If this preset
-    has full steps, measure nothing and return the model merged by the preset: no choice of ratios had less error
-    (benchmarks/results/fidelity/calibrated.md). The given model is not changed, and its own ToMA settings are ignored.
-    overrides: of the preset. Raises `UnsupportedModelError`, and ComfyUI's own exception if the user cancels."""
+    has full steps, measure nothing and return the model merged by the preset: no choice of ratios had less error than
+    such a preset (benchmarks/results/fidelity/calibrated.md). The given model is not changed, and its own ToMA settings
+    are ignored. overrides: values that override the preset's. Raises `UnsupportedModelError`, and ComfyUI's own
+    exception if the user cancels."""
     plain, (preset, ratio) = apply_toma(model, ToMAConfig(ratio=0.0)), TARGETS[target]
     settings = UserSettings(preset, {"ratio": ratio, **overrides})
     config = config_for(settings, model)
@@ -162,9 +163,9 @@ def _saving(facts: Sequence[BlockFacts], blocks: Container[str], ratio: float) -
 
 
 def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: frozenset[str]) -> dict[Cell, list[Option]]:
-    """Return the options of every cell (site and band); `Option.saved` is a share of the blocks' work in a run."""
-    # By step, the squared share of a predicted image's error that enters the latent. The growth of errors in later
-    # steps is left out, because estimates of the growth did not improve the choices on a trained UNet.
+    """Return the options of every cell (site, band of noise levels). `Option.saved` is a share of all blocks' work."""
+    # For each step: the share of the predicted image's error that the step passes to the latent, squared. How this
+    # error grows in later steps is left out: estimates of the growth did not improve the choices on a trained UNet.
     passed = [(1 - after / before) ** 2 for before, after in pairwise((*probes.sigmas, 0.0))]
     table: dict[Cell, list[Option]] = {}
     for (site, number, ratio), squared in probes.squared_errors().items():
@@ -177,13 +178,13 @@ def _table(probes: Probes, facts: Sequence[BlockFacts], mergeable: frozenset[str
 
 
 def _mostly_closer(latent: Tensor, than: Tensor, unmerged: Tensor) -> bool:
-    """Whether more than half of the images in `latent` have at most the error of the same image in `than`."""
+    """Return whether more than half of the images have no more error in `latent` than in `than`."""
     mine, others = ((each - unmerged).flatten(1).norm(dim=1) for each in (latent, than))
     return bool((mine <= others).float().mean() > 0.5)
 
 
 def _cfgs_of_samplers(hidden: Any) -> list[float]:
-    """Return the cfg of every sampler that gets the model of this node in ComfyUI's prompt."""
+    """Return the cfg of every sampler in ComfyUI's prompt that gets this node's model."""
     prompt = hidden.prompt or {}
     reached = [str(hidden.unique_id)]
     found = list[float]()

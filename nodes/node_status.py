@@ -1,5 +1,5 @@
-"""Show on a node that a run of its model has begun or ended, and errors of the run. web/toma.js writes the messages on
-the node, in the language of the page. Messages go only to the page that queued the prompt. They name the prompt's
+"""Show on a node when a run of its model begins, what the run merged, and errors. web/toma.js writes the messages on
+the node, in the language of the page. Messages go only to the page that queued the prompt. Each names the prompt's
 workflow, because nodes of two workflows may have the same id."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Line = Message | str  # a message, or text that needs no translation, such as an
 
 
 class Status(MessageId):
-    """The messages that a node shows about its inputs and runs. Comments name the parameters of texts."""
+    """The messages that a node shows about its inputs and runs. Comments name the parameters of a message."""
 
     OFF_RATIO = "off_ratio"
     OFF_STEPS = "off_steps"
@@ -34,7 +34,7 @@ class NodeStatus:
 
     node_id: str | None  # ComfyUI's id of the node in the prompt; None outside of a prompt, where nothing is shown
     notes: Sequence[Line] = ()  # remarks on the node's inputs, shown after each run
-    # By name, the value of each setting that is left to the preset; under "preset", the preset's own name.
+    # The values of the settings that the user left to the preset, by name; under "preset", the preset's name.
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def began(self) -> None:
@@ -48,11 +48,11 @@ class NodeStatus:
         self.say(*lines, details=report_text.details(stats), run=True, first_full=first_full, preset=dict(self.preset))
 
     def measures(self, run: int, runs: int) -> None:
-        """Show that one of several runs begins; runs are counted from 1."""
+        """Show that run `run` of `runs` begins; the first is 1."""
         self.say(Status.MEASURING(run=run, runs=runs))
 
     def say(self, *lines: Line, details: Sequence[Line] = (), **more: Any) -> None:
-        """Show lines on the node, and details in its tooltip. more: data that the page reads besides the lines."""
+        """Show lines on the node, and details in its tooltip. more: further data for the page."""
         server, client, _ = _running()
         if client is not None and self.node_id is not None:  # without a client ComfyUI would send to every client
             with suppress(RuntimeError):  # raised while the server shuts down
@@ -61,7 +61,7 @@ class NodeStatus:
 
 @contextmanager
 def status_of(hidden: Any) -> Iterator[NodeStatus]:
-    """Yield the status of a node with these hidden inputs. An error inside is shown on the node and raised again."""
+    """Yield the status of a node with these hidden inputs. Errors inside `with` are shown on the node and re-raised."""
     status = NodeStatus(None if hidden is None else hidden.unique_id)
     try:
         yield status
@@ -88,7 +88,8 @@ def _message(lines: Sequence[Line], details: Sequence[Line]) -> dict[str, Any]:
 
 def _running() -> tuple[Any, str | None, str | None]:
     """Return ComfyUI's server, the id of the client that queued the running prompt, and the id of the prompt's
-    workflow. A missing id is None; all are None if this pack does not know the form of ComfyUI's queue."""
+    workflow. A missing id is None. All three are None without a server or a running prompt, or if ComfyUI's queue has
+    an unknown form."""
     try:
         server = sys.modules["server"].PromptServer.instance  # missing where ComfyUI runs without a server
         (prompt,) = server.prompt_queue.get_current_queue_volatile()[0]

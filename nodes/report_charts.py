@@ -1,5 +1,5 @@
 """Draw merge maps, charts of tokens by step and block, and the results of Benchmark and Calibrate. A `Caption` on the
-node explains each picture. The colours of Okabe and Ito can be distinguished with every kind of colour vision."""
+node explains each picture. People with every kind of colour vision can tell the colours apart (Okabe and Ito)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .adapters.report_text import natural_order
 PAPER, INK, FAINT, BLACK = (34, 34, 36), (230, 230, 230), (84, 84, 88), (16, 16, 16)
 MERGED, PARTLY, FULL = (86, 180, 233), (240, 228, 66), (150, 150, 150)
 RECOMMENDED, ERROR = (230, 159, 0), (204, 121, 167)
-# Width of a picture and sizes of its letters, in pixels: large, because a node shows pictures at about half size.
+# In pixels: width of a picture, two font sizes. Fonts are large, because nodes show pictures at about half size.
 WIDTH, LARGE, SMALL = 784, 24, 22
 _PAD = 8
 _STRIP, _AXIS = 110, 84  # for `steps_chart`: height of the bars, width of the axis labels
@@ -56,7 +56,7 @@ def canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 
 
 def joined(images: Sequence[Image.Image], across: bool = False, gap: int = 0) -> Image.Image:
-    """Return one image of all images, one below the other or, with `across`, side by side. gap: pixels between."""
+    """Join images from top to bottom or, with `across`, from left to right. gap: pixels between two images."""
     widths, heights = zip(*(image.size for image in images), strict=True)
     space = gap * (len(images) - 1)
     sheet, _ = canvas(sum(widths) + space, max(heights)) if across else canvas(max(widths), sum(heights) + space)
@@ -68,7 +68,7 @@ def joined(images: Sequence[Image.Image], across: bool = False, gap: int = 0) ->
 
 
 def steps_chart(stats: RunStats, width: int = WIDTH) -> Image.Image:
-    """Draw a bar for each sampling step: its height is the share of tokens that merged blocks compute."""
+    """Draw a bar for each sampling step. The bar's height is the share of tokens that merged blocks compute."""
     total = max([stats.total_steps, *(step + 1 for step in stats.steps)])
     image, pen = canvas(width, _STRIP + 58)
     each, top = (width - _AXIS - _PAD) / max(total, 1), 20
@@ -153,8 +153,8 @@ def _bar_row(bar: Bar, longest: float, largest: float) -> Image.Image:
 
 
 def draw(maps: Mapping[Grid, MergeMap], picture: Tensor | None = None, charts: Sequence[Image.Image] = ()) -> Tensor:
-    """Draw one panel per token grid side by side, the finest grid first, with charts below, see `as_image`. picture:
-    (B, H, W, C) fp32 in [0, 1]; its first image is drawn under the regions."""
+    """Draw one panel for each token grid, side by side, the finest grid first; draw the charts below. Return an IMAGE.
+    picture: (B, H, W, C) fp32 in [0, 1]; its first image shows through the panels."""
     photo = None
     if picture is not None:
         pixels = picture[0, ..., :3].detach().float().nan_to_num().clamp(0, 1).mul(255).round().byte()
@@ -166,7 +166,7 @@ def draw(maps: Mapping[Grid, MergeMap], picture: Tensor | None = None, charts: S
 
 
 def as_image(sheet: Image.Image) -> Tensor:
-    """Return (1, H, W, 3) fp32 in [0, 1], as ComfyUI's IMAGE."""
+    """Return a picture as ComfyUI's IMAGE: (1, H, W, 3), fp32 in [0, 1]."""
     return torch.from_numpy(np.asarray(sheet, dtype=np.float32) / 255.0)[None]
 
 
@@ -190,7 +190,7 @@ def _panel(merged: MergeMap, photo: Image.Image | None, side: int) -> Image.Imag
 
 
 def _regions(merged: MergeMap, photo: Image.Image | None, cell: int) -> Image.Image:
-    """Draw each token in the colour of its destination, over the photo, with lines between destinations."""
+    """Draw each token in its destination's colour over the photo, with a line where the destination changes."""
     owner = merged.owner.view(merged.height, merged.width).numpy().repeat(cell, 0).repeat(cell, 1)
     places = 3 * (owner // merged.width) + owner % merged.width
     image = Image.fromarray(_COLOURS[places % len(_COLOURS)])

@@ -33,7 +33,7 @@ class Task:
 
     @classmethod
     def of_inputs(cls, model: Any, positive: Any, latent: Any, negative: Any = None, **sampler: Any) -> Task:
-        """Return the task of a node's inputs. sampler: the remaining fields. Raises `ConfigError` for a wrong input."""
+        """Return the task of a node's inputs. sampler: the other fields. Raises `ConfigError` for a wrong input."""
         validate_inputs.model(model)
         validate_inputs.conditioning("positive", positive)
         if negative is not None:
@@ -52,7 +52,7 @@ class Task:
         return 1 if self.negative is None or self.cfg == 1.0 else 2
 
     def sample(self, model: ModelPatcher, stepped: Callable[..., None]) -> Tensor:
-        """Sample, and return the final latent (the first stream), fp32 on the CPU. stepped: called after each step."""
+        """Sample; return the final latent (or its first stream), fp32 on the CPU. stepped: called after each step."""
         with torch.random.fork_rng(devices=()):  # restores the global generator, which ComfyUI seeds here
             noise = comfy.sample.prepare_noise(self.latent, 0) if self.noise is None else self.noise
         cfg, negative = (1.0, self.positive) if self.negative is None else (self.cfg, self.negative)
@@ -63,7 +63,7 @@ class Task:
 
 
 def progress(steps: int) -> Callable[..., None]:
-    """Return a callback that advances ComfyUI's progress bar by one step of `steps`."""
+    """Return a callback that advances ComfyUI's progress bar, which has `steps` steps, by one step."""
     bar = comfy.utils.ProgressBar(steps)
     return lambda *_: bar.update(1)
 

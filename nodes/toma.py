@@ -50,9 +50,9 @@ def _patched(model: Any, preset: Any, overrides: dict[str, Any], hidden: Any, pr
 
 
 def _by_profile(model: Any, settings: UserSettings, text: Any) -> tuple[UserSettings, RatioSchedule]:
-    """Return the settings and ratios that a profile's text gives for a model. The profile's settings override the
-    preset's, and the user's override both, except that the profile's ratios override the user's ratio. Raises
-    `ConfigError` if the profile does not fit the model, and `UnsupportedModelError`."""
+    """Return the settings and ratios that a profile's text gives for a model. A setting has the user's value if there
+    is one, else the profile's, else the preset's. But ratios always come from the profile. Raises `ConfigError` if the
+    profile does not fit the model, and `UnsupportedModelError`."""
     profile = parsed(text)
     ratio_schedule = fitted(profile, fingerprint(model), [block.name for block in blocks_of(model)])
     by_hand = {name: value for name, value in settings.overrides.items() if name != "ratio"}
@@ -68,7 +68,7 @@ def _left_to_preset(model: Any, settings: UserSettings) -> dict[str, Any]:
 def _schema(node_id: str, *settings: Any) -> io.Schema:
     profile = io.String.Input("profile", default="", optional=True, advanced=True)
     inputs = [io.Model.Input("model"), *settings, profile]
-    # Not idempotent, because each of several nodes with equal inputs must show its own model's runs.
+    # Not idempotent: ComfyUI must execute each of several nodes with equal inputs, because each shows its own runs.
     return widgets.schema(node_id, inputs, io.Model.Output(), not_idempotent=True)
 
 
@@ -104,7 +104,7 @@ class ToMAAdvanced(io.ComfyNode):
     ) -> bool | str:
         """Return True, or what is wrong with these inputs. ComfyUI cannot check them: it does not compare start and
         end, and it accepts every value from -1 to the maximum, because -1 stands for the preset's value. ComfyUI shows
-        the text at every input; web/toma.js finds the faulty input."""
+        the message at every input; web/toma.js finds the input at fault."""
         given = {name: value for name, value in locals().items() if value is not None}
         return complaint(**widgets.overridden(given))
 

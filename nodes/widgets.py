@@ -1,4 +1,4 @@
-"""Make the schemas of nodes. Ranges and defaults of settings stand in `ToMAConfig` only, texts in `locales` only."""
+"""Make the schemas of nodes. Only `ToMAConfig` has the ranges and defaults of settings, only `locales` the texts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TEXTS = json.loads((Path(__file__).parents[1] / "locales" / "en" / "nodeDefs.js
 _SEARCH_ALIASES = ["token merging", "token merge", "tome", "toma", "accelerate", "speed", "faster", "cache"]
 
 _FRONT = ("skip_last_blocks", "full_step_interval", "end_percent")  # always shown; all other settings are advanced
-# Values that leave a field to the preset: `_PRESET` in lists and switches, `_UNSET` in numbers: no number is negative.
+# Widget values that leave a field to the preset: `_PRESET` in lists, `_UNSET` in numbers (no setting is negative).
 _PRESET, _UNSET = "preset", -1
 _SWITCH = {"on": True, "off": False}
 
 
 def schema(node_id: str, inputs: list[Any], *outputs: Any, words: Sequence[str] = (), **more: Any) -> io.Schema:
-    """Return a node's schema with its English texts. words: its own search terms. more: arguments of `io.Schema`."""
+    """Return a node's schema with its English texts. words: more search terms. more: arguments of `io.Schema`."""
     texts = _TEXTS[node_id]
     for item in inputs:
         item.tooltip = texts["inputs"][item.id]["tooltip"]
@@ -57,7 +57,8 @@ def overrides() -> list[Any]:
 
 
 def overridden(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the user has set. values: of widgets, by name; an old workflow may have other names."""
+    """Return the fields that the user has set. values: of widgets, by name; unknown names (old workflows) are
+    ignored."""
     given = {name: values[name] for name in _fields() if name in values and _is_set(values[name])}
     return {name: _SWITCH.get(value, value) if isinstance(value, str) else value for name, value in given.items()}
 
@@ -81,7 +82,8 @@ def _override(name: str) -> Any:
 
 
 def _values(preset: str, name: str) -> list[Any]:
-    """Return the values of a field in a preset, for UNets and for transformers: the page shows both before a run."""
+    """Return a field's value in a preset, for UNets and, if different, for transformers. The page shows both at
+    first."""
     settings = UserSettings(preset)
     values = [getattr(settings.resolved(kind), name) for kind in (ModelKind.UNET, ModelKind.TRANSFORMER)]
     return list(dict.fromkeys(value.value if isinstance(value, Enum) else value for value in values))

@@ -39,8 +39,8 @@ class Cache:
     on_card: int = 0  # part of the reserved bytes that lies on the card
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
-    # Set when memory runs out or a bounded cache exceeds its limit; nothing is cached afterwards. It is never set
-    # within a merged step, because a block that has read its cached keys must also find its cached values.
+    # Whether memory ran out or a bounded cache exceeded its limit. Nothing is cached afterwards. The cache is never
+    # disabled within a merged step: a block that has read its cached keys must also find its cached values.
     disabled: bool = False
     quantized: bool = False  # keys and values are stored in four bits per element
     host: HostMemory | None = None  # holds the keys and values that do not fit on the card; None if all fit
@@ -81,9 +81,8 @@ class Cache:
         chunks: Sequence[Any] = update.chunk(len(keys))
         before = [self._entries.get(key) for key in keys]
         replaced = Counter(id(entry.tensor) for entry in before if entry)
-        # Conditions share a tensor if they were evaluated in one call earlier, even if they are now evaluated in
-        # separate calls. Write each chunk into the shared tensor, because an additional new tensor would double the
-        # memory.
+        # If one call evaluated several conditions, their entries are chunks of one tensor. If later calls evaluate
+        # these conditions apart, write into the chunks: a new tensor beside the old one would double the memory.
         apart = any(self._chunks[id(entry.tensor)] > replaced[id(entry.tensor)] for entry in before if entry)
         old = None if host is None else _complete([entry for entry in before if entry], len(keys))
         if apart and len(chunks) == len(keys):
@@ -122,7 +121,7 @@ class Cache:
         if len(parts) != len(chunks) or not all(map(_alike, parts, chunks)):
             return None
         complete = _complete(found, len(keys))
-        # Chunks that form an entire tensor are not copied.
+        # If the chunks are one entire tensor, return it without a copy.
         update = torch.cat(list(map(self._opened, parts))) if complete is None else self._opened(complete)
         if any(isinstance(entry.tensor, Parked) for entry in found):
             self.read_ahead(tuple(condition for _, condition in keys), str(keys[0][0]))
@@ -158,7 +157,7 @@ class Cache:
 
 
 def _complete(entries: list[_Entry], chunks: int) -> Stored | None:
-    """Return the tensor of these entries if the entries are all its chunks, in order. Return None otherwise."""
+    """Return the cached tensor if these entries are all of its chunks, in order; None otherwise."""
     together = all(e.tensor is entries[0].tensor and e[1:] == (n, chunks) for n, e in enumerate(entries))
     return entries[0].tensor if together and len(entries) == chunks else None
 

@@ -2,7 +2,7 @@
 
 The paper has no calibration. A *site* is a group of adjacent blocks with one ratio, a *band* a range of noise levels,
 and a *cell* a site in a band. Squared errors of blocks add up (docs/fidelity.md), so the choice is a knapsack problem.
-Choosing greedily along the lower hull of each cell's options is optimal, except for the last option chosen.
+A greedy choice along the lower hull of each cell's options is optimal, except for the last option that it takes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def hull(options: Iterable[Option]) -> list[Option]:
 
 
 def _price(a: Option, b: Option) -> float:
-    """Return the squared error added per work saved, from option a to option b."""
+    """Return how much more squared error option b has than option a, divided by how much more work b saves."""
     saved = b.saved - a.saved
     return (b.squared_error - a.squared_error) / saved if saved > 0 else math.inf
 

@@ -29,7 +29,7 @@ class Refusal(MessageId):
 
 
 class ConfigError(MessageError):
-    """A value that cannot be used. The message names the setting, what is allowed and what to do."""
+    """Raised for a value that cannot be used. The message names the setting, what is allowed and what to do."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def shown(value: Any) -> str:
 
 
 class Granularity(str, Enum):
-    """How much of a transformer runs on merged tokens between one merge and its unmerge."""
+    """What runs between a merge and its unmerge: one module of a block, one block, or several consecutive blocks."""
 
     MODULE = "module"
     BLOCK = "block"
@@ -82,17 +82,17 @@ class KVCache(str, Enum):
 
 @dataclass(frozen=True)
 class ToMAConfig:
-    """Every setting of the merge for one model, shared by its runs. Strings are accepted for the enum fields, and a
+    """All settings of merging for one model, the same in all its runs. Strings are accepted for the enum fields, and a
     bool for `kv_cache`. The defaults merge every block at every step. Raises `ConfigError` on a refused value."""
 
     ratio: float = option(0.5, 0.0, 0.95, 0.05)  # share of the image tokens that is merged away; 0 switches ToMA off
     min_tokens: int = option(0, 0, 1_048_576, 1)  # token grids with fewer tokens are not merged; 0: see `cost_model`
     granularity: Granularity = option(Granularity.STACK)
-    # Blocks that are not merged: their number, or a share of all blocks if below 1.
+    # How many blocks are not merged; a value below 1 is a share of all blocks.
     skip_first_blocks: float = option(0.0, 0.0, 1000.0, 0.05)
     skip_last_blocks: float = option(0.0, 0.0, 1000.0, 0.05)
     merge_references: bool = option(False)  # whether reference images are merged too, each on its own grid
-    # The fractions of the sampling process between which steps are merged.
+    # Steps are merged only between these two fractions of the sampling process.
     start_percent: float = option(0.0, 0.0, 1.0, 0.01)
     end_percent: float = option(1.0, 0.0, 1.0, 0.01)
     full_step_interval: int = option(0, 0, 1000, 1)  # every Nth step is full, see `Schedule`; 0: none
@@ -112,13 +112,13 @@ class ToMAConfig:
 
     @property
     def uses_cache(self) -> bool:
-        """Whether full steps cache updates, keys and values, and merge plans are made from the predicted picture. With
-        granularity `MODULE` nothing is cached: a block would need three entries."""
+        """Whether full steps fill both caches, and merge plans are made from the predicted picture. With granularity
+        `MODULE` nothing is cached: each module of a block would need an update of its own."""
         return bool(self.kv_cache) and self.full_step_interval > 0 and self.granularity is not Granularity.MODULE
 
     @property
     def off(self) -> bool:
-        """Whether nothing can be merged, whatever the model and the step."""
+        """Whether these settings never merge anything."""
         return self.ratio == 0.0 or self.start_percent == self.end_percent
 
 

@@ -1,10 +1,10 @@
-"""Estimate which token grids become faster by merging, for `min_tokens` = 0 (Auto).
+"""Estimate on which token grids merging saves time; used if `min_tokens` is 0 (Auto).
 
 The host launches the GPU's operations one by one, ahead of the GPU. Merging shortens the GPU's time for a block, and
 lengthens the host's time a little. So merging saves time only if the GPU takes longer to compute the block than the
 host takes to launch it. `too_little` estimates both times from shapes and the card's data sheet. It measures no time,
 because measurements vary and the same seed has to give the same picture. `python -m benchmarks.suite --only break-even`
-compares the estimates with a card's times.
+compares the estimates with times measured on a card.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FEWEST = 256  # grids of fewer tokens are not merged on any device
 LAUNCH = 6e-6  # seconds that the host takes to launch one operation, in PyTorch and in ComfyUI's Python code
 EFFICIENCY = 0.4  # share of the peak FLOP/s that a block reaches: 0.5 to 0.7 in large products, nearly 0 in norms
 CLOCK = 2.0e9  # Hz, if PyTorch reports no clock: cards since 2017 boost to between 1.4 (A100) and 2.5 GHz (RTX 4090)
-# FLOPs per clock cycle and multiprocessor, by the lowest compute capability that reaches them, for dense half-precision
-# products with fp32 sums. Each is peak / (multiprocessors x boost clock), from NVIDIA's data sheets. The peaks in
-# TFLOP/s: V100 125, T4 65, A100 312, A40 150, RTX 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
+# Lowest compute capability -> FLOPs per clock cycle and multiprocessor, in dense half-precision products with fp32
+# sums. Each number is peak / (multiprocessors x boost clock), from NVIDIA's data sheets. The peaks in TFLOP/s: V100
+# 125, T4 65, A100 312, A40 150, RTX 6000 Ada 364, H100 989, B200 2250, RTX PRO 6000 Blackwell 504.
 _HALF = {(12, 0): 1024, (10, 0): 8192, (9, 0): 4096, (8, 6): 1024, (8, 0): 2048, (7, 0): 1024}
 # GeForce cards reach half the rates of `_HALF`: RTX 2080 Ti 54 TFLOP/s, RTX 3090 71, RTX 4090 165, RTX 5090 210.
 _GEFORCE = 0.5
@@ -39,9 +39,9 @@ class Block:
     # feed-forward layer has twice its expansion factor, or three times if it is gated.
     weights: float
     launches: int  # operations per block, the mean over all blocks of an evaluation
-    # Operations that merging adds to a block, with granularity stack, block and module. Operations of a stack are
-    # divided by the number of blocks in the family's shortest stack, and rounded up. If a block has no modules to
-    # merge, the third number is for granularity block without the residual cache.
+    # Operations that merging adds to a block, with granularity stack, block and module. The operations that a stack
+    # adds are divided by the number of blocks in the family's shortest stack, and rounded up. For a family without
+    # modules to merge, the third number is for granularity block without the residual cache.
     added: tuple[int, int, int]
     beside: int = 0  # text tokens that the block computes too; the shortest length to which ComfyUI pads prompts
 
@@ -51,7 +51,8 @@ class Block:
         return (self.launches + self.added[order.index(granularity)]) * LAUNCH
 
     def flops(self, tokens: int, images: int, width: int, keys: int | None = None) -> float:
-        """Return the FLOPs of linear layers and self-attention, two per multiply-add. keys: tokens attended to."""
+        """Return the FLOPs of linear layers and self-attention, two per multiply-add. keys: number of tokens attended
+        to, None for `tokens`."""
         attended = (tokens if keys is None else keys) + self.beside
         return 2.0 * images * (tokens + self.beside) * width * (self.weights * width + 2.0 * attended)
 
@@ -76,7 +77,7 @@ class Card:
 
 @functools.cache
 def card_of(device: torch.device) -> Card | None:
-    """Return the card behind a device, None if it is no NVIDIA GPU."""
+    """Return the card behind a device, None if the device is no NVIDIA GPU."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     facts = torch.cuda.get_device_properties(device)
@@ -89,7 +90,7 @@ def too_little(
 ) -> Message | None:
     """Return why Auto does not merge a token grid, None if Auto merges it.
 
-    images: images per condition. The number of conditions in the batch is ignored: it depends on free memory, which
+    images: images per condition. How many conditions the batch holds is ignored: this depends on free memory, which
     must not change a picture. card: None if the device is no NVIDIA GPU. granularity: `BLOCK` for a stack of one block.
     """
     if tokens < FEWEST:

@@ -1,5 +1,5 @@
-"""Record from which inputs the cached entries of each condition were made, and decide whether they may still be
-used."""
+"""Record from which inputs the cached entries of each condition were made, and decide whether these entries may still
+be used."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .cache import Cache, Keys
 
-# Limit of the cache in bytes, in addition to its reserved bytes. Without a limit the cache could fill the card: the
-# update of one chain of a 720p video takes 1.5 GB for two conditions, and ControlNets may split a chain into 40.
+# Limit of the cache in bytes, beyond its reserved bytes. Without a limit the cache could fill the card: the update of
+# one chain of a 720p video takes 1.5 GB for two conditions, and ControlNets may split one chain into 40 chains.
 MAX_CACHE_BYTES = 4 << 30
-# If sigma is above this factor times the refresh's sigma, the sampler must have returned to an earlier step.
+# If sigma is above this factor times the sigma of the refresh, the sampler must have returned to an earlier step.
 _SIGMA_FACTOR = 1.5
 
 
@@ -28,7 +28,8 @@ class Origin(NamedTuple):
     other_steps: tuple[int, ...]  # `step` as counted in other ways, see `decision._begin`
 
     def serves(self, now: Origin, interval: int) -> bool:
-        """Return whether entries of this origin are valid for the origin `now` and younger than `interval` steps."""
+        """Return whether an evaluation of origin `now` may use entries of this origin. They must be less than
+        `interval` steps old."""
         if now.state != self.state or not 0 <= now.step - self.step < interval:
             return False
         ages = [abs(a - b) for a, b in zip(now.other_steps, self.other_steps, strict=True)]
@@ -56,12 +57,12 @@ class Coverage:
     def begin(self, states: Mapping[Hashable, Hashable], origin: Origin, interval: int) -> bool:
         """Begin an evaluation of these conditions; return whether the entries of all of them may be used.
 
-        states: `Origin.state` of each condition. origin: the same for all conditions, except for its `state`.
+        states: `Origin.state` of each condition. origin: all other fields, which are the same for all conditions.
         """
         with self.cache.lock:
             self._interval, records = interval, self._records
             # Do not require entries of conditions that the last refresh did not evaluate: some nodes skip conditions.
-            # If the last refresh recorded no condition at all, another node skipped the entire refresh.
+            # But if the last refresh recorded no condition, another node skipped the refresh: then require all entries.
             if any(s in records and records[s].origin == each for s, each in self._refreshing.items()):
                 self._absent.update(s for s in self._refreshing if s is not None and s not in records)
             self._refreshing = {}
@@ -81,7 +82,7 @@ class Coverage:
             self.forget({cond_key for cond_key, record in self._records.items() if record.layout is None})
 
     def fits(self, cond_keys: Iterable[Hashable], layout: Hashable) -> bool:
-        """Return whether these conditions were refreshed by calls of this layout."""
+        """Return whether calls of this layout refreshed these conditions."""
         records = map(self._records.get, cond_keys)
         return all(record is not None and record.layout == layout for record in records)
 
@@ -98,8 +99,8 @@ class Coverage:
             self.enforce_limit()
 
     def _note(self, cond_keys: set[Hashable]) -> None:
-        """Record that these conditions are being refreshed, and drop records that are too old. `begin` does not drop
-        them, because another node may skip the step that has begun."""
+        """Record that these conditions are being refreshed, and drop records that are too old. `begin` drops no old
+        records, because another node may skip the step that it begins."""
         fresh = {s: self._refreshing.get(s, self._refreshing[None]) for s in cond_keys}
         if all(s in self._records and self._records[s].origin == origin for s, origin in fresh.items()):
             return
@@ -124,15 +125,16 @@ class Coverage:
                     record.layout, record.latent = layout or record.layout, part
 
     def latent_of(self, cond_keys: tuple[Hashable, ...]) -> Tensor | None:
-        """Return the latent of the calls that wrote the entries of these conditions, (B, C, ..., H, W), if known."""
+        """Return the latents of the calls that wrote these conditions' entries, (B, C, ..., H, W); None if one is
+        unknown."""
         latents = [record.latent for s in cond_keys if (record := self._records.get(s)) and record.latent is not None]
         if len(latents) < len(cond_keys) or len({(each.shape, each.device) for each in latents}) > 1:
             return None
         return torch.cat(latents)
 
     def enforce_limit(self) -> None:
-        """Forget the oldest conditions that are not being refreshed, until the cache is within its limit. Disable a
-        bounded cache that exceeds the limit even then. Must not be called within a merged step."""
+        """Forget the oldest conditions that are not being refreshed, until the cache is within its limit. If a bounded
+        cache still exceeds the limit, disable it. Must not be called within a merged step."""
         with self.cache.lock:
             limit = MAX_CACHE_BYTES + self.cache.reserved
             for cond_key in sorted(self._records, key=lambda s: self._records[s].origin.step):

@@ -13,8 +13,8 @@ from .reasons import Message, Reason
 from .run import RunState
 from .schedule import StepMode, StepPlan, step_at
 
-# Caches are used only if at most this share of the latent's noise is new. In long runs the limit is lower, because
-# there a run without new noise has less error (benchmarks/results/fidelity/trials.md).
+# Caches are used only if at most this share of the latent's noise is new. In long runs the limit is lower: at 0.4,
+# `euler_ancestral` had more than twice the error of `euler` (benchmarks/results/fidelity/trials.md).
 MAX_NEW_NOISE, _IN_LONG_RUNS = 0.4, 0.3
 # If a run begins flat (`Schedule.begins_flat`), new noise is ignored while at most this share of the latent comes from
 # predictions.
@@ -66,7 +66,7 @@ def decide(run: RunState, facts: Facts) -> StepPlan:
 
 
 def _obstacle(run: RunState, facts: Facts) -> Message | None:
-    """Return why an evaluation can neither merge nor refresh the caches, None if it can."""
+    """Return what prevents an evaluation from merging and from refreshing the caches; None if nothing does."""
     if run.disabled_by:
         return run.disabled_by
     if facts.unshared and not facts.awaits_prediction:
@@ -81,8 +81,8 @@ def _obstacle(run: RunState, facts: Facts) -> Message | None:
 def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
     """Return the mode of an evaluation that the schedule refreshes or merges with caches.
 
-    Guidance takes the difference between conditions, so all conditions use caches or none does. If the entries of one
-    condition cannot be used, the evaluation is a refresh.
+    Guidance takes the difference between conditions, so either all conditions use caches or none does. If the entries
+    of one condition cannot be used, the evaluation is a refresh.
     """
     held = _begin(run, plan, facts)
     reason = Reason.NOT_CACHED()
@@ -103,7 +103,7 @@ def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
 def _begin(run: RunState, plan: StepPlan, facts: Facts) -> bool:
     """Begin an evaluation in `run.coverage`; return whether the entries of all conditions may be used."""
     schedule, given = run.schedule, facts.given
-    # `Coverage` expects a falling noise level; in unsampling it rises, but its inverse falls.
+    # `Coverage` expects a noise level that falls. In unsampling the noise level rises, so take its inverse.
     falling = 1 / max(given, 1e-9) if schedule.rises else given
     # If another node changes noise levels or the sampler reports no steps, also derive the step from the noise level.
     # Otherwise do not derive it, because a schedule may return to an earlier noise level.
@@ -124,7 +124,7 @@ def decide_call(run: RunState, plan: StepPlan, cond_keys: tuple[Hashable, ...], 
 
 
 def decide_tiles(run: RunState, plan: StepPlan, several_devices: bool) -> StepPlan:
-    """Return the plan of a call on tiles of the latent, which uses no cache."""
+    """Return the plan of a call on tiles of the latent. Such a call uses no cache."""
     if several_devices:
         return _full(run, plan, Reason.SEVERAL_DEVICES())
     return _full(run, plan, Reason.TILES()) if run.kv_cache else plan
@@ -136,9 +136,9 @@ def chain_merges(run: RunState, plan: StepPlan, keys: Keys) -> bool:
 
 
 def out_of_memory(run: RunState, plan: StepPlan, video: bool) -> StepPlan | None:
-    """Drop plans and caches after memory ran out, and return the plan of the repeated evaluation: a full one, like all
-    later evaluations. Return None where this would not help: for a picture without a KV cache, and if the evaluation
-    was full."""
+    """Drop plans and caches after memory ran out. Return the plan with which to repeat the evaluation: full, like all
+    later evaluations. Return None if repeating would not help: no cache was dropped, and the latent is a picture or the
+    evaluation was full."""
     dropped = run.kv_cache and run.coverage.disable()
     if not dropped and (not video or run.disabled_by or plan.mode is StepMode.FULL):
         return None

@@ -1,8 +1,8 @@
 """Hold keys and values in main memory if the card has no room for them, and copy them while the device computes.
 
 A refresh writes keys and values to main memory while the next blocks compute. A merged step reads the keys and values
-of the next block while the current block computes, and writes the propagated ones back. A tensor has the same bits on
-the card and in main memory. The host waits for nothing until the buffers are released.
+of the next block while the current block computes, and writes the changed keys and values back. A tensor has the same
+bits on the card and in main memory. The host waits for nothing until the buffers are released.
 
     stream     waits for
     up         the last write of the buffer; the computation that used the memory of the previous copy
@@ -31,7 +31,7 @@ MAX_STAGED = 2  # the most tensors in `Lane.ahead`, and in `Lane.writing`: keys 
 
 @dataclass(frozen=True)
 class CudaCopier:
-    """Copies with CUDA's streams. Tests replace it by simulated streams."""
+    """Copies on CUDA streams. Tests use a copier with simulated streams instead."""
 
     pin_memory: Callable[[Tensor], Any]
     unpin: Callable[[Tensor], Any]
@@ -42,8 +42,9 @@ class CudaCopier:
     @staticmethod
     @cache
     def streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Return the streams for copies up and down, on which nothing else runs. All runs share them: PyTorch has only
-        32 streams, so if every run took new ones, a run would soon get the stream on which ComfyUI copies weights."""
+        """Return the streams for copies to the card and to main memory; nothing else runs on them. All runs share both:
+        PyTorch has only 32 streams. If every run took two streams, a run would soon get the stream on which ComfyUI
+        copies weights."""
         return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, pinned: bool) -> None:
@@ -77,7 +78,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Parked:
-    """One of the equal chunks of a cached tensor in main memory."""
+    """One of the equal chunks of a cached tensor that lies in main memory."""
 
     buffer: Buffer
     number: int = 0
@@ -127,8 +128,8 @@ class Parked:
         return targets, lane.copied(lane.up, targets, sources, self.buffer.pinned)
 
     def take(self) -> Tensor | Int4Tensor:
-        """Return the tensor on the device. If it was not read ahead, read it now, and drop all copies that were read
-        ahead. Raises `torch.OutOfMemoryError`."""
+        """Return the chunk on the device. If it was not read ahead, drop all chunks that were read ahead, and read it
+        now. Raises `torch.OutOfMemoryError`."""
         lane = self.buffer.lane
         with lane.lock:
             if self not in lane.ahead:
@@ -139,7 +140,7 @@ class Parked:
             return joined(parts)
 
     def read_ahead(self) -> bool:
-        """Begin to read the tensor; return whether one more tensor may be read ahead after it."""
+        """Begin to read the chunk; return whether one more chunk may be read ahead."""
         lane = self.buffer.lane
         with lane.lock:
             if self not in lane.ahead and len(lane.ahead) < MAX_STAGED:
@@ -152,7 +153,7 @@ class Parked:
 
 @dataclass(eq=False)
 class Lane:
-    """The copies between one device and main memory. Callers hold the lock."""
+    """The copies between one device and main memory. Callers of its methods hold the lock."""
 
     copier: CudaCopier
     device: torch.device
@@ -167,7 +168,8 @@ class Lane:
         return self.copier.current(self.device)
 
     def copied(self, stream: torch.cuda.Stream, targets: list[Tensor], sources: list[Tensor], pinned: bool) -> Any:
-        """Copy on a stream; return an event after all copies. Device memory is freed only then, even if one fails."""
+        """Copy on a stream; return an event after all copies. If a copy fails, the model's stream waits for the earlier
+        copies, which still use device memory."""
         try:
             for target, source in zip(targets, sources, strict=True):
                 self.copier.copy(stream, target, source, pinned)
@@ -177,13 +179,13 @@ class Lane:
         return stream.record_event()
 
     def finish(self, most: int) -> None:
-        """Free the device's tensors that have been written to main memory, except the last `most`."""
+        """Once tensors are written to main memory, drop them from the device, except for the latest `most`."""
         while len(self.writing) > most:
             self.now.wait_event(self.writing[0][1])
             self.writing.popleft()
 
     def forget(self, buffer: Buffer | None = None) -> None:
-        """Drop the copies that were read ahead from a buffer, or from all buffers if it is None."""
+        """Drop the copies that were read ahead from a buffer, or from all buffers if `buffer` is None."""
         for parked in [read for read in self.ahead if buffer in (None, read.buffer)]:
             self.now.wait_event(self.ahead[parked][1])
             del self.ahead[parked]
@@ -206,7 +208,7 @@ class HostMemory:
     _on_card: dict[int, tuple[torch.device, int]] = field(default_factory=dict)  # device and bytes, by the tensor's id
     _buffers: list[Buffer] = field(default_factory=list)
     _unused: list[Buffer] = field(default_factory=list)  # buffers of dropped tensors
-    _order: dict[str, int] = field(default_factory=dict)  # names in the order of the refresh
+    _order: dict[str, int] = field(default_factory=dict)  # names in the order in which the refresh cached them
 
     def place(self, t: Tensor | Int4Tensor, instead: object = None) -> Tensor | Int4Tensor | Parked:
         """Place a new cached tensor on the card or in main memory. Alternate between the two, so that tensors of one
@@ -271,7 +273,7 @@ class HostMemory:
                 self._unused.append(t.buffer)
 
     def after(self, name: str = "") -> list[str]:
-        """Return the names that were cached after `name` in the refresh; all names if `name` is empty."""
+        """Return the names of tensors that the refresh cached after `name`; all names if `name` is empty."""
         with self.lock:
             return list(self._order)[self._order.get(name, -1) + 1 :]
 

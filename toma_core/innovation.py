@@ -1,8 +1,8 @@
 """Keep the latents and predicted pictures of recent evaluations, and measure how much noise in a later latent is new.
 
 The paper does not measure noise. A sampler that adds no noise begins each step with a linear combination of earlier
-latents and predictions. Any other part of a latent is new. This part is noise if the sampler draws noise in every
-step, as `euler_ancestral` does. Otherwise the latent belongs to another picture.
+latents and predictions. The part of a latent that is not such a combination is new. The new part is noise if the
+sampler draws noise in every step, as `euler_ancestral` does. Otherwise the latent belongs to another picture.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _ROUNDING = 1e-5
 
 @dataclass(eq=False)
 class History:
-    """The last evaluations of the conditions that are evaluated together."""
+    """The last evaluations of one set of conditions, which are evaluated together."""
 
     compared: bool = True  # whether latents are kept for comparison with later ones
     _recent: deque[tuple[Tensor, Tensor]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def prediction(self, shape: torch.Size | tuple[int, ...]) -> Tensor | None:
-        """Return the last predicted picture of this shape, (B, C, ..., H, W)."""
+        """Return the last predicted picture of this shape, (B, C, ..., H, W); None if there is none."""
         return next((picture for _, picture in reversed(self._recent) if picture.shape == shape), None)
 
     def note(self, latent: Tensor, prediction: Tensor) -> None:
@@ -40,9 +40,9 @@ class History:
             self._recent.popleft()
 
     def new_noise(self, latent: Tensor, sigma: float) -> Tensor | None:
-        """Return the share of a latent's noise that is new, in the cell where it is largest, as a scalar tensor; None
-        without earlier latents of this shape. The host does not wait. latent: (B, C, ..., H, W). sigma: standard
-        deviation of the noise."""
+        """Return the share of a latent's noise that is new, in the cell where this share is largest, as a scalar
+        tensor. Return None without earlier latents of this shape. The host does not wait for the device. latent: (B, C,
+        ..., H, W). sigma: standard deviation of the noise."""
         directions = [each for pair in self._recent for each in pair if each.shape == latent.shape]
         if not self.compared or not directions:
             return None

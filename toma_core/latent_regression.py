@@ -2,9 +2,9 @@
 
 The paper has no such regression. A merged step knows how keys, values and updates have changed at its D destinations.
 Part of this change comes from the destinations' own noise, which no other token shares. If the sampler draws new noise
-in each step, this part is the larger one. But the change depends on the latent in the same way for all tokens. So the
-change is regressed on the latents of destinations, with a small ridge and a constant. Each token gets the part that its
-own latent explains. Only the residual of the regression is shared among tokens.
+in each step, this is the larger part of the change. But the change depends on the latent in the same way for all
+tokens. So the change is regressed on the latents of destinations, with a small ridge and a constant. Each token gets
+the part that its own latent explains. Only the residual of the regression is shared among tokens.
 
     A = (f'f + 0.1 F / D * mean diag(f'f))^-1 f' c  =  fit c
     cached + G A + U (c - f A)                  =  cached + U c + (G - U f) A  =  cached + U c + spread A
@@ -31,17 +31,17 @@ from .kernels.layout import room
 from .merge import MergePlan, add_unmerged, gather_destinations, kernels_for, unmerge
 from .prediction import picture_tokens
 
-# Share of the regression's residual at destinations that other tokens get. More would add the destinations' noise, less
-# would lose change that tokens have in common (benchmarks/results/fidelity/trials.md).
+# Share of the regression's residual at destinations that other tokens get. A larger share would add the destinations'
+# noise, a smaller share would lose change that tokens have in common (benchmarks/results/fidelity/trials.md).
 REST_WEIGHT = 0.7
-_RIDGE = 0.1  # times the textbook's ridge F / D; all of it would add bias, as latents explain most of the change
+_RIDGE = 0.1  # factor on the textbook's ridge F / D, which would add bias: latents explain most of the change
 _LEAST_DESTINATIONS = 2  # per feature; with fewer, the regression would overfit to the destinations
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
     """The rotary matrices of keys, contiguous for each token, for the P pairs of adjacent channels of a head. The
-    change of keys is regressed and shared before rotation, because tokens have different positions."""
+    change of keys is regressed and shared before rotation, because rotation depends on a token's position."""
 
     tokens: Tensor  # (B or 1, N, 1, P, 2, 2)
     destinations: Tensor  # (B or 1, D, 1, P, 2, 2)
@@ -49,8 +49,8 @@ class Rotation:
 
     @classmethod
     def of(cls, tokens: Tensor, destinations: Tensor, like: Tensor) -> Rotation | None:
-        """Return the rotation of keys (B, T, C) like `like`; None unless C is a multiple of 2 P, the channels of a
-        head, and tokens and destinations are (B or 1, T, ..., P, 2, 2), with axes of length 1 in place of `...`."""
+        """Return the rotation of keys like `like`, (B, T, C). tokens, destinations: (B or 1, T, ..., P, 2, 2). Return
+        None if an axis in place of `...` is longer than 1, or if C is no multiple of a head's channels, 2 P."""
         if any(t.shape[2:-3].numel() != 1 for t in (tokens, destinations)) or like.shape[2] % (2 * tokens.shape[-3]):
             return None
         tokens, destinations = (t.reshape(*t.shape[:2], 1, *t.shape[-3:]) for t in (tokens, destinations))
@@ -113,7 +113,8 @@ class LatentChange:
     _regressions: dict[int, tuple[MergePlan, Regression | None]] = field(default_factory=dict)  # by the plan's id
 
     def regression(self, plan: MergePlan) -> Regression | None:
-        """Return the regression for a plan; None if it has too few destinations or its tokens are not the latent's."""
+        """Return the regression for a plan; None if the plan has too few destinations or other tokens than the
+        latent."""
         if id(plan) not in self._regressions:
             self._regressions[id(plan)] = plan, self._regression(plan)
         return self._regressions[id(plan)][1]

@@ -16,8 +16,8 @@ from .windows import Budget, Windows, WithTensors
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# PyTorch merges a row of at most this many windows as one product, see `strips`. On a CPU, multiplying zeros takes less
-# time than gathering each window in rows of 4 windows, but more time in rows of 8.
+# PyTorch merges a row of at most this many windows as one product, see `strips`, which also multiplies zeros. On a CPU
+# this takes less time than gathering each window if a row has 4 windows, but more time if it has 8.
 _MAX_IN_ROW = 4
 
 
@@ -49,8 +49,9 @@ class MergePlan(WithTensors):
     @cached_property
     def strips(self) -> tuple[Tensor, Tensor] | None:
         """Merge weights M, (B * R, D / R, N / R), and unmerge weights A^T, (B * R, N / R, D / R), of the R rows of
-        windows, with zeros between windows. A row is one span of memory, which PyTorch multiplies without a copy. None
-        where windows differ in size or budget, or a row has more than `_MAX_IN_ROW` windows."""
+        windows, with zeros between windows. The tokens of a row are one span of memory, which PyTorch multiplies
+        without a copy. None if the plan has kernels, if windows are contiguous or differ in size or budget, or if a row
+        has more than `_MAX_IN_ROW` windows."""
         tiles = self.windows.tiles
         if self.kernels is not None or self.windows.contiguous or tiles is None or self.budget.compact is not None:
             return None
@@ -81,7 +82,7 @@ def stacked(plans: list[MergePlan]) -> MergePlan:
 
 
 def merge(x: Tensor, plan: MergePlan) -> Tensor:
-    """Return X' = M X: (B, N, C) -> (B, D, C) in x's dtype."""
+    """Return M x: (B, N, C) -> (B, D, C) in x's dtype."""
     if kernels := kernels_for(plan, x):
         return kernels.merge(x, plan.merge_weights, plan.windows, plan.budget)
     if plan.strips is not None and len(x) == len(plan.dest_slots):
@@ -96,7 +97,7 @@ def gather_destinations(x: Tensor, plan: MergePlan) -> Tensor:
 
 
 def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
-    """Return Y = A^T Y': (B, D, C) -> (B, N, C) in y's dtype."""
+    """Return A^T y: (B, D, C) -> (B, N, C) in y's dtype."""
     if kernels := kernels_for(plan, y):
         return kernels.unmerge(y, plan.unmerge_weights, plan.windows, plan.budget)
     if plan.strips is not None and len(y) == len(plan.dest_slots):
@@ -106,14 +107,14 @@ def unmerge(y: Tensor, plan: MergePlan) -> Tensor:
 
 
 def unmerge_residual(out: Tensor, reduced: Tensor, x: Tensor, plan: MergePlan) -> Tensor:
-    """Return X + A^T (Y' - X'), (B, N, C). out, reduced: (B, D, C); x: (B, N, C)."""
+    """Return x + A^T (out - reduced), (B, N, C). out, reduced: (B, D, C); x: (B, N, C)."""
     if kernels := kernels_for(plan, out, reduced, x):
         return kernels.unmerge(out, plan.unmerge_weights, plan.windows, plan.budget, reduced, x)
     return add_unmerged(x, out - reduced, plan)
 
 
 def add_unmerged(x: Tensor, update: Tensor, plan: MergePlan) -> Tensor:
-    """Return X + A^T Y', (B, N, C), in one pass where the layout allows it. update: (B, D, C)."""
+    """Return x + A^T update, (B, N, C), in one pass where the layout allows it. update: (B, D, C)."""
     if kernels_for(plan, update):
         return unmerge_residual(update, torch.zeros_like(update), x, plan)
     if plan.strips is not None and len(x) == len(plan.dest_slots):
@@ -123,7 +124,7 @@ def add_unmerged(x: Tensor, update: Tensor, plan: MergePlan) -> Tensor:
 
 
 def _rows(x: Tensor, matrices: Tensor) -> Tensor:
-    """Return (B, R * n, C) as (B * R, n, C) for B * R matrices: a view if images are contiguous."""
+    """Return x, (B, R * n, C), as (B * R, n, C) for B * R matrices: a view if images are contiguous."""
     return x.reshape(len(matrices), -1, x.shape[-1])
 
 

@@ -7,8 +7,8 @@
 with `plan = evaluation.plan(x, grid, scope)`: a stored plan, a new plan, or None to compute all tokens.
 
 In a run with a KV cache, a refresh stores a block's update, keys and values, and a merged step propagates them. The
-paper has no caches. They work because a block's update changes slowly from step to step, above all in its fine
-structure, which merging loses.
+paper has no caches. Caches work because a block's update changes slowly from step to step. Its fine structure, which
+merging loses, changes slowest.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Cached:
 
     def propagate(self, fresh: Tensor, plan: MergePlan, rotation: Rotation | None = None) -> Tensor:
         """Propagate the update by the change at destinations (see `latent_regression`); cache and return the result,
-        (B, N, C). If the change of the latent is unknown, the result is update + unmerge(fresh - update at
-        destinations).
+        (B, N, C). Without a regression, the result is update + unmerge(fresh - update at destinations).
 
-        fresh: (B, D, C), the new values at destinations. rotation: that of keys. Raises `torch.OutOfMemoryError`.
+        fresh: (B, D, C), the new values at destinations. rotation: of the keys, if keys are propagated. Raises
+        `torch.OutOfMemoryError`.
         """
         regression = None if self.change is None else self.change.regression(plan)
         if regression is not None:
@@ -101,8 +101,8 @@ class Evaluation:
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:
-        """Return the plan for tokens x of (B, N, C), shared by blocks with one `scope`. Return None in a refresh: the
-        next plan is made from the picture that this refresh predicts."""
+        """Return the plan for tokens x of (B, N, C). Blocks with the same `scope` share the plan. Return None in a
+        refresh: the next plan is made from the picture that the refresh predicts."""
         if self.refreshes:
             self.run.computed(grid, self.plan_keys)
             return None
@@ -142,7 +142,7 @@ class Evaluation:
         return self.step_plan.mode is StepMode.REFRESH
 
     def obstacle(self, x: Tensor, block: cost_model.Block, granularity: Granularity) -> Message | None:
-        """Return why tokens x of (B, N, C) are not merged in a block of this cost, None if they are."""
+        """Return why tokens x of (B, N, C) are not merged in a block of this cost, None if they are merged."""
         if round(self.step_plan.ratio * x.shape[1]) == 0:
             return Reason.NOTHING_TO_MERGE()
         if self.images and len(x) != self.images:

@@ -21,7 +21,7 @@ def similarity_features(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
     in the picture, see `picture_tokens`, and a constant.
 
     Cosines ignore the lengths of tokens. The constant, the root mean square length of an image's tokens, gives tokens
-    of different lengths different directions. In this mean, tokens that hold NaN or infinity count as 0.
+    of different lengths different directions. In the mean square, tokens that hold NaN or infinity count as 0.
     """
     tokens = picture_tokens(picture, grid, like)
     squares = tokens.float().square().sum(2).nan_to_num_(0.0, 0.0)

@@ -22,8 +22,8 @@ class ModelKind(Enum):
 
 
 _EVERY_3, _EVERY_2, _EVERY_1 = ({"selection_interval": n, "weight_interval": n} for n in (3, 2, 1))
-# With a KV cache no block is skipped and every step selects destinations. Small windows then have a smaller error than
-# large ones, if each has enough destinations. So windows have the side `WIDE` only above the ratio `WIDE_ABOVE`.
+# With a KV cache no block is skipped and every step selects destinations. Small windows then give less error than large
+# windows, if each window has enough destinations. So windows have the side `WIDE` only above the ratio `WIDE_ABOVE`.
 WIDE_ABOVE, WIDE = 0.6, 8
 _KV_CACHE: Mapping[str, Any] = {**_EVERY_1, "kv_cache": True, "window_size": 4}
 _PAPER: Mapping[str, Any] = {"granularity": Granularity.MODULE, "sharpness": 1000.0}

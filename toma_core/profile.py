@@ -1,5 +1,5 @@
 """Read and write profiles, the results of calibrating a model. A profile has a ratio for each block and range of sigma,
-for any steps, sampler and scheduler. It is JSON of less than 2 kB that is saved in a workflow."""
+and fits any number of steps, sampler and scheduler. It is JSON of less than 2 kB that is saved in a workflow."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Profile:
             raise ValueError(f"more than {_MAX_BANDS} different ratios")
 
     def ratio_schedule(self, names: Sequence[str]) -> RatioSchedule:
-        """Return the ratios for a model with these blocks, in forward order. `ValueError` if a block is missing."""
+        """Return the ratios for a model whose blocks are `names`, in forward order. Raises `ValueError` if the model
+        lacks a block of the profile."""
         by_band: list[dict[str, float]] = [{} for _ in self.above]
         for blocks, ratios in self.ratios.items():
             first, _, last = blocks.partition(" - ")

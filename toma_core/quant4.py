@@ -56,7 +56,7 @@ class Int4Tensor(NamedTuple):
         """Return (B, N, C), a new tensor."""
         codes = self.codes.unflatten(-1, (self.low.shape[-1], -1))
         low, step, half = self.low[..., None], self.step[..., None], codes.shape[-1]
-        # Compute half of the result, because the range of a group may exceed the range of half precision.
+        # In fp16, compute half of the result first, because a group's range may exceed the range of fp16.
         narrow = self.dtype is torch.float16
         if narrow:
             low, step = low / 2, step / 2
@@ -67,7 +67,7 @@ class Int4Tensor(NamedTuple):
 
 
 def group_of(channels: int) -> int:
-    """Return how many of `channels` make a group; 0 if the channels cannot be grouped."""
+    """Return how many neighbouring channels make a group; 0 if `channels` channels cannot be grouped."""
     group = gcd(channels, _GROUP)
     return group if group >= _MIN_GROUP else 0
 
@@ -91,5 +91,5 @@ def quantize(x: Tensor) -> Int4Tensor | Tensor:
 
 
 def int4_bytes(numbers: int, itemsize: int) -> int:
-    """Return the bytes of `numbers` elements, `itemsize` bytes each, once quantised in groups of the largest size."""
+    """Return the bytes of `numbers` elements, of `itemsize` bytes each, after quantisation in the largest groups."""
     return numbers * BITS // 8 + 2 * numbers // _GROUP * itemsize

@@ -80,7 +80,7 @@ class Message:
     """One message: an id and the values that its text names."""
 
     id: MessageId
-    # (name, value). A value named `setting` is the id of a setting or of a node's input, which is shown by its label.
+    # (name, value). A value named `setting` is the id of a setting or of a node's input; texts show its label.
     params: tuple[tuple[str, Value], ...] = ()
 
     def __str__(self) -> str:

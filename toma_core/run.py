@@ -46,7 +46,7 @@ class RunState:
     # Plans and their concatenation, by the plans' ids.
     _stacks: dict[tuple[int, ...], tuple[list[MergePlan], MergePlan]] = field(default_factory=dict)
     _layouts: dict[Hashable, Layout] = field(default_factory=dict)
-    # The last destinations that were selected after the last refresh, (B, D), by the plan's key without its generation.
+    # Destinations, (B, D), of the last selection since a refresh, by the plan's key with generation 0.
     _recent: dict[_PlanKey, Tensor] = field(default_factory=dict)
     _tried: set[Hashable] = field(default_factory=set)
     cache: Cache = field(default_factory=Cache)
@@ -76,7 +76,7 @@ class RunState:
             self.disable(Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION())
 
     def computed(self, grid: Grid, plan_keys: tuple[Hashable, ...]) -> None:
-        """Forget the last destinations in these parts of the latent, because a refresh computes all tokens."""
+        """Forget the last destinations in these parts of the latent, because a refresh has computed all tokens."""
         for key in [key for key in list(self._recent) if key.grid == grid and key.scope[1] in plan_keys]:
             self._recent.pop(key, None)
 
@@ -103,10 +103,10 @@ class RunState:
         """Return the plan for tokens x of (B, N, C) on `grid`; make the plan if there is none, or if it is too old.
 
         scope: blocks with the same scope share a plan.
-        plan_keys: for each equal chunk of the batch, the part of the latent that it shows. Chunks with the same key
-        (cond and uncond) hold the same images and share the plan of the first of these chunks.
+        plan_keys: for each equal chunk of the batch, the part of the latent that the chunk shows. Chunks with the same
+        key (cond and uncond) hold the same images and share a plan, which is made from the first of them.
         tile: the images of a call on tiles; their plan serves this evaluation only.
-        pictures: one per chunk, (b, C', ..., H', W'); plans are made from these in place of x, for all scopes.
+        pictures: one per chunk, (b, C', ..., H', W'); plans for all scopes are then made from the pictures, not from x.
         """
         if tile is not None:
             return self._tile_plan(tile, x, grid, scope, step)
@@ -154,7 +154,8 @@ class RunState:
         if old is not None:
             plan = self._reweighed(old, features)
         else:
-            # Tokens are mostly noise, whose variance is equal in all windows. Predictions and references hold no noise.
+            # Budgets follow the variance of predicted pictures and reference images, which hold no noise. Tokens are
+            # mostly noise, whose variance is equal in all windows.
             even = picture is None and step.selection != LASTING
             propagates = self._by_latents(step) and step.mode is StepMode.MERGED_CACHED
             turn = key._replace(selection=0)
@@ -182,8 +183,8 @@ class RunState:
     def _selected(
         self, x: Tensor, features: Tensor, grid: Grid, step: StepPlan, even: bool, recent: Tensor | None = None
     ) -> MergePlan:
-        """Return a plan with new destinations. even: give each window destinations in proportion to its tokens,
-        whatever the settings say. recent: destinations of lower priority, (B, D), only in runs with a KV cache."""
+        """Return a plan with new destinations. even: give each window destinations in proportion to its tokens, as runs
+        without a KV cache always do. recent: (B, D), destinations of lower priority, only in runs with a KV cache."""
         config, priority = self.config, None
         if self.kv_cache:  # runs with a KV cache compile only the kernel with a priority
             priority = torch.ones(len(features), prod(grid), device=features.device)
@@ -224,7 +225,7 @@ class RunState:
         return windows, allocate(budget, spread(windows.split(features), windows), windows, self._by_latents(step))
 
     def _by_latents(self, step: StepPlan) -> bool:
-        """Return whether merged steps can propagate by the change of the latent; reference images never change."""
+        """Return whether merged steps can propagate by the change of the latent, which reference images do not have."""
         return self.kv_cache and step.selection != LASTING
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> Layout:
@@ -240,11 +241,12 @@ class RunState:
         return self._layouts[key]
 
     def __deepcopy__(self, memo: dict[int, object]) -> RunState:
-        # Blocks hold the run while their `forward` is replaced. If another node copies a block, both share the run.
+        # Blocks hold the run while their `forward` is replaced. If another node copies a block, block and copy share
+        # the run.
         return self
 
     def draw(self) -> None:
-        """Store a map of the last plan of each grid in the stats. If that fails, only log a warning."""
+        """Store a map of the last plan of each grid in the stats. If drawing fails, only log a warning."""
         last = {key.grid: plan for key, (plan, _) in self._plans.items() if key.selection != LASTING}
         try:
             self.stats.maps = {grid: draw_map(plan) for grid, plan in last.items()}

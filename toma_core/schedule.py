@@ -2,7 +2,7 @@
 state.
 
 The step of an evaluation is derived from its sigma, because samplers of higher order evaluate the model several times a
-step, at sigmas between scheduled ones. Callers that know the step pass it, because two steps may share a sigma.
+step, at sigmas between scheduled ones. Callers that know the step pass the step, because two steps may share a sigma.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepMode(Enum):
 
     @property
     def merges(self) -> bool:
-        """Whether fewer than all tokens are computed."""
+        """Whether blocks compute only destinations."""
         return self in (StepMode.MERGED_CACHED, StepMode.MERGED)
 
     @property
@@ -69,7 +69,7 @@ class StepPlan:
         return replace(self, mode=mode, ratio=0.0, ratios=None) if full else replace(self, mode=mode)
 
     def joins(self, before: str, block: str) -> bool:
-        """Return whether tokens may stay merged from one block to the next."""
+        """Return whether tokens may stay merged from the block `before` to the next block, `block`."""
         return self.ratios is None or self.ratios.get(before) == self.ratios.get(block)
 
     @property
@@ -84,10 +84,10 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The settings of a run as a function of its steps."""
+    """The settings of a run, and which steps they make full or merged."""
 
     config: ToMAConfig
-    # Sigma at which each step begins; it rises in unsampling. Empty if unknown; all evaluations are then in step 0.
+    # Sigma at which each step begins; sigmas rise in unsampling. Empty if unknown: all evaluations are then in step 0.
     sigmas: tuple[float, ...] = ()
     sigma_start: float = float("inf")  # merging is active at sigmas in (sigma_end, sigma_start]
     sigma_end: float = float("-inf")
@@ -151,7 +151,7 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> tuple[StepPlan, ...]:
-        """A step plan for each ratio in this run, with an even and with an odd selection."""
+        """Step plans of this run, one for each ratio and parity of `selection` (odd selections shift windows)."""
         plans = [plan for step, sigma in enumerate(self.sigmas) if (plan := self.decide(sigma, step)).ratio]
         each = [replace(plan, ratio=ratio) for plan in plans for ratio in sorted(plan.in_use) if ratio]
         return tuple({(plan.ratio, plan.selection % 2): plan for plan in each}.values())
@@ -182,7 +182,7 @@ class Schedule:
         return (Reason.TOO_FEW_STEPS(),) if too_few and not merges else tuple(found)
 
     def decide(self, sigma: float, step: int | None = None) -> StepPlan:
-        """Return the plan of an evaluation by the settings; `decision.decide` adjusts the plan. step: index of the
+        """Return the plan of an evaluation by the settings; `decision.decide` adjusts it to the run. step: index of the
         sampling step, if known."""
         config, step = self.config, step_at(self.sigmas, sigma) if step is None else step
         age = max(0, step - self.span[0])
@@ -190,8 +190,9 @@ class Schedule:
         steps = len(self.sigmas)
         counted = bool(config.full_step_interval and steps)
         full = counted and self._is_full(step)
-        # If two models sample two steps each, the second merges its last step with a KV cache. It would otherwise merge
-        # no step. The run has less error than a run of three unmerged steps (benchmarks/results/fidelity/trials.md).
+        # If two models sample two steps each, with a KV cache, the second model also merges its last step: otherwise it
+        # would merge none. The four steps of both models have less error than three unmerged steps
+        # (benchmarks/results/fidelity/trials.md).
         half = self.continues_run and steps == 2 and config.full_step_interval > 2 and bool(config.kv_cache)
         final = counted and self.finishes and step == steps - 1 and not half
         generations = age // config.selection_interval, age // config.weight_interval
@@ -204,7 +205,7 @@ class Schedule:
 
 
 def step_at(sigmas: Sequence[float], sigma: float) -> int:
-    """Return the step of a sigma in a schedule; sigmas between two steps belong to the earlier one."""
+    """Return the step of a sigma in a schedule; sigmas between two steps belong to the earlier step."""
     # Compare with a tolerance, because dpmpp_2s_ancestral computes scheduled sigmas by exp and log in fp32.
     if sigmas and sigmas[-1] > sigmas[0]:
         begun = sum(begin <= sigma * (1 + 1e-4) for begin in sigmas)

@@ -23,14 +23,15 @@ TIE = 1e-5
 # Priority of the last step's destinations if cached keys, values and updates are propagated; all other tokens have
 # priority 1. Tokens thus take turns at being computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
-# The most elements held in fp32 at a time: with intermediates 1 GB. Flux at 2048 x 2048 has 50 million.
+# The most elements of tokens that are held in fp32 at a time: with intermediates 1 GB. Flux's tokens at 2048 x 2048
+# have 50 million.
 MAX_ELEMENTS = 1 << 26
 _MIN_SPREAD = 1e-5  # a variance below this is a rounding error, in any dtype
 
 
 def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tensor | None = None) -> Tensor:
-    """Return the slots of destinations that represent each window's tokens best, (B, W, K) int64. They ascend within a
-    window, so that merged tokens keep the reading order; unused slots of the budget repeat the window's first.
+    """Return the slots of destinations that represent each window's tokens best, (B, W, K) int64. Slots ascend within a
+    window, so that merged tokens keep the reading order. Unused slots of the budget repeat the window's first slot.
 
     similarity: (B, W, S, S) fp32 from `cosine_similarity`. priority: (B, N) fp32, see `greedy_facility_location`.
     """
@@ -41,7 +42,7 @@ def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tenso
 
 
 def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Tensor:
-    """Sort slots, (B, W, K), given best first, by position. A window with a budget below K keeps its best slots."""
+    """Reorder slots, (B, W, K), from best first to ascending. A window with a budget below K keeps its best slots."""
     if budget.valid is None:
         return dest_slots.sort(-1).values
     dest_slots = dest_slots.masked_fill(~budget.valid, windows.slots).sort(-1).values
@@ -65,7 +66,7 @@ def greedy_facility_location(
         # Padding tokens add nothing to any gain, and are never picked.
         similarity = similarity.masked_fill(~valid[:, :, None], -1.0)
         penalty = penalty.masked_fill(~valid, -torch.inf)
-    # m_i, the max of S_ij over picked j, says how well token i is represented. It starts at the smallest cosine.
+    # m_i, the max of S_ij over picked j, says how well token i is represented. At first m_i is -1, the smallest cosine.
     m = similarity.new_full(similarity.shape[:2], -1.0)
     order = []
     for _ in range(number):
@@ -128,11 +129,11 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool 
     """Return a budget with the same total as `budget` that gives more destinations to windows of larger spread.
 
     spread: (B, W), from the function `spread`. Destinations per token are proportional to the square root of the
-    spread, which gives quantisation in two dimensions the least error (Zador 1982). by_latents: whether cached tensors
-    are propagated by the latent. Destinations per token are then proportional to the spread itself: in windows of low
-    spread, the latent usually explains most of the change of cached tensors. A window gets at least one destination and
-    at most as many as it has tokens. Each frame of a video keeps its number of destinations. The host does not wait for
-    the device.
+    spread: this gives quantisation in two dimensions the least error (Zador 1982). by_latents: whether cached tensors
+    are propagated by the change of the latent. Destinations per token are then proportional to the spread itself: in
+    windows of low spread, the latent usually explains most of the change of cached tensors. A window gets at least one
+    destination and at most as many as it has tokens. Each frame of a video keeps its number of destinations. The host
+    does not wait for the device.
     """
     device, frames = spread.device, windows.frames
     images, total = len(spread), budget.total // frames
@@ -146,7 +147,7 @@ def allocate(budget: Budget, spread: Tensor, windows: Windows, by_latents: bool 
     due = (density if by_latents else density.sqrt()) * sizes
     claims = due[..., None] / (rank + 0.5)
     claims = claims.masked_fill(rank >= sizes[:, None], -1.0).masked_fill(rank == 0, torch.inf)
-    # Give one destination to each of the largest claims; the stable sort prefers the first of equal claims everywhere.
+    # Give one destination to each of the largest claims; the stable sort orders equal claims alike on every device.
     chosen = claims.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, :total]
     taken = torch.zeros(claims.shape, dtype=torch.bool, device=device).flatten(1).scatter_(1, chosen, True)
     return Budget.of(budget.counts, taken.view(images, -1, K).sum(-1, keepdim=True), rank)

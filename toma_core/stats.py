@@ -22,20 +22,21 @@ class RunStats:
     grids: dict[Grid, int] = field(default_factory=dict)  # number of destinations of each token grid
     merged_at: dict[str, set[int]] = field(default_factory=dict)  # by block, the steps in which it was merged
     blocks: set[str] = field(default_factory=set)
-    # What ran on all tokens, by reason: (block, part). An entire block has the part "", a reference image no block.
+    # What ran on all tokens, by reason: (block, part). An entire block has the part "", a reference image the block
+    # None.
     unmerged: dict[Message, set[tuple[str | None, str]]] = field(default_factory=dict)
     unmerged_calls: dict[Message, None] = field(default_factory=dict)  # why calls of the model ran on all tokens
     selections: int = 0
     weighings: int = 0
     kernels: set[Message] = field(default_factory=set)  # kernels that made plans, or why plain PyTorch made them
     full_by: tuple[Message, ...] = ()  # settings that make steps full
-    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # steps in full that the schedule merges
+    full_reasons: dict[Message, set[int]] = field(default_factory=dict)  # full steps that the schedule merges
     by_profile: bool = False  # whether ratios differ by block: grids and merged_steps are then for the largest ratio
     cache_bytes: int = 0  # largest size of the residual and KV caches
     kv_place: tuple[int, int] = (0, 0)  # peak bytes of keys and values, on the card and in main memory
     kv_pinned: bool = True  # whether main memory for keys and values could be pinned
     kv_skipped: float = 0.0  # share of blocks, counted from the first, that run unmerged because memory is short
-    # Of attention that another node overrides: (whether tokens are merged, whether it calls ComfyUI's attention).
+    # Where another node overrides attention: (whether tokens are merged, whether ComfyUI's attention is called).
     attentions: set[tuple[bool, bool]] = field(default_factory=set)
     times_less_work: float | None = None  # FLOPs of an unmerged run divided by the FLOPs of this run; None if unknown
     comfyui: tuple[Message, ...] = ()  # messages on the installed ComfyUI
@@ -53,7 +54,7 @@ class RunStats:
                 self.merged_in[step] += 1
 
     def discard_evaluations(self, step: int, evaluations: int, merged: int) -> None:
-        """Subtract evaluations of a step that broke off and will be repeated. merged: how many of them were merged."""
+        """Subtract a step's evaluations that broke off and will be repeated. merged: how many of them were merged."""
         with self.lock:
             self.evaluations -= evaluations
             self.merged_in[step] -= merged
@@ -105,6 +106,7 @@ class RunStats:
 
     def unmerged_reasons(self) -> list[Message]:
         """Return why blocks and reference images were not merged, the most frequent reason first."""
-        # Without a merged step, leave out blocks that the profile skips: they would not merge without it either.
+        # If no step is merged, leave out blocks that the profile skips: they would not merge without the profile
+        # either.
         found = [reason for reason in self.unmerged if self.merged_steps or reason.id is not Reason.PROFILE_SKIPS_BLOCK]
         return sorted(found, key=lambda reason: -len(self.unmerged[reason]))

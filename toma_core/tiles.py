@@ -1,5 +1,5 @@
-"""Identify the images of a call on tiles. Tiled sampling passes them in any order and without names. Images show the
-same tile under different conditions if all their elements are equal."""
+"""Identify the images of a call on tiles. Tiled sampling passes tiles in any order and without names. Images with equal
+elements show the same tile under different conditions."""
 
 from __future__ import annotations
 

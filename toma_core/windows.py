@@ -89,12 +89,12 @@ class Windows(WithTensors):
 
 @dataclass(frozen=True, eq=False)
 class Budget(WithTensors):
-    """The number of destinations in each window: at most K = `slots` per window, D = `total` altogether. A budget is
-    the same for all images, or adaptive, with counts for each image. Tensors are None if every slot is in use."""
+    """The number of destinations in each window: at most K = `slots` per window, D = `total` altogether. An adaptive
+    budget has counts for each image, any other the same counts for all. Tensors are None if every slot is used."""
 
     counts: tuple[int, ...]  # destinations of each window, before an adaptive budget reallocates them
     compact: Tensor | None  # (D,) int64, the slots in use in the flattened (W * K), ascending; adaptive (B, D)
-    expand: Tensor | None  # (W * K,) int64, destinations; unused slots repeat the window's first; adaptive (B, W * K)
+    expand: Tensor | None  # (W * K,) int64, each slot's destination, in unused slots the first; adaptive (B, W * K)
     valid: Tensor | None  # (W, K) bool, False in unused slots; adaptive (B, W, K)
 
     @property
@@ -119,7 +119,7 @@ class Budget(WithTensors):
 
     @staticmethod
     def of(counts: tuple[int, ...], used: Tensor, rank: Tensor) -> Budget:
-        """Return the budget in which windows use their first slots. used: (W, 1) or (B, W, 1). rank: arange(K)."""
+        """Return the budget whose windows use their first `used` slots. used: (W, 1) or (B, W, 1). rank: arange(K)."""
         valid, first = rank < used, used.cumsum(-2) - used
         expand = torch.where(valid, first + rank, first).flatten(-2)
         compact = (~valid).flatten(-2).to(torch.uint8).argsort(dim=-1, stable=True)[..., : sum(counts)]
@@ -130,7 +130,7 @@ Layout = tuple[Windows, Budget]
 
 
 def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
-    """Return x, (B, N, ...), at (n,) or (B, n) indices; x itself without an index."""
+    """Return the elements of x, (B, N, ...), at indices (n,) or (B, n); x itself without indices."""
     if index is None:
         return x
     if index.ndim == 1:
@@ -181,8 +181,9 @@ def _cuts(length: int, size: int, shifted: bool) -> tuple[int, ...]:
 def make_budget(counts: tuple[int, ...], ratio: float, frames: int = 1) -> Budget:
     """Share D = N - round(ratio * N) destinations among windows of `counts` tokens, on the CPU. Raises ValueError.
 
-    Each window gets its proportional share, rounded so that the sum is exact (largest remainder). It gets at least one
-    destination, which can raise the total above D. frames: number of frames; all have equal windows and totals.
+    Each window gets its proportional share, rounded so that the sum is exact (largest remainder). Each window gets at
+    least one destination, which can raise the total above D. frames: number of frames; all frames have equal windows
+    and totals.
     """
     if not 0 <= ratio < 1:
         raise ValueError(f"ratio must be in [0, 1), got {ratio}")

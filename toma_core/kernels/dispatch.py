@@ -71,8 +71,9 @@ class Dispatch:
     def choose(
         self, x: Tensor, features: Tensor, layout: Layout, weighs: bool = False, propagates: bool = False
     ) -> Choice:
-        """Return the choice for tokens x, (B, N, C). features: (B, N, C'), by which destinations are selected. weighs:
-        whether the run computes weights for given destinations. propagates: whether it propagates caches."""
+        """Return the choice for tokens x, (B, N, C). features: (B, N, C'), from which destinations are selected.
+        weighs: whether the run computes weights for given destinations. propagates: whether the run propagates cached
+        tensors."""
         x, features = x.detach(), features.detach()
         kinds = (variant(t.shape[2], *layout) for t in (x, features))
         key = (x.device, x.dtype, weighs, propagates, *kinds)
@@ -89,7 +90,7 @@ class Dispatch:
         return quantized.dequantize() if kernels is None else kernels.dequantize(quantized)
 
     def _choice(self, key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
-        """Return the choice under a key. slots: tokens per window. correct: see `_tried`."""
+        """Return the choice stored under `key`, or make it. slots: tokens per window. correct: see `_tried`."""
         if self.given is None and key not in self._choices:
             self._choices[key] = _tried(key, x, slots, correct)
         return self.given or self._choices[key]
@@ -116,14 +117,14 @@ def _obstacle(x: Tensor, slots: int) -> Message | None:
     return NoTriton.LARGE_WINDOWS(tokens=slots, most=MAX_SLOTS) if slots > MAX_SLOTS else None
 
 
-# Why the first use of kernels in this process failed, None if it succeeded.
+# For each key: why the first use of its kernels in this process failed, None if it succeeded.
 _trials: dict[Hashable, Message | None] = {}
 
 
 def _tried(key: Hashable, x: Tensor, slots: int, correct: Callable[[TritonKernels], bool]) -> Choice:
-    """Return the kernels if they give PyTorch's results (`correct`) at their first use in this process. Otherwise
-    return plain PyTorch, with the reason. Triton compiles at first use and needs a C compiler and a driver. Only this
-    trial catches errors and waits for the device."""
+    """Return Triton's kernels if they pass a trial at their first use in this process, else plain PyTorch and the
+    reason. correct: returns whether kernels give PyTorch's results. At first use Triton compiles, which needs a C
+    compiler and a driver. Only this trial catches the errors of kernels and waits for the device."""
     if reason := _obstacle(x, slots):
         return Choice(None, reason)
     from .triton import TritonKernels
@@ -168,7 +169,7 @@ def _merges(
 
 
 def _rotations(cached: Tensor, plan: MergePlan) -> list[Rotation | None]:
-    """Return the rotations to try: none and, if the number of channels allows it, one. cached: (B, N, C)."""
+    """Return the rotations to try: None and, if the number of channels is even, one rotation. cached: (B, N, C)."""
     _, N, C = cached.shape
     if C % 2:
         return [None]
@@ -179,7 +180,7 @@ def _rotations(cached: Tensor, plan: MergePlan) -> list[Rotation | None]:
 
 
 def _propagated(cached: Tensor, fresh: Tensor, rotation: Rotation | None, plan: MergePlan) -> Tensor:
-    """Propagate (B, N, C) by a regression on features that every process makes alike. fresh: (B, D, C)."""
+    """Propagate (B, N, C) by a regression on features that are the same in every process. fresh: (B, D, C)."""
     N = cached.shape[1]
     features = torch.arange(N * _FEATURES, device=cached.device).sin().view(1, N, _FEATURES)
     return regress(features.expand(len(cached), -1, -1), plan).propagate(cached, fresh, rotation)

@@ -20,7 +20,7 @@ def cdiv(size: int, part: int) -> int:
 
 
 def padded(size: int) -> int:
-    """Return the power of two that holds `size` and can be a side of a matrix product."""
+    """Return the smallest power of two that is at least `size` and may be a side of a matrix product."""
     return max(DOT_MIN, 1 << (size - 1).bit_length())
 
 
@@ -39,7 +39,7 @@ def room(like: Tensor, *shape: int) -> Tensor:
 
 
 def joined(weights: list[Tensor]) -> Tensor:
-    """Concatenate (B, W, rows, columns) along the batch. Keep the padding of rows if all tensors have the same."""
+    """Concatenate (B, W, rows, columns) along the batch. Keep the padding of rows if it is equal in all tensors."""
     columns, strides = weights[0].shape[-1], {t.stride(-2) for t in weights}
     rows = strides.pop()
     if strides or rows <= columns or rows % _ROW_MULTIPLE or any(t.stride(-1) != 1 for t in weights):
@@ -48,7 +48,7 @@ def joined(weights: list[Tensor]) -> Tensor:
 
 
 def free_namespace(name: str, operator: str) -> str:
-    """Return the first namespace of `name`, `name`2, ... in which torch has no such operator. The pack may be loaded
-    twice in one process, under ComfyUI's path and as plain `toma_core`."""
+    """Return the first namespace of `name`, `name`2, ... in which torch has no operator of this name. The pack may be
+    loaded twice in one process, under ComfyUI's path and as plain `toma_core`."""
     names = itertools.chain([name], (f"{name}{n}" for n in itertools.count(2)))
     return next(free for free in names if not hasattr(getattr(torch.ops, free), operator))

@@ -1,4 +1,4 @@
-"""The kernels in Triton. Importing this package needs Triton; `dispatch.Dispatch` decides whether to import."""
+"""The kernels in Triton. Importing this package needs Triton; `dispatch.Dispatch` decides whether to import it."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class TritonKernels:
         return launch(x, weights, budget.valid, budget.expand)
 
     def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget, *others: Tensor | None) -> Tensor:
-        """Return a sum of `product.unmerge`, (B, N, C). others: reduced, x, spread, answer, R, or only the first."""
+        """Return a sum of `product.unmerge`, (B, N, C). others: reduced, x, spread, answer, R; None where omitted."""
         others += (None,) * (5 - len(others))
         launch = self._prepared(product.unmerge, windows, budget, y, weights, *others)
         return launch(y, weights, budget.expand, *others)
 
     def change(self, fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Tensor:
-        """Return R^-1 (fresh - cached at destinations), without R if it is None: (B, D, C), (B, N, C) -> (B, D, C)."""
+        """Return R^-1 (fresh - cached at destinations), (B, D, C). cached: (B, N, C). R: None for no rotation."""
         return self._prepared(product.change, fresh, cached, destinations, R)(fresh, cached, destinations, R)
 
     def _prepared(self, prepare: Callable[..., Launch], *args: Any) -> Launch:
-        """Return the launch that `prepare` makes. It is made once for all arguments with the same `_kind`."""
+        """Return the launch that `prepare` makes: one launch for all arguments of the same `_kind`."""
         key = (prepare, *map(_kind, args))
         launch = self._launches.get(key)
         if launch is None:
@@ -57,7 +57,7 @@ def _kind(argument: Hashable) -> Hashable:
     """Return the properties of an argument that a launch depends on."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.get_device()
-    # `Budget.adaptive` is slower, and this function runs at each launch.
+    # This function runs at each launch, so it avoids `Budget.adaptive`, which is slower.
     if isinstance(argument, Budget) and argument.valid is not None and argument.valid.ndim == 3:
         return argument.slots, argument.total  # launches are shared by all adaptive budgets of these sizes
     return argument

@@ -22,17 +22,18 @@ def _nothing():
     pass
 
 
-# Whether kernels run in Triton's interpreter. TRITON_INTERPRET may have changed since Triton read it.
+# Whether kernels run in Triton's interpreter. Ask a kernel: TRITON_INTERPRET may have changed since Triton read it.
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Return whether products need fp32 operands: Triton's interpreter would multiply the bits of bf16 values."""
+    """Whether products need fp32 operands: Triton's interpreter would otherwise multiply the bits of bf16 values."""
     return INTERPRETED and dtype is torch.bfloat16
 
 
 def turns(count: int) -> Any:
-    """Return a loop bound as a run-time argument, so that one binary serves all; the interpreter needs a constant."""
+    """Return a loop bound as a run-time argument: one binary then serves all bounds. The interpreter needs a
+    constant."""
     return tl.constexpr(count) if INTERPRETED else count
 
 
@@ -61,12 +62,13 @@ def require(t: Tensor, tokens: int, like: Tensor | None = None) -> None:
 
 
 def budget_stride(part: Tensor | None, dims: int) -> int:
-    """Return the stride between images of a budget's tensor, 0 if it is None or shared. dims: dimensions if shared."""
+    """Return the stride between images of a budget's tensor, 0 if it is None or all images share it. A shared tensor
+    has `dims` dimensions."""
     return 0 if part is None or part.ndim == dims or len(part) == 1 else part.stride(0)
 
 
 def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
-    """Return strides of (B or 1, W, rows, columns) between images (0 if shared), windows, rows. Raises ValueError."""
+    """Return strides of (B or 1, W, rows, columns): between images (0 if shared), windows, rows. Raises ValueError."""
     (images, _, rows, columns), (by_image, by_window, by_row, by_column) = weights.shape, weights.stride()
     if rows == 1:
         by_row = columns  # PyTorch's stride of a single row is arbitrary
@@ -77,7 +79,7 @@ def weight_strides(weights: Tensor, batch: int) -> tuple[int, int, int]:
 
 
 class Launch:
-    """A kernel that makes one tensor, with its constant arguments.
+    """A kernel and its constant arguments; each call computes one tensor.
 
     Triton inspects all arguments at each launch, and this takes the host several times as long as the launch itself.
     This class lets Triton inspect them once. Later calls pass the tensors' addresses to the binary, if all are aligned

@@ -1,10 +1,10 @@
-"""Merge and unmerge in one launch each (paper, section 4.2), and propagate cached tensors in two.
+"""Merge and unmerge in one launch each (paper, section 4.2), and propagate cached tensors in two launches.
 
 Merging and unmerging are each one small matrix product per window. To propagate (see `latent_regression`), the first
-launch computes the change at destinations; for keys it undoes their rotation. The second launch computes
-unmerge(change) + spread @ answer; for keys it rotates this sum. Then it adds the cached tensor. Gathering the tokens of
-a window needs no extra pass, because each program computes the addresses that it reads and writes. Every destination
-and token is written once.
+launch computes the change at destinations; for keys it also undoes the rotation of the change. The second launch
+computes unmerge(change) + spread @ answer; for keys it rotates this sum. Then it adds the cached tensor. Gathering the
+tokens of a window needs no extra pass, because each program computes the addresses that it reads and writes. Every
+destination and token is written once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _merge_kernel(
     for step in range(0, STEPS):
         s = step * BLOCK_S + tl.arange(0, BLOCK_S)
         token = tl.load(source + window * slots + s, mask=s < slots, other=0).to(tl.int64)
-        # Rows are padded in memory and read with their padding, 16 bytes at a time.
+        # Rows of weights are padded in memory and read with their padding, 16 bytes at a time.
         mask = (k < K)[:, None] & (s < stride_wk)[None, :]
         M = tl.load(weights + k[:, None] * stride_wk + s[None, :], mask=mask, other=0.0).to(x.dtype.element_ty)
         M = tl.where((s < slots)[None, :], M, 0.0)
@@ -171,8 +171,8 @@ def _unmerge_kernel(
 
 
 def merge(x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Launch:
-    """Prepare the launch that computes X' = M X, (B, D, C). It is called with x, weights, and the budget's `valid` and
-    `expand`. x: (B, N, C), any strides. weights: (B or 1, W, K, S), rows contiguous."""
+    """Prepare the launch that computes X' = M X, (B, D, C). The launch is called with x, weights, and the budget's
+    `valid` and `expand`. x: (B, N, C), any strides. weights: (B or 1, W, K, S), rows contiguous."""
     require(x, windows.tokens)
     (_, count, K, slots), (batch, _, C) = weights.shape, x.shape
     strides = (*x.stride(), *weight_strides(weights, batch), budget_stride(budget.expand, 1))
@@ -184,7 +184,7 @@ def merge(x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Launc
 
 
 def unmerge(windows: Windows, budget: Budget, y: Tensor, weights: Tensor, *others: Tensor | None) -> Launch:
-    """Prepare the launch that computes one of these, (B, N, C), with one rounding:
+    """Prepare the launch that computes one of these sums, (B, N, C), and rounds it once:
 
         A^T y                            from y alone
         x + A^T (y - reduced)            with reduced and x
@@ -223,9 +223,9 @@ def unmerge(windows: Windows, budget: Budget, y: Tensor, weights: Tensor, *other
 
 
 def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None) -> Launch:
-    """Prepare the launch that computes R^-1 (fresh - cached at destinations), (B, D, C), with one rounding. The launch
-    is called with the four tensors. fresh: (B, D, C); cached: (B, N, C); any strides. destinations: (B or 1, D) int64,
-    rows contiguous. R: rotations of the destinations, see `_rotation_strides`."""
+    """Prepare the launch that computes R^-1 (fresh - cached at destinations), (B, D, C), and rounds it once. The launch
+    is called with these four tensors. fresh: (B, D, C); cached: (B, N, C); any strides. destinations: (B or 1, D)
+    int64, rows contiguous. R: rotations of the destinations, see `_rotation_strides`."""
     batch, D, C = fresh.shape
     require(cached, cached.shape[1], fresh)
     if destinations.shape not in ((1, D), (batch, D)) or destinations.stride(1) != 1 < D:
@@ -240,7 +240,7 @@ def change(fresh: Tensor, cached: Tensor, destinations: Tensor, R: Tensor | None
 
 
 def _rotation_strides(R: Tensor | None, batch: int, tokens: int, channels: int) -> tuple[int, int, int]:
-    """Return the strides of R between images (0 if they share one R) and tokens, and P, the channel pairs of a head. R:
+    """Return R's strides between images (0 if they share R) and between tokens, and P, the channel pairs of a head. R:
     (B or 1, T, 1, P, 2, 2), any dtype, the matrices of a token contiguous; or None. Raises ValueError."""
     if R is None:
         return 0, 0, 1

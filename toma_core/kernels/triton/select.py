@@ -21,7 +21,7 @@ from .launch import budget_stride, on_device, require, turns, upcast
 MAX_SLOTS = 128  # per window: the matrix S of a larger window does not fit into registers
 
 
-# Triton does not specialise on these arguments, so that one binary serves all values.
+# Triton does not specialise on these arguments, so that one binary serves all their values.
 @triton.jit(do_not_specialize=("stride_u", "windows", "slots", "K", "rounds", "steps", "tokens"))
 def _select_kernel(
     x, source, valid, used, priority, dest_slots, M, back, stride_b, stride_n, stride_c,
@@ -63,7 +63,7 @@ def _select_kernel(
         used += (program // windows) * stride_u + window * K
         count = tl.sum(tl.load(used + k, mask=k < K, other=0).to(tl.int32), axis=0)
 
-    # The mask of the chosen slots is held in the two layouts that the reductions need.
+    # `chosen_rows` and `chosen_columns` hold one mask of chosen slots, in the two layouts that the reductions need.
     if SELECT:
         # Set S to -1 for padding tokens, so that they add nothing to any gain. Ties go to the lowest slot.
         open_rows = tl.where(inside[:, None], similarity, -1.0)
@@ -92,7 +92,7 @@ def _select_kernel(
     rank_rows = tl.sum(tl.where(slot[None, :] < slot[:, None], chosen_columns[None, :], 0), axis=1)
     if SELECT:
         tl.store(dest_slots + rank_columns, slot.to(tl.int64), mask=chosen_columns != 0)
-    # A, (destination, token): softmax over the chosen rows; columns of padding are 0.
+    # A, (destination, token): softmax over the chosen rows; columns of padding tokens are 0.
     logits = tl.where((chosen_rows != 0)[:, None], similarity * sharpness, -float("inf"))
     A = tl.exp(logits - tl.max(logits, axis=0)[None, :])
     A = tl.where(inside[None, :], A / tl.sum(A, axis=0)[None, :], 0.0)
@@ -119,8 +119,8 @@ def weigh(
     """Return slots of destinations (B, W, K) int64, merge weights (B, W, K, S) and unmerge weights (B, W, S, K) in x's
     dtype, as `selection.select` and `merge.weigh` do.
 
-    x: (B, N, C) fp16, bf16 or fp32, any strides. slots: of destinations, ascending and distinct in each window; None to
-    select them. priority: (B, N) fp32, contiguous, see `selection.select`.
+    x: (B, N, C) fp16, bf16 or fp32, any strides. slots: given destinations, ascending and distinct in each window; None
+    to select destinations. priority: (B, N) fp32, contiguous, see `selection.select`.
     """
     batch, count, S, select = len(x), len(windows.counts), windows.slots, slots is None
     if S > MAX_SLOTS:
