@@ -102,8 +102,8 @@ class ToMAAdvanced(io.ComfyNode):
         window_size: int | None = None,
         sharpness: float | None = None,
     ) -> bool | str:
-        """Return True, or what is wrong with these inputs. ComfyUI cannot check them: it does not compare start and
-        end, and it accepts every value from -1 to the maximum, because -1 stands for the preset's value. ComfyUI shows
+        """Return True, or what is wrong with these inputs. ComfyUI does not compare `start_percent` with `end_percent`.
+        ComfyUI also accepts every value from -1 to the maximum, because -1 stands for the preset's value. ComfyUI shows
         the message at every input; web/toma.js finds the input at fault."""
         given = {name: value for name, value in locals().items() if value is not None}
         return complaint(**widgets.overridden(given))

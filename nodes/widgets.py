@@ -57,8 +57,7 @@ def overrides() -> list[Any]:
 
 
 def overridden(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the user has set. values: of widgets, by name; unknown names (old workflows) are
-    ignored."""
+    """Return the fields that the user has set. values: widgets' values by name; unknown names are ignored."""
     given = {name: values[name] for name in _fields() if name in values and _is_set(values[name])}
     return {name: _SWITCH.get(value, value) if isinstance(value, str) else value for name, value in given.items()}
 
@@ -82,8 +81,8 @@ def _override(name: str) -> Any:
 
 
 def _values(preset: str, name: str) -> list[Any]:
-    """Return a field's value in a preset, for UNets and, if different, for transformers. The page shows both at
-    first."""
+    """Return a field's value in a preset, for UNets and, if different, for transformers. Before a run the page shows
+    both values."""
     settings = UserSettings(preset)
     values = [getattr(settings.resolved(kind), name) for kind in (ModelKind.UNET, ModelKind.TRANSFORMER)]
     return list(dict.fromkeys(value.value if isinstance(value, Enum) else value for value in values))

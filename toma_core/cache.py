@@ -1,4 +1,5 @@
-"""Store the tensors of the residual and KV caches by name and condition; `coverage` records when they may be used."""
+"""Store the tensors of the residual and KV caches by name and condition. `coverage` decides whether they may be
+used."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Cache:
     on_card: int = 0  # part of the reserved bytes that lies on the card
     held: int = 0  # bytes of all cached tensors
     peak_bytes: int = 0  # the most bytes held at a time
-    # Whether memory ran out or a bounded cache exceeded its limit. Nothing is cached afterwards. The cache is never
+    # Whether memory ran out or a bounded cache exceeded its limit. If so, nothing more is cached. The cache is never
     # disabled within a merged step: a block that has read its cached keys must also find its cached values.
     disabled: bool = False
     quantized: bool = False  # keys and values are stored in four bits per element

@@ -66,7 +66,8 @@ class Granularity(str, Enum):
 
 
 class KVCache(str, Enum):
-    """Whether merged blocks attend to all tokens, and where cached keys and values lie. Converts from and to bool."""
+    """Whether merged blocks attend to all tokens, and where cached keys and values lie. Members convert from and to
+    bool."""
 
     ON = "on"
     CARD_ONLY = "on the card only"

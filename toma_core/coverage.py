@@ -28,7 +28,7 @@ class Origin(NamedTuple):
     other_steps: tuple[int, ...]  # `step` as counted in other ways, see `decision._begin`
 
     def serves(self, now: Origin, interval: int) -> bool:
-        """Return whether an evaluation of origin `now` may use entries of this origin. They must be less than
+        """Return whether an evaluation of origin `now` may use entries of this origin. The entries must be less than
         `interval` steps old."""
         if now.state != self.state or not 0 <= now.step - self.step < interval:
             return False

@@ -79,7 +79,7 @@ def _obstacle(run: RunState, facts: Facts) -> Message | None:
 
 
 def _cached_mode(run: RunState, plan: StepPlan, facts: Facts) -> StepMode:
-    """Return the mode of an evaluation that the schedule refreshes or merges with caches.
+    """Return the mode of an evaluation for which the schedule has a refresh or a merge with caches.
 
     Guidance takes the difference between conditions, so either all conditions use caches or none does. If the entries
     of one condition cannot be used, the evaluation is a refresh.

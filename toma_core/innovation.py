@@ -17,7 +17,8 @@ from torch import Tensor
 _RECENT = 3  # earlier evaluations that a latent is compared with: solvers of third order combine three
 _CELL = 8  # side of the square cells of the latent over which new noise is averaged
 _NEGLIGIBLE = 0.05  # noise below this share of the latent's root mean square no longer changes the picture
-# A direction counts as a combination of the others if its part orthogonal to them is below this share of its norm.
+# A recent latent or prediction counts as a combination of others if its part orthogonal to them is below this share of
+# its norm.
 _ROUNDING = 1e-5
 
 

@@ -4,7 +4,7 @@ The paper has no such regression. A merged step knows how keys, values and updat
 Part of this change comes from the destinations' own noise, which no other token shares. If the sampler draws new noise
 in each step, this is the larger part of the change. But the change depends on the latent in the same way for all
 tokens. So the change is regressed on the latents of destinations, with a small ridge and a constant. Each token gets
-the part that its own latent explains. Only the residual of the regression is shared among tokens.
+the part of the change that its own latent explains. Only the residual of the regression is shared among tokens.
 
     A = (f'f + 0.1 F / D * mean diag(f'f))^-1 f' c  =  fit c
     cached + G A + U (c - f A)                  =  cached + U c + (G - U f) A  =  cached + U c + spread A

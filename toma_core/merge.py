@@ -16,7 +16,7 @@ from .windows import Budget, Windows, WithTensors
 if TYPE_CHECKING:
     from .kernels.triton import TritonKernels
 
-# PyTorch merges a row of at most this many windows as one product, see `strips`, which also multiplies zeros. On a CPU
+# PyTorch merges a row of at most this many windows as one product, which also multiplies zeros (`strips`). On a CPU
 # this takes less time than gathering each window if a row has 4 windows, but more time if it has 8.
 _MAX_IN_ROW = 4
 

@@ -23,7 +23,8 @@ class MessageId(str, Enum):
 
 
 class Reason(MessageId):
-    """Why a block, a step or a run is not merged, or a cache not used. Comments describe the parameters of messages."""
+    """Why a block, a step or a run is not merged, or a cache is not used. Comments describe the parameters of
+    messages."""
 
     # Settings and profile.
     SETTING = "setting"  # setting: its id; value: its value
@@ -110,7 +111,8 @@ reader: Callable[[Message], str] = plain
 
 
 class MessageError(ValueError):
-    """An error that is shown on a node, with the name of this pack. details: lines that the node shows folded."""
+    """An error that is shown on a node, with the name of this pack. details: lines that the user can unfold on the
+    node."""
 
     prefix = "ToMA: "
 

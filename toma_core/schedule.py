@@ -15,8 +15,8 @@ from functools import cached_property
 from .config import ToMAConfig
 from .reasons import Message, Reason
 
-# From high noise to low: (sigma, ratio of each block above this sigma). The last ratios also apply below the last
-# sigma.
+# From high noise to low: (sigma, ratio of each block at noise levels above this sigma). The last ratios also apply at
+# lower noise levels.
 RatioSchedule = tuple[tuple[float, Mapping[str, float]], ...]
 
 # A run "begins flat" if it has at most _FLAT_STEPS steps, and if its first two steps together lower sigma by less than
@@ -158,7 +158,7 @@ class Schedule:
 
     def ratios_at(self, sigma: float, step: int) -> Mapping[str, float] | None:
         """Return the ratio of every block at this step; None if all blocks have the ratio of the settings. Ratios are
-        constant from one full step to the next, so that caches fit."""
+        constant from one full step to the next, because the cached chains depend on them."""
         if not self.ratio_schedule:
             return None
         every = self.config.full_step_interval

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .windows import Budget, Windows
 
-# Penalty on a slot's gain for each slot before it. Two tokens that represent only each other have equal gains late in a
-# search. Without the penalty rounding would decide between them, and rounding depends on batch, threads and kernel. The
-# penalty is far above rounding and far below true differences of gains.
+# The gain of slot n is reduced by n times this penalty. Late in a search, two tokens that represent only each other
+# have equal gains. Without the penalty rounding would decide between them, and rounding depends on batch, threads and
+# kernel. The penalty is far above rounding and far below true differences of gains.
 TIE = 1e-5
 # Priority of the last step's destinations if cached keys, values and updates are propagated; all other tokens have
 # priority 1. Tokens thus take turns at being computed (benchmarks/results/fidelity/trials.md).
@@ -42,7 +42,7 @@ def select(similarity: Tensor, windows: Windows, budget: Budget, priority: Tenso
 
 
 def in_reading_order(dest_slots: Tensor, windows: Windows, budget: Budget) -> Tensor:
-    """Reorder slots, (B, W, K), from best first to ascending. A window with a budget below K keeps its best slots."""
+    """Put slots, (B, W, K), best first, in ascending order. A window with a budget below K keeps its best slots."""
     if budget.valid is None:
         return dest_slots.sort(-1).values
     dest_slots = dest_slots.masked_fill(~budget.valid, windows.slots).sort(-1).values
@@ -101,9 +101,9 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def cosine_similarity(x: Tensor, dest_slots: Tensor | None = None) -> Tensor:
-    """Return S_ij = cos(x_i, x_j), (..., S, S) fp32, or only its rows for given slots, (..., K, S). x: (..., S, C), any
-    float dtype; dest_slots: (..., K) int64. Cosines of tokens that hold NaN or infinity are 0, because NaN gains would
-    make the search pick a slot twice."""
+    """Return S_ij = cos(x_i, x_j), (..., S, S) fp32, or only the rows of S for given slots, (..., K, S). x: (..., S,
+    C), any float dtype; dest_slots: (..., K) int64. Cosines of tokens that hold NaN or infinity are 0, because NaN
+    gains would make the search pick a slot twice."""
     rows = x = normalized(x)
     if dest_slots is not None:
         rows = x.gather(-2, dest_slots[..., None].expand(*dest_slots.shape, x.shape[-1]))

@@ -35,7 +35,7 @@ class TritonKernels:
         return launch(x, weights, budget.valid, budget.expand)
 
     def unmerge(self, y: Tensor, weights: Tensor, windows: Windows, budget: Budget, *others: Tensor | None) -> Tensor:
-        """Return a sum of `product.unmerge`, (B, N, C). others: reduced, x, spread, answer, R; None where omitted."""
+        """Return one sum of `product.unmerge`, (B, N, C). others: reduced, x, spread, answer, R; None if omitted."""
         others += (None,) * (5 - len(others))
         launch = self._prepared(product.unmerge, windows, budget, y, weights, *others)
         return launch(y, weights, budget.expand, *others)

@@ -45,7 +45,7 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 
 def blocks(x: Tensor, rows: int, inner: int) -> tuple[int, int, int, int]:
-    """Return tile sizes (rows of the result, summed side, channels) and warps, for at most 32 KB of operands."""
+    """Return tile sizes (result's rows, summed dimension, channels) and warps, for at most 32 KB of operands."""
     # fp32 runs without tensor cores and holds operands in registers, so its tiles are smaller.
     half = x.element_size() == 2
     rows = min(_MAX_SIDE, padded(rows))

@@ -171,8 +171,8 @@ def _unmerge_kernel(
 
 
 def merge(x: Tensor, weights: Tensor, windows: Windows, budget: Budget) -> Launch:
-    """Prepare the launch that computes X' = M X, (B, D, C). The launch is called with x, weights, and the budget's
-    `valid` and `expand`. x: (B, N, C), any strides. weights: (B or 1, W, K, S), rows contiguous."""
+    """Prepare the launch that computes M x, (B, D, C). The launch is called with x, weights, and the budget's `valid`
+    and `expand`. x: (B, N, C), any strides. weights: M, (B or 1, W, K, S), rows contiguous."""
     require(x, windows.tokens)
     (_, count, K, slots), (batch, _, C) = weights.shape, x.shape
     strides = (*x.stride(), *weight_strides(weights, batch), budget_stride(budget.expand, 1))
@@ -192,7 +192,7 @@ def unmerge(windows: Windows, budget: Budget, y: Tensor, weights: Tensor, *other
 
     others: reduced, x, spread, answer and R. The launch is called with y, weights, the budget's `expand` and `others`.
 
-    y, reduced: (B, D, C); x: (B, N, C); any strides. weights: (B or 1, W, S, K); spread: (B or 1, N, F); rows
+    y, reduced: (B, D, C); x: (B, N, C); any strides. weights: A^T, (B or 1, W, S, K); spread: (B or 1, N, F); rows
     contiguous. answer: (B, F, C), contiguous. R: rotations of all tokens, see `_rotation_strides`.
     """
     reduced, x, spread, answer, R = others

@@ -1,9 +1,9 @@
 """Select destinations and compute weights for all windows and images in one launch (paper, sections 4.1 and 4.2).
 
 Each program computes S_ij = cos(x_i, x_j) of one window and derives all results from S: the greedy search, the logits
-sharpness * S_ij of destination i and token j, the softmax over destinations, the normalised rows. Destinations are not
-gathered. A mask over the window's slots marks the destinations; the rank of a destination is the number of destinations
-before it.
+sharpness * S_ij of destination i and token j, the softmax over destinations, the merge weights with normalised rows.
+Destinations are not gathered. A mask over the window's slots marks the destinations; the rank of a destination is the
+number of destinations before it.
 """
 
 from __future__ import annotations
