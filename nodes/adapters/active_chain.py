@@ -1,6 +1,6 @@
-"""One chain of blocks in one evaluation: whether the chain is merged, with which plans, and how.
+"""One chain of blocks in one evaluation: decide whether it is merged, then merge and unmerge its tokens.
 
-`chain.ChainSite` calls these methods: directly in eager mode, and through operators in a graph of torch.compile.
+`chain.ChainSite` calls the methods directly in eager mode, and through operators in a graph of torch.compile.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ActiveChain:
     names: Sequence[str]  # names of the blocks, as in the report
     work: tuple[Block, Granularity]  # cost of one block, and the granularity at which the chain is merged
     evaluation: Evaluation
-    # Set by `reduce`, for each grid: the plan, None in an evaluation that only refreshes the cache; the chain's cache
-    # entry, None where nothing is cached; (N, D), the counts of tokens before and after merging.
+    # `reduce` sets these, with one item per grid. plans: None for a grid that is not merged. cached: the chain's entry
+    # in the cache, None if there is none. lengths: (N, D), the numbers of tokens before and after merging.
     plans: tuple[MergePlan | None, ...] = ()
     cached: tuple[Refresh | Cached | None, ...] = ()
     lengths: tuple[tuple[int, int], ...] = ()
@@ -50,11 +50,11 @@ class ActiveChain:
 
     @property
     def name(self) -> str:
-        """The name of the chain in the caches."""
+        """The name under which the caches store the chain."""
         return "-".join(dict.fromkeys((self.names[0], self.names[-1])))
 
     def counts(self, device: torch.device) -> tuple[tuple[int, int], ...]:
-        """Return the `lengths` that `reduce` will set, before the tokens exist."""
+        """Return the `lengths` that `reduce` will set. This needs no tokens."""
         evaluation, counts = self.evaluation, self.tokens
         for n, grid in enumerate(self.grids):
             if is_merged(grid) and not evaluation.refreshes:
@@ -63,8 +63,8 @@ class ActiveChain:
         return tuple(zip(self.tokens, counts, strict=True))
 
     def merges(self, image: Tensor, reason: Message | None = None, part: str = "") -> bool:
-        """Whether (B, N, C) tokens of the image are merged; if not, note why. reason: why the caller does not want to
-        merge, None if it does. part: name of the part of the blocks that gets these tokens, for the report."""
+        """Decide whether the image's (B, N, C) tokens are merged; if not, note the reason for the report. reason: the
+        caller's reason not to merge, None if it has none. part: name of the part of a block that gets these tokens."""
         evaluation = self.evaluation
         if not reason and (image.shape[1] != prod(self.grids[0]) or len(image) % len(evaluation.plan_keys)):
             reason = Reason.TOKENS_CHANGED()
@@ -78,7 +78,7 @@ class ActiveChain:
         return reason is None
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Merge the (B, N, C) tokens of all grids. A refresh returns the tokens unchanged."""
+        """Merge x, the (B, N, C) tokens of all grids. In a refresh, return x unchanged."""
         evaluation, name, parts = self.evaluation, self.name, split(x, self.tokens)
         plans = [evaluation.plan(parts[0], self.grids[0], self.scope)]
         cached = [evaluation.cached(name, parts[0])]
@@ -96,8 +96,9 @@ class ActiveChain:
         return self.signature.clamp_fp16(joined(reduced))
 
     def restore(self, out: Tensor, reduced: Tensor, x: Tensor) -> Tensor:
-        """Unmerge out, the (B, D, C) output of the last block, to (B, N, C). reduced: input of the first block, (B, D,
-        C). x: the tokens before merging, (B, N, C). Note in the run if a block's attention has not called `attend`."""
+        """Unmerge `out`, the (B, D, C) output of the last block, to (B, N, C). reduced: input of the first block, (B,
+        D, C). x: the tokens before merging, (B, N, C). If a block's attention has not called `attend`, note this in the
+        run."""
         counts = [count for _, count in self.lengths]
         if self.evaluation.step_plan.mode.caches and not self.attended.issuperset(self.names):
             self.evaluation.run.foreign_attention = True
@@ -106,10 +107,11 @@ class ActiveChain:
         return self.signature.clamp_fp16(joined(restored))
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
-        """Return the keys or values of all tokens, T = before + N + rest. t: those of merged tokens, T = before + D +
-        rest. Both are (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C). A refresh caches t and returns it.
-        A merged step propagates the change at its destinations to the cached tensor. If nothing is cached, return t; if
-        `always`, return t unmerged. what: "key" or "value", and the number of the block's attention."""
+        """Return keys or values of all tokens, T = before + N + rest. t: keys or values of merged tokens, T = before +
+        D + rest. t and the result are (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C). In a refresh,
+        cache and return t. In a merged step, estimate all tokens' change from the destinations' change, and add it to
+        the cached tensor. If nothing is cached, return t, with `always` unmerged. what: "key" or "value", and the
+        attention's index."""
         evaluation, lengths = self.evaluation, [count for _, count in self.lengths]
         quantized, total = evaluation.run.cache.quantized, sum(lengths)
         tokens_btc = (t.transpose(1, 2) if axis == 2 else t).narrow(1, before, total).flatten(2)
@@ -122,7 +124,7 @@ class ActiveChain:
             shape = part[:, :1].expand(-1, tokens, -1)
             cached = evaluation.cached(f"{block} {what} {n}", shape, kv=True, of_latent=not n)
             if isinstance(cached, Refresh):
-                # Clone a view of t, because the block may write into t later.
+                # If `part` is a view of t, clone it, because the block may write into t later.
                 cached.store(part if own else part.clone(memory_format=torch.contiguous_format))
             elif cached is not None and plan is not None:
                 rotation = self._rotation(part, t.shape[3:]) if what.startswith("key") and not n else None
@@ -142,8 +144,9 @@ class ActiveChain:
         return torch.cat([t.narrow(axis, 0, before), images, t.narrow(axis, after, t.shape[axis] - after)], axis)
 
     def note_positions(self, rope: Tensor, merged: Tensor, before: int) -> None:
-        """Note the image's rows of rotary positions: of rope, [before | N | rest], and of merged, [before | D | rest].
-        If rotation pairs distant channels, nothing is noted, and keys are propagated without undoing the rotation."""
+        """Store the image's rows of `rope`, positions of [before | N | rest], and of `merged`, of [before | D | rest].
+        If rotation pairs distant channels, store nothing: the change of keys is then estimated without undoing the
+        rotation."""
         axis, (tokens, destinations) = self.signature.rope_token_dim, self.lengths[0]
         pairs = rope.ndim >= 5 and rope.shape[-2:] == (2, 2) and axis < rope.ndim - 3
         if pairs and not self.signature.rope_split_half:
@@ -151,7 +154,7 @@ class ActiveChain:
             self.positions, self._rotations = (rope.narrow(axis, before, tokens).movedim(axis, 1), mine), {}
 
     def _rotation(self, keys: Tensor, head: tuple[int, ...]) -> Rotation | None:
-        """Return the rotation of (B, T, C) keys, None if unknown. head: (channels of a head,), () if unknown."""
+        """Return the rotation of (B, T, C) keys, None if unknown. head: (channels of one head,), or () if unknown."""
         if self.positions is None:
             return None
         kind = keys.shape[2], keys.dtype
@@ -161,8 +164,8 @@ class ActiveChain:
         return self._rotations[kind]
 
     def rope(self, rope: Tensor, before: int) -> Tensor:
-        """Return the positions of [before | D | rest]. rope: the positions of [before | N | rest], (B or 1, ..., T,
-        ..., 2, 2), where T is the second or third axis, and axes of heads have length 1."""
+        """Return rotary positions of [before | D | rest]. rope: positions of [before | N | rest], (B or 1, ..., T, ...,
+        2, 2). T is the second or third axis; an axis of heads has length 1."""
         parts, tokens = list[Tensor](), 0
         for plan, (count, _) in zip(self.plans, self.lengths, strict=True):
             if plan is None:
@@ -180,12 +183,12 @@ class ActiveChain:
 
 
 def is_merged(grid: Grid) -> bool:
-    """Whether tokens of a grid are merged. A reference image that is not merged has (N,) in place of its grid."""
+    """Whether a grid's tokens are merged. A reference image that is not merged has (N,) in place of a grid."""
     return len(grid) > 1
 
 
 def split(x: Tensor, lengths: list[int]) -> list[Tensor]:
-    """Split (B, T, C) along the tokens."""
+    """Split x, (B, T, C), into parts of these numbers of tokens."""
     return [x] if len(lengths) == 1 else list(x.split(lengths, 1))
 
 

@@ -35,7 +35,7 @@ def attachment_of(model: ModelPatcher) -> Attachment | None:
 
 
 def config_for(settings: Settings, model: ModelPatcher) -> ToMAConfig:
-    """Return the config of a model's run."""
+    """Return the config of a run: the settings, resolved for the model's kind."""
     hooks = registry.find(model.get_model_object("diffusion_model"))
     kind, own = (hooks.kind, hooks.own_presets) if hooks else (ModelKind.UNET, {})
     config = settings.resolved(kind, own) if isinstance(settings, UserSettings) else settings
@@ -43,7 +43,7 @@ def config_for(settings: Settings, model: ModelPatcher) -> ToMAConfig:
 
 
 def last_stats(model: ModelPatcher) -> RunStats | None:
-    """Return the stats of a model's last finished run with ToMA; None if there is none, or its stats were dropped."""
+    """Return the stats of a model's last finished run with ToMA; None if no run finished, or they were dropped."""
     attachment = attachment_of(model)
     return None if attachment is None else _reports.get(attachment.report_id)
 

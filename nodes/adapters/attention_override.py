@@ -1,8 +1,8 @@
-"""Replace the keys and values of a block's self-attention by the keys and values of all tokens.
+"""Give a block's self-attention the keys and values of all tokens, in place of those of merged tokens.
 
-ComfyUI calls the `optimized_attention_override` after norm and rotation, so cached keys are already rotated. Attention
-is computed as without ToMA: by another node's override; without one, by the function that the checkpoint names for this
-attention; without both, by ComfyUI's default.
+ComfyUI calls the `optimized_attention_override` after norm and rotation, so cached keys are already rotated. Then the
+function that would run without ToMA computes attention: another node's override, else the function that the checkpoint
+names for this attention, else ComfyUI's default.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KVOverride:
     spans: Sequence[tuple[int, int, int]]  # see `BlockSignature.attention_spans`
     masked: Callable[[Tensor], Tensor | None]  # takes a mask of a block's keys, returns a mask of the changed keys
     # The block's `ComfyAttention` modules (ComfyUI 0.34 or newer): the first belongs to the self-attention, the last to
-    # the attention to text. Their `function` is the one that the checkpoint names for this attention, or None.
+    # the attention to text. The `function` of a module is the attention function that the checkpoint names, or None.
     preferred: Sequence[Any] = ()
     # The set `RunStats.attentions`; None if calls of another node's attention are not recorded.
     noted: set[tuple[bool, bool]] | None = None
@@ -54,8 +54,8 @@ class KVOverride:
             if seen is not None and k.shape[axis] > tokens:
                 args, kwargs = with_argument(args, kwargs, 1, "mask", seen)
         if self.then is None:
-            # If there is any override, as ours here, ComfyUI ignores the function that the checkpoint names. So call it
-            # here.
+            # If there is an override, as here, ComfyUI ignores the function that the checkpoint names. So call this
+            # function here.
             named = self.preferred[0 if number == 0 else -1].function if self.preferred else None
             return (function if named is None else named)(q, k, v, *args, **kwargs)
         if self.noted is None or number is None:

@@ -1,8 +1,8 @@
-"""Chains of blocks on merged tokens, for every family: a site in the model, and a hook for each block.
+"""Run chains of blocks on merged tokens, in every family: a `ChainSite` holds a chain, a `BlockHook` runs a block.
 
-In eager mode a chain decides and merges when its first block is called, because the arguments of blocks are known only
-then. A graph of torch.compile must not depend on the arguments of a call: `prepare` decides before the model runs, from
-shapes; the graph guards on the token counts, and operators merge.
+In eager mode a chain decides whether it is merged when its first block is called: only then are the block's arguments
+known. A graph of torch.compile must not depend on a call's arguments, so `prepare` decides from shapes, before the
+model runs. The graph guards on the token counts, and calls operators that merge.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from .signature import BlockSignature, CallArguments, TokenReduction
 
 
 class RopeCache:
-    """What all chains of a model share in an evaluation."""
+    """Positions that all chains of a model share in an evaluation."""
 
-    # (Rotary positions and other rows of all tokens, then plans), and the rows of merged tokens made from them.
+    # Key: rotary positions and other rows of all tokens, then the plans. Value: the rows of merged tokens.
     entry: tuple[tuple[Any, ...], tuple[Tensor, ...]] | None = None
     image_start: int | None = None  # where the image begins in positions, noted by chains with a text stream
 
 
 class ChainSite:
-    """A block at which a chain may begin. It lives as long as the model. Graphs guard on its plain values."""
+    """A block at which a chain may begin, and the state of this chain. A site lives as long as the model. Graphs of
+    torch.compile guard on its plain values."""
 
     signature: BlockSignature  # how the blocks take and return tokens
     shared: RopeCache
@@ -68,10 +69,10 @@ class ChainSite:
         self.attends = chain.evaluation.run.kv_cache and chain.evaluation.step_plan.mode.caches
 
     def prepare(self, latent: Tensor, module: nn.Module, width: int) -> bool:
-        """Set the token counts for a graph in which blocks like `module` get (B, N, width) tokens for a latent of B
-        images. Return False if the chain is not merged: the reason is noted, and the caller must not install its hooks.
-        Return True if the counts are set. Also return True if the decision waits for the tokens: without a KV cache it
-        does if the width is unknown (0) or B is no multiple of the number of plan keys."""
+        """Decide whether the chain is merged in a graph. If it is, set the token counts and return True. If not, note
+        why and return False: the caller must not install the chain's hooks. Without a KV cache, leave the decision to
+        `start` and return True if the width is unknown (0), or if B is no multiple of the number of plan keys. module:
+        a block of the chain, which gets (B, N, width) tokens for this latent of B images."""
         chain = self.chain
         if chain is None:
             return False
@@ -90,15 +91,15 @@ class ChainSite:
 
     def reach(self) -> ActiveChain | None:
         """Note that the model has reached the chain, and return the chain. If another node calls the model a second
-        time in one evaluation, the second call gets separate caches. If `pair` is still set, this is no second call: a
-        call that ran out of memory is repeated with fewer images."""
+        time in one evaluation, the second call gets separate caches. If `pair` is still set, the first call ran out of
+        memory: it is repeated with fewer images, and keeps its caches."""
         if self.chain is not None and self.reached and not self.pair:
             self.chain.evaluation = self.chain.evaluation.again()
         self.reached = True
         return self.chain
 
     def start(self, call_args: CallArguments) -> None:
-        """Decide outside of a graph whether the chain is merged; if it is, reduce the tokens of its first block."""
+        """Decide outside of a graph whether the chain is merged; if it is, merge the tokens of its first block."""
         chain = self.reach()
         self.in_graph, self.pair = False, ()
         reason = self.reason(call_args)
@@ -108,7 +109,7 @@ class ChainSite:
             self._set_lengths(chain.lengths)
 
     def reason(self, call_args: CallArguments) -> Message | None:
-        """Return why the chain is not merged, from the arguments of its first block; None if it may be merged."""
+        """Return why the arguments of the chain's first block rule out merging the chain, None if they do not."""
         chain, signature = self.chain, self.signature
         grid = None if chain is None else signature.grid(call_args, chain.grids[0])
         if chain is None or grid is None:
@@ -124,8 +125,8 @@ class ChainSite:
 
     def obstacle(self, call_args: CallArguments) -> Message | None:
         """Count the tokens before the image, and return why the first block's tokens cannot be merged, None if they
-        can. If a block without a text stream does not show where the image begins, use the index that earlier blocks
-        noted in `shared`."""
+        can. If the arguments of a block without a text stream do not tell where the image begins, use the index that
+        earlier blocks noted in `shared`."""
         before = self.signature.image_start(call_args, self.image)
         if before is None and not self.signature.text_arg:
             before = self.shared.image_start
@@ -162,7 +163,7 @@ class ChainSite:
         return compile_ops.operators.attend(t, f"{block} {what}", self.number, *sizes)
 
     def merge_rows(self, rows: dict[str, Any], before: int) -> None:
-        """Set `self.rows` for the merged tokens, made from `rows`, the rows of [before | N | rest]."""
+        """Set `self.rows` to the rows of merged tokens. rows: those of all tokens, [before | N | rest], by argument."""
         self.rows, chain, shared = rows, self.chain, self.shared
         if self.in_graph:
             sizes = self.number, before, self.tokens, self.destinations, self.signature.rope_token_dim
@@ -201,7 +202,7 @@ class BlockHook(Hook):
         self.signature.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Check `in_graph` before anything else, because a graph guards on every value that it reads.
+        # Check `in_graph` first, and read nothing else if it is False: a graph guards on every value that it reads.
         if self.site.in_graph:
             call_args = self.signature.call_args(args, kwargs)
             if self.signature.has_image(call_args) and self._in_graph(call_args):
@@ -216,7 +217,7 @@ class BlockHook(Hook):
 
     @outside_graph
     def _outside(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block outside of a graph, where its chain decides on merging as soon as the tokens are known."""
+        """Run the block outside of a graph. If it begins a chain, first decide whether the chain is merged."""
         call_args, merged = self.signature.call_args(args, kwargs), None
         if self.signature.has_image(call_args):
             if self.site is self.own_site:
@@ -233,7 +234,7 @@ class BlockHook(Hook):
         return self._merged(call_args) if self.site.pair else None
 
     def _merged(self, call_args: CallArguments) -> CallArguments:
-        """Return the arguments for merged tokens. The chain's first block merges its tokens."""
+        """Return a call's arguments, changed for merged tokens. The chain's first block merges its tokens here."""
         site, signature, x = self.site, self.signature, self.signature.tokens(call_args)
         before = site.before
         if site is self.own_site:
@@ -252,7 +253,7 @@ class BlockHook(Hook):
         return signature.with_attention(merged, override)
 
     def _unmerged(self, out: Any) -> Any:
-        """Return the block's result, with all tokens if its chain ends with the block."""
+        """Return the block's result. If the block is the last of its chain, unmerge the result's tokens."""
         signature = self.signature
         return signature.with_output(out, self.site.leave(signature.output(out))) if self.last else out
 

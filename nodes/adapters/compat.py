@@ -1,6 +1,6 @@
-"""Check the parts of ComfyUI that this pack uses, where it uses them. A later ComfyUI may call a hook with other
-arguments, or remove the hook. The pack then logs one warning that names the hook, and models run unmerged: a workflow
-that worked still works. Errors of this pack are handled in the same way."""
+"""Check each part of ComfyUI at the place where this pack uses it. A later ComfyUI may change the arguments of a
+function, or remove the function. The pack then logs one warning with the function's name, and models run unmerged, so
+workflows still work. Errors in this pack's own code are handled in the same way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAISES_OWN_ERRORS = False  # whether `own_code` raises the original errors, as i
 
 
 class UnmergedError(Exception):
-    """An error that makes a call of the model run unmerged."""
+    """An error after which a call of the model runs unmerged."""
 
     @property
     def reason(self) -> Message:
@@ -34,7 +34,7 @@ class UnmergedError(Exception):
 
 
 class UnsupportedApiError(UnmergedError):
-    """A part of ComfyUI differs from the one that this pack knows. The message begins with the part's name."""
+    """A part of ComfyUI is missing, or not as this pack knows it. The message begins with the part's name."""
 
 
 class OwnError(UnmergedError):
@@ -43,8 +43,8 @@ class OwnError(UnmergedError):
 
 @contextmanager
 def require_api(name: str) -> Iterator[None]:
-    """Raise `UnsupportedApiError` with `name` if the lines inside fail to find a part of ComfyUI. They must not call
-    code of this pack: a TypeError in that code would be taken for an unknown ComfyUI."""
+    """Raise `UnsupportedApiError` if code in the `with` block fails to find the part of ComfyUI called `name`. The
+    block must not call this pack's code: a TypeError there would be taken for an unknown ComfyUI."""
     try:
         yield
     except (AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
@@ -53,7 +53,8 @@ def require_api(name: str) -> Iterator[None]:
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Raise `OwnError` if code of this pack fails. Errors for the user and out-of-memory errors pass; in tests, all."""
+    """Raise `OwnError` for an error in the `with` block. Errors for the user, out-of-memory errors and, in tests, all
+    errors stay as they are."""
     try:
         yield
     except (MessageError, torch.OutOfMemoryError):
@@ -66,7 +67,7 @@ def own_code() -> Iterator[None]:
 
 @contextmanager
 def warned() -> Iterator[None]:
-    """Log a warning in place of an `UnmergedError`, and continue."""
+    """If the `with` block raises an `UnmergedError`, log it as a warning, and continue after the block."""
     try:
         yield
     except UnmergedError as error:
@@ -88,8 +89,8 @@ def warn(error: UnmergedError, consequence: str = "without merging") -> None:
         logging.warning(_FAILED if own else _UNKNOWN, text, consequence, exc_info=error if own else None)
 
 
-# Options of ComfyUI that switch off CUDA graphs and ComfyUI's compiler. Both need all evaluations of a model to be
-# alike: the compiler records a block's allocations, and repeats their addresses in the next evaluation.
+# Options of ComfyUI that switch off CUDA graphs and ComfyUI's compiler. Graphs and the compiler need all evaluations of
+# a model to be alike: the compiler records a block's allocations, and repeats their addresses in the next evaluation.
 _REPLAYS = ("disable_comfy_compiler", "disable_cuda_graphs")
 _replays_lock = Lock()
 _replays_before = list[dict[str, bool]]()
@@ -97,8 +98,8 @@ _replays_before = list[dict[str, bool]]()
 
 @contextmanager
 def without_replays() -> Iterator[None]:
-    """Keep ComfyUI from recording or replaying the model calls inside: merged calls allocate memory in another way, and
-    they cache tensors that outlive their block. Of several devices, the last one to end restores the options."""
+    """Keep ComfyUI from recording or replaying model calls in the `with` block: merged calls allocate other memory, and
+    cache tensors that outlive a block. Of several devices, the last to leave restores the options."""
     from comfy.cli_args import args
 
     with _replays_lock:
@@ -115,7 +116,7 @@ def without_replays() -> Iterator[None]:
 
 def end_interrupted(several_devices: bool = False) -> None:
     """After an error has ended an evaluation, end ComfyUI's recording and prefetching, and free memory. ComfyUI itself
-    does so only when a node ends. several_devices: end only this device's recording, because others still compute."""
+    does so only when a node ends. several_devices: end only this device's recording: other devices still compute."""
     try:
         from comfy import model_prefetch as prefetch
 
@@ -129,7 +130,7 @@ def end_interrupted(several_devices: bool = False) -> None:
 
 
 def comfyui_lines() -> tuple[Message, ...]:
-    """Return lines of the report: the version of this ComfyUI, and whether it is newer than `NEWEST_TRIED`."""
+    """Return lines of the report: the version of ComfyUI, and a second line if this is newer than `NEWEST_TRIED`."""
     try:
         from comfyui_version import __version__ as version
     except (ImportError, AttributeError):
@@ -140,14 +141,14 @@ def comfyui_lines() -> tuple[Message, ...]:
 
 
 def arguments(args: Sequence[Any], kwargs: Mapping[str, Any], **positions: int) -> list[Any]:
-    """Return arguments that ComfyUI may pass by position or by name. Raises KeyError if one is missing."""
+    """Return these arguments, which ComfyUI may pass by position or by name. Raises KeyError if one is missing."""
     return [args[position] if position < len(args) else kwargs[name] for name, position in positions.items()]
 
 
 def with_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with one value replaced, see `arguments`."""
+    """Return args and kwargs with a new value for the argument that has this position or this name."""
     if position < len(args):
         return (*args[:position], value, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: value}
@@ -155,8 +156,9 @@ def with_argument(
 
 def check(module: nn.Module, hook: object) -> None:
     """Raise `UnsupportedApiError` unless `hook` can stand in for the module's `forward`. The hook's `BlockSignature` or
-    `__call__` names the arguments that the hook knows: positional ones must come first in `forward`, by the same names
-    except before a `/`, and named ones must exist. All others must have defaults, and the hook must have a `**rest`."""
+    `__call__` names the arguments that the hook knows. `forward` must begin with the positional ones, by the same names
+    except before a `/`, and must take the named ones. Its other arguments must have defaults, and the hook must take
+    them as `**rest`."""
     module = getattr(module, "_orig_mod", module)  # not torch.compile's wrapper, which takes any argument
     try:
         theirs = list(signature(type(module).forward).parameters.values())[1:]

@@ -1,8 +1,8 @@
 """Merge inside the graphs of torch.compile, through operators that the compiler does not trace.
 
-Merging depends on content, step and run, and tracing would freeze all of these in the graph. Merging outside of graphs
-would break the graph at every block, and guards would then cost most of the time that compiling saves. Therefore a
-graph contains operators that get shapes and the number of a `chain.ChainSite`.
+Merging depends on the tokens' content, the step and the run. Tracing would freeze all three in the graph. Merging
+outside of graphs would break the graph at every block, and guards would then cost most of the time that compiling
+saves. So a graph contains operators, which get shapes and a number, and find their `chain.ChainSite` by this number.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
 def compiled(model_options: dict[str, Any]) -> bool:
-    """Whether merging takes place inside the graphs of this model: ComfyUI compiles it with Inductor, in a known mode
-    and without CUDA graphs, which would replay the work that the operators did during the recording."""
+    """Whether tokens are merged inside of this model's graphs: only if ComfyUI compiles the model with Inductor, in a
+    known mode and without CUDA graphs. A CUDA graph would repeat the merge of the step in which it was recorded."""
     kwargs = model_options.get("torch_compile_kwargs") or {}
     options = kwargs.get("options") or {}
     return kwargs.get("backend") == "inductor" and kwargs.get("mode") in _MODES and not options.get("triton.cudagraphs")
 
 
 def in_one_piece(model_options: dict[str, Any]) -> bool:
-    """Whether torch.compile makes one graph of the model, and raises an error where merging would break it."""
+    """Whether torch.compile must make one graph of the model, so that a merge outside of graphs raises an error."""
     return bool((model_options.get("torch_compile_kwargs") or {}).get("fullgraph"))
 
 
 def allow_more_graphs() -> None:
     """Raise PyTorch's limit of eight graphs per function, because every image size and prompt length needs two graphs,
-    one for full steps and one for merged steps. The limit stays raised, because the graphs remain."""
+    one for full steps and one for merged steps. The limit stays raised after a run, because graphs remain in memory."""
     from torch._dynamo import config  # imported here, because the import takes seconds
 
     for name in ("recompile_limit", "cache_size_limit"):  # PyTorch before 2.6 has only `cache_size_limit`
@@ -45,7 +45,7 @@ def allow_more_graphs() -> None:
 
 
 _numbers = itertools.count()
-# Sites by number. References are weak, so that a site lives only as long as its hook, and a hook only as its model.
+# Sites by number. Weak references let a site live only as long as its hook, and a hook only as long as its model.
 _sites: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
@@ -61,7 +61,7 @@ def enter(x: Tensor, site: int, destinations: int) -> Tensor:
 
 
 def leave(out: Tensor, reduced: Tensor, x: Tensor, site: int) -> Tensor:
-    """Unmerge out, (B, D, C), to (B, N, C). reduced, (B, D, C), and x, (B, N, C): result and input of `enter`."""
+    """Unmerge `out`, (B, D, C), to (B, N, C). x, (B, N, C): the input of `enter`. reduced, (B, D, C): its result."""
     return _sites[site].chain.restore(out, reduced, x)
 
 
@@ -112,7 +112,7 @@ def _fake_rope(
 
 _namespace = free_namespace("toma_graphs", "enter")
 _library = torch.library.Library(_namespace, "FRAGMENT")
-# The tags give operators tensors with the strides of eager mode, and keep operators out of CUDA graphs.
+# With these tags operators get tensors with the strides of eager mode, and stay out of CUDA graphs.
 _KNOWN = ("needs_fixed_stride_order", "cudagraph_unsafe")
 _TAGS = [getattr(torch.Tag, name) for name in _KNOWN if hasattr(torch.Tag, name)]
 _SIZES = "int site, SymInt before, SymInt tokens, SymInt destinations, int axis"

@@ -29,7 +29,7 @@ Call = tuple[Sequence[Any], Hashable]  # groups of conditions that are evaluated
 
 # Methods of a guider that prepare what its `predict_noise` reads.
 _PREPARING = ("__call__", "outer_predict_noise", "outer_sample", "inner_sample")
-# Beginnings of the names of options that hold functions of other nodes, or that choose devices.
+# Prefixes of the names of options that hold functions of other nodes, or that choose devices.
 _FOREIGN = ("sampler_", "model_function_wrapper", "context_handler", "denoise_mask_function", "multigpu_")
 
 
@@ -54,7 +54,7 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 
 
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
-    """Return the areas of the entries in a run's caches when these are largest. size: returns an entry's size."""
+    """Return the areas of a run's cached entries at the time when the caches are largest. size: takes such an area."""
     held: dict[Hashable, tuple[int, Area]] = {}  # step of the last refresh, and area
     most = [*max(steps, key=lambda parts: sum(map(size, parts.values()))).values()]
     for step, (parts, sigma) in enumerate(zip(steps, schedule.sigmas, strict=False)):
@@ -81,13 +81,14 @@ class _Unloaded:
 
 
 def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dict[str, list[Any]]:
-    """Return copies of all conditions, with areas and noise levels resolved as when sampling begins, if possible."""
+    """Return copies of all conditions with the areas and noise levels that ComfyUI finds for them when sampling begins.
+    If that fails, return the conditions unchanged."""
     prepared = {name: [dict(cond) for cond in group or ()] for name, group in conds.items()}
     try:
         for group in prepared.values():
             samplers.resolve_areas_and_cond_masks_multidim(group, tuple(shape[2:]), torch.device("cpu"))
             samplers.calculate_start_end_timesteps(model, group)
-        # If one group has an area, ComfyUI evaluates this area for the other groups too.
+        # If a condition of one group has an area, ComfyUI evaluates this area for the other groups too.
         for group, other in permutations(prepared.values(), 2):
             for cond in group:
                 samplers.create_cond_with_same_area_if_none(other, cond)
@@ -100,7 +101,7 @@ def _prepared(conds: Mapping[str, Any], model: Any, shape: Sequence[int]) -> dic
 def _calls(
     guider: Any, sampler: Any, conds: Mapping[str, Any], model: Any, shape: Sequence[int], sigma: float | None
 ) -> Iterator[Call]:
-    """Yield the calls of a guider at a noise level, and the calls that functions of other nodes add."""
+    """Yield the calls that a guider makes at a noise level, then the calls that functions of other nodes add."""
     options = guider.model_options
     sampler_name = getattr(getattr(sampler, "sampler_function", None), "__name__", "cfg_pp")
     unguided_too = bool(options.get("disable_cfg1_optimization")) or "cfg_pp" in sampler_name
@@ -148,7 +149,7 @@ def _asked(
 
 
 def _evaluates(code: Any) -> bool:
-    """Whether a function evaluates the model, as perturbed guidance does, judged by the names in its code."""
+    """Judge by the names in a function's code whether the function evaluates the model, as in perturbed guidance."""
     names = {"calc_cond_batch", "_calc_cond_batch", "sampling_function"}
     known = isinstance(code, CodeType)
     return known and (not names.isdisjoint(code.co_names) or any(map(_evaluates, code.co_consts)))

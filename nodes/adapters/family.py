@@ -1,4 +1,4 @@
-"""The declarations of a family of models, and the code that joins its blocks to chains and chooses their hooks."""
+"""What a family of models declares about its blocks, and how blocks are joined to chains and get hooks."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ class BlockGroup:
     added: str = ""  # key in ComfyUI's `control` of the tensors that ControlNets add after each block
     borders: Container[int] = ()  # indices of blocks after which the model itself reads all tokens
     keys_width: int = 0  # channels of a token's keys, summed over a block's attentions; 0 if as many as `width`
-    # Set by `ModelHooks`: the hook of each block; the module that runs the blocks, and the name of its list of blocks.
+    # `ModelHooks` sets these. hooks: one per block. home: returns the module that runs the blocks. list_name: the
+    # attribute of this module that lists the blocks.
     hooks: list[BlockHook] = field(default_factory=list)
     home: Callable[[], Any] = lambda: None
     list_name: str = ""
 
     @property
     def modules(self) -> Any:
-        """The list of blocks that is in the model now: another pack may have replaced it."""
+        """The model's list of blocks as it is now: another pack may have replaced the list."""
         return getattr(self.home(), self.list_name, self.blocks)
 
 
@@ -62,15 +63,15 @@ class BlockFacts:
     width: int  # channels of a token, 0 if unknown
 
     def flops(self, ratio: float = 0.0, attends: bool = False) -> float:
-        """Return the FLOPs for one image, merged by a ratio. attends: whether the block attends to all tokens."""
+        """Return the FLOPs for one image at this ratio. attends: whether the block attends to all tokens."""
         left = self.tokens - round(ratio * self.tokens)
         return self.work.flops(left, 1, self.width or 1024, self.tokens if attends else left)
 
 
 class ModelHooks:
-    """The hooks of one model, which live as long as the model. Each family declares its blocks in a derived class."""
+    """The hooks of one model. They live as long as the model. Each family declares its blocks in a derived class."""
 
-    # Whether latents may have several frames. Each is merged to as many tokens, because modulation may be per frame.
+    # Whether latents may have several frames. All keep the same number of tokens, because modulation may be per frame.
     takes_frames = False
     references_follow = False  # whether tokens of reference images come directly after the image's tokens
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")  # patches of other nodes inside a block
@@ -116,10 +117,10 @@ class ModelHooks:
     def kv_cache_numel(
         self, latent: Tensor, config: ToMAConfig, options: Options, controlled: bool, references: Sequence[Tensor]
     ) -> tuple[int, int]:
-        """Return how many elements per image are stored with a KV cache: residuals of chains, then keys and values of
-        the blocks that these settings merge. Both numbers are 0 if the attention of blocks cannot be overridden.
-        options: ComfyUI's `transformer_options`, whose patches may end chains. controlled: whether ControlNets may end
-        chains. references: latents of reference images that may be merged, too."""
+        """Return how many elements per image a run with a KV cache stores: first those of the chains' residuals, then
+        those of keys and values in blocks that these settings merge. Both numbers are 0 if attention cannot be
+        overridden. options: ComfyUI's `transformer_options`, whose patches may end chains. controlled: whether
+        ControlNets may end chains. references: latents of reference images that may be merged, too."""
         merged = references if config.merge_references and self.references_follow else ()
         updates = keys = 0
         for group in self.groups if self.kind is ModelKind.TRANSFORMER else ():
@@ -128,7 +129,7 @@ class ModelHooks:
             blocks = [n for n in range(len(group.blocks)) if not self.skipped_by_settings(group, n, config)]
             begins = self.begins(group, added, options, config)
             updates += tokens * group.width * sum(n in begins or n - 1 not in blocks for n in blocks)
-            # Without `keys_width`, grouped keys count once for each head of queries: attention gets them repeated.
+            # Without `keys_width`, grouped keys count as wide as tokens: attention gets keys repeated for all heads.
             attentions = sum(self.attentions(group.blocks[n]) for n in blocks)
             keys += 2 * tokens * (group.keys_width or group.width) * attentions
         return updates, keys
@@ -142,9 +143,9 @@ class ModelHooks:
         return 1
 
     def begins(self, group: BlockGroup, added: Sequence[Any], options: Options, config: ToMAConfig) -> Container[int]:
-        """Return the indices at which a new chain begins, because the model, a ControlNet or another node may read all
-        tokens before the block: by a patch, or by running the blocks in its own loop, as step caches do. added: per
-        block, the residual that ControlNets add after the block."""
+        """Return the indices of blocks at which a new chain begins, because the model, a ControlNet or another node may
+        read all tokens before the block. Nodes do so in patches, or if they run the blocks in a loop of their own, as
+        step caches do. added: per block, the residual that ControlNets add after the block."""
         every = range(len(group.blocks))
         stacked = config.granularity is Granularity.STACK and runs_own_loop(group.home(), _LOOPS)
         if not stacked or patched(options, self.between):
@@ -170,8 +171,8 @@ class ModelHooks:
                 yield from chain_hooks(chain, (grid, *following), x, evaluation, options, group.width)
 
     def merged_blocks(self, group: BlockGroup, evaluation: Evaluation, options: Options) -> dict[int, BlockHook]:
-        """Return the hooks of the blocks that are merged, by index, and set each hook's module to the module that is in
-        the model now. Note in the stats why each of the other blocks is not merged."""
+        """Return the hooks of the blocks that are merged, by index. Set `module` of each hook to the block that is in
+        the model now. Note in the stats why other blocks are not merged."""
         config, modules, merged = evaluation.run.config, group.modules, dict[int, BlockHook]()
         own = isinstance(modules, Sequence | nn.ModuleList) and len(modules) == len(group.hooks)
         patch = Reason.ATTENTION_PATCH() if patched(options, self.inside) else None
@@ -190,11 +191,11 @@ class ModelHooks:
     def module_hooks(
         self, merged: dict[int, BlockHook], grid: Grid, evaluation: Evaluation, options: Options
     ) -> Iterator[HookPair]:
-        """Take blocks whose modules are merged one by one out of `merged`, and yield the hooks for them."""
+        """If modules of a block are to be merged one by one, remove the block from `merged`, and yield hooks for it."""
         return iter(())
 
     def merged_references(self, references: Sequence[Tensor], evaluation: Evaluation) -> list[Grid]:
-        """Return the grids of the reference images, (N,) for an image that is not merged. Empty if none is merged."""
+        """Return each reference image's grid, or (N,) if the image is not merged. Return [] if no image is merged."""
         config, stats = evaluation.run.config, evaluation.run.stats
         if not (self.references_follow and config.merge_references):
             return []
@@ -214,9 +215,9 @@ class ModelHooks:
         return grids if any(map(is_merged, grids)) else []
 
     def times_less_work(self, latent: Tensor, run: RunState) -> float | None:
-        """Return the FLOPs of the unmerged run divided by the FLOPs of this run, for a latent of (B, C, ..., H, W).
-        None if nothing was merged, or if the model got tiles of the latent or reference images, whose tokens are not
-        counted. The making of plans is not counted either, nor are text tokens beyond a family's minimum."""
+        """Return the FLOPs of this run without merging, divided by its FLOPs with merging. latent: (B, C, ..., H, W).
+        None if nothing was merged, and if the model got reference images or tiles of the latent, because their tokens
+        are not counted. The FLOPs leave out making plans, and text tokens beyond a family's minimum."""
         stats, schedule = run.stats, run.schedule
         if run.tiles or run.references or not stats.merged_blocks:
             return None
@@ -246,8 +247,7 @@ def token_grid(latent: Tensor, patch_size: int) -> Grid:
 
 
 def skip_reason(config: ToMAConfig, index: int, count: int, *, last: bool = True) -> Message | None:
-    """Return why the settings skip the block of this index among `count`. last: whether these blocks are the model's
-    last."""
+    """Return why the settings skip block `index` of `count` blocks. last: whether the model ends with these blocks."""
     if index < resolve_count(config.skip_first_blocks, count):
         return Reason.SKIP_FIRST_BLOCKS(count=config.skip_first_blocks)
     if last and count - index <= resolve_count(config.skip_last_blocks, count):
@@ -272,8 +272,9 @@ def chains_of(
 def chain_hooks(
     hooks: Sequence[BlockHook], grids: tuple[Grid, ...], x: Tensor, evaluation: Evaluation, options: Options, width: int
 ) -> Iterator[HookPair]:
-    """Yield hooks that keep tokens merged from the first of consecutive blocks to the last. grids: the image's grid,
-    then one per reference. x: latent of (B, C, ..., H, W). width: channels of a token, 0 if unknown."""
+    """Begin a chain, and yield the hooks that keep tokens merged from its first block to its last. hooks: those of its
+    blocks. grids: the image's grid, then one per reference. x: latent of (B, C, ..., H, W). width: channels of a token,
+    0 if unknown."""
     first, names, granularity = hooks[0], [hook.name for hook in hooks], evaluation.run.config.granularity
     if granularity is Granularity.STACK and len(hooks) == 1:
         granularity = Granularity.BLOCK  # which merges in the same way, at the same cost

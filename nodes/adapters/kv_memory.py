@@ -1,4 +1,4 @@
-"""Plan the KV cache of a run from the memory that the model leaves free, and make ComfyUI reserve memory for it."""
+"""Plan a run's KV cache from the memory that the model leaves free, and make ComfyUI reserve memory for the cache."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def plan_kv_cache(
 ) -> KVCachePlan:
     """Plan the KV cache of a run on latents of (B, C, ..., H, W). Keys and values have full precision if they fit on
     the card beside the model's weights, otherwise four bits. Those that do not fit lie in main memory. If main memory
-    is short too, only some blocks have keys and values, or none. packed: the shape of all streams as packed by ComfyUI.
-    sigmas: one per step, then the sigma at the run's end; if empty, every condition is counted."""
+    is short too, only some blocks are merged, or there is no cache. packed: the shape of all streams as packed by
+    ComfyUI. sigmas: one per step, then the sigma at the run's end; if empty, assume a step with every condition."""
     model, options = guider.model_patcher, guider.model_options
     hooks = registry.find(model.get_model_object("diffusion_model"))
     if hooks is None or (options.get("torch_compile_kwargs") and not compiled(options)):
@@ -84,7 +84,7 @@ def plan_kv_cache(
         return hooks.kv_cache_numel(crop(latent, area or None), config, patches, controlled, references)
 
     def needed(config: ToMAConfig) -> tuple[int, int, int]:
-        """Return elements of updates, elements of keys and values, and cached conditions, when these are the most."""
+        """Return the largest cache's counts: elements of updates, elements of keys and values, and conditions."""
         schedule = Schedule(config, tuple(sigmas[:-1]), finishes=bool(sigmas) and sigmas[-1] == 0.0)
         held = most_held(steps, schedule, lambda area: sum(per_image(config, area))) or [()]
         numbers = zip(*(per_image(config, area) for area in held), strict=True)
@@ -136,7 +136,7 @@ def copier_of(device: torch.device) -> CudaCopier | None:
 
 
 def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
-    """Return the memory for a run's keys and values; None if they can only lie on the card."""
+    """Return the `HostMemory` for a run's keys and values; None if they can lie only on the card."""
     if not plan.main_room or (copier := copier_of(device)) is None:
         return None
     card_room = plan.keys - plan.in_main if plan.in_main else float("inf")
@@ -144,9 +144,9 @@ def host_of(plan: KVCachePlan, device: torch.device) -> HostMemory | None:
 
 
 def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], conds: Any) -> None:
-    """Set the card's room for keys and values to the memory that is free after the model is loaded. If ComfyUI loads a
-    model block by block while it runs, set the planned room at most, because ComfyUI then fills free memory with
-    weights. shape, conds: arguments of ComfyUI's estimate of an evaluation's memory."""
+    """Set the card's room for keys and values to the memory that is free after the model is loaded. If ComfyUI loads
+    the model block by block during the run, set no more than the planned room, because ComfyUI then fills free memory
+    with weights. shape, conds: arguments of ComfyUI's estimate of an evaluation's memory."""
     free = getattr(model, "get_free_memory", model_management.get_free_memory)(model.load_device)
     room = max(0.0, free - _inference_memory(model, shape, conds) - host.beside)
     by_block = getattr(model, "is_dynamic", lambda: False)()
@@ -154,15 +154,15 @@ def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], co
 
 
 def main_room() -> float:
-    """Return how many bytes keys and values may take. It depends on total, not free, memory, as a seed's picture must
-    not change from run to run."""
+    """Return how many bytes of main memory keys and values may take. Total memory decides, not free memory: a seed must
+    give the same picture in every run."""
     return min(total for total, _ in _memories()) * MAIN_SHARE
 
 
 def may_take(size: int) -> bool:
-    """Return whether `size` bytes may be taken now. ComfyUI first gives up weights pinned for models that are idle."""
+    """Return whether `size` bytes of main memory may be taken now. Let ComfyUI first unpin weights of idle models."""
     with warned(), require_api("ensure_pin_budget"):
-        # ComfyUI before 0.26 has no such function.
+        # ComfyUI before 0.26 has no `ensure_pin_budget`.
         getattr(model_management, "ensure_pin_budget", lambda _: None)(size)
     return min(available for _, available in _memories()) - _LAST >= size
 
@@ -187,8 +187,8 @@ def _memories() -> list[tuple[float, float]]:
 
 def memory_left(guider: Any, shape: Sequence[int]) -> float:
     """Return how many bytes of the card a run on latents of this shape leaves free; negative if the run does not fit.
-    This is the total memory minus what ComfyUI frees before it loads the run's models, see `load_models_gpu`. Memory
-    that is free now does not count, because a seed must give the same image whatever else runs."""
+    The number is the card's total memory minus what ComfyUI frees before it loads the run's models, see
+    `load_models_gpu`. Memory that is free now plays no part: a seed must give the same image whatever else runs."""
     model, options = guider.model_patcher, guider.model_options
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
     usual = model.model.manual_cast_dtype
@@ -225,7 +225,7 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
 
 def windows_of(guider: Any, latent: Tensor) -> float:
     """Return how many times, on average, one evaluation computes a frame of the latent for a condition: more than once
-    where context windows overlap. Return 0, for no cache, if they move at each step: the cache has other frames."""
+    where context windows overlap. Return 0 if windows move at each step: a cache would hold other frames."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:
@@ -240,7 +240,7 @@ def windows_of(guider: Any, latent: Tensor) -> float:
 
 
 class _Reserving:
-    """Stands in for a model's `memory_required` and adds the bytes of each run that is about to begin."""
+    """Stands in for a model's `memory_required`, and adds the bytes that runs reserve while they begin."""
 
     def __init__(self, model: Any) -> None:
         self.required: Callable[..., Any] = model.memory_required
@@ -253,8 +253,8 @@ class _Reserving:
 
 @contextmanager
 def reserved(model: Any, more: int) -> Iterator[None]:
-    """Make ComfyUI count `more` additional bytes for activations while it loads the model. If another node replaces
-    `memory_required` in the meantime, the replacement stays."""
+    """Make ComfyUI count `more` additional bytes for activations if it loads the model in the `with` block. If another
+    node replaces `memory_required` in the block, the replacement stays."""
     ours = vars(model).get("memory_required")
     if not isinstance(ours, _Reserving):
         ours = model.memory_required = _Reserving(model)

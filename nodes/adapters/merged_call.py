@@ -1,4 +1,4 @@
-"""One call of the model with hooks in its blocks."""
+"""Call the model once, with hooks in its blocks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def merged_call(
 ) -> Any:
     """Install the hooks that `select` chooses for latents x of (B, C, ..., H, W), and return the result of `call`.
 
-    Whether caches are used is decided before the model runs, when the chains of the call are known. If code of this
-    pack fails before this decision, the call is full. positions: see `conditions.positions_of`.
+    Whether the call uses caches depends on its chains. So it is decided after `select` has made them, before the model
+    runs. If this pack's code fails until then, the call is full. positions: see `conditions.positions_of`.
     """
     with ExitStack() as installation:
         try:

@@ -1,8 +1,9 @@
 """Replace a module's `forward` for the duration of one model evaluation, in the same way for every model.
 
-ComfyUI's own patches are not sufficient. The UNet has none around the feed-forward or a block; a block of Flux can have
-only one, which is often another pack's. In both models, patches of other packs would get merged tokens. A replaced
-`forward` lies inside all patches, so they get all tokens. The model is unchanged between evaluations.
+ComfyUI's patches do not suffice. The UNet has no patch around the feed-forward or a block. A block of Flux can have
+only one patch, which is often another pack's. If this pack merged in patches, other packs' patches could get merged
+tokens. A replaced `forward` lies inside all patches, so patches get all tokens. The model is unchanged between
+evaluations.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import nn
 
 from ... import toma_core
 
-# Keys of transformer_options that are removed before the model is called. Compiled code would read every key that was
-# present when it was traced, even in later runs without ToMA.
+# Keys of transformer_options that are removed before the model is called. Compiled code would read each key that was
+# present during tracing, even in later runs without ToMA.
 ATTACHMENT = "toma"
 SAMPLING = "toma_sampling"
 GRAPHS = "toma_graphs"
@@ -25,8 +26,8 @@ RIDING = (ATTACHMENT, SAMPLING, GRAPHS)
 
 
 class Hook:
-    """Stands in for a module's `forward`. It holds state of a run only during one evaluation. It lives as long as its
-    model, because torch.compile guards on the identity of traced objects."""
+    """Stands in for a module's `forward`. A hook lives as long as its model, because torch.compile guards on the
+    identity of traced objects, but keeps a run's state only during one evaluation."""
 
     original: Callable[..., Any]  # the `forward` that an installed hook replaces
 
@@ -58,7 +59,7 @@ def installed(hooks: Iterable[HookPair]) -> Iterator[list[Hook]]:
 
 
 # Merging depends on content, step and shape, and tracing would freeze these in the graph. `outside_graph` keeps a hook
-# out of graphs but not the block that it calls. `eager` keeps out a function and everything that it calls.
+# out of graphs, but not the block that the hook calls. `eager` keeps out a function and all that the function calls.
 outside_graph = torch.compiler.disable(recursive=False)
 eager = torch.compiler.disable
 merge = eager(toma_core.merge)

@@ -10,7 +10,7 @@ from torch import nn
 
 from .model_hooks import Hook
 
-# Prefixes by which ComfyUI's models name the modules that compute positions.
+# Prefixes of the names of modules that compute positions in ComfyUI's models.
 _POSITIONS = ("pe_", "pos_", "rope", "rotary")
 
 
@@ -20,23 +20,23 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def kinds_of(model: nn.Module) -> list[str]:
-    """Return the names of those classes of a model that ComfyUI defines, most derived first. Classes that other packs,
-    or PyTorch on several cards, derive from them are left out."""
+    """Return the names of those classes of a model that ComfyUI defines, most derived first. Leave out classes derived
+    by other packs, or by PyTorch when it spreads weights over cards."""
     return [kind.__name__ for kind in type(model).__mro__ if _by_comfyui(kind)]
 
 
 def is_original(block: nn.Module) -> bool:
-    """Whether a block is of one of ComfyUI's classes, and not of a class that another pack has put in its place."""
+    """Whether a block's `forward` is ComfyUI's or a hook of this pack, not one of another pack."""
     module = unwrapped(block)
     own = vars(module).get("forward")
-    # Judge by the class that defines `forward`: PyTorch derives a class that has none if weights are spread over cards.
+    # Judge by the class that defines `forward`: PyTorch derives a class without it to spread weights over cards.
     home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     return _by_comfyui(home) and (own is None or isinstance(own, Hook) or _by_comfyui(own))
 
 
 def foreign_positions(model: nn.Module | None) -> str | None:
-    """Return the class of the module that computes the model's positions if the module is another pack's, otherwise
-    None. Such positions may differ at each step, as with packs for pictures larger than in training."""
+    """If another pack's module computes the model's positions, return the name of the module's class, otherwise None.
+    Another pack's positions may differ at each step, as those for pictures larger than in training do."""
     for name, child in () if model is None else unwrapped(model).named_children():
         if name.startswith(_POSITIONS) and not type(child).__module__.startswith("torch.") and not is_original(child):
             return type(child).__name__
@@ -50,7 +50,7 @@ def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
 
 
 def has_forward_hooks(before: nn.Module, after: nn.Module) -> bool:
-    """Whether PyTorch hooks read the tokens between two blocks; hooks that spread weights over cards (FSDP) do not."""
+    """Whether forward hooks may read tokens between two blocks; PyTorch's own hooks only spread weights (FSDP)."""
     hooks = [hook for module in (before, unwrapped(before)) for hook in module._forward_hooks.values()]
     hooks += [hook for module in (after, unwrapped(after)) for hook in module._forward_pre_hooks.values()]
     return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
@@ -73,7 +73,7 @@ def _by_comfyui(written: Any) -> bool:
 
 
 def _in_its_own_file(method: Any) -> bool:
-    """Whether a method is still the one in ComfyUI's file, and was not replaced for all models."""
+    """Whether a method is still ComfyUI's: another pack may have replaced it in the class, for all models."""
     home = sys.modules.get(getattr(method, "__module__", ""))
     code = getattr(method, "__code__", None)
     return code is not None and _by_comfyui(method) and code.co_filename == getattr(home, "__file__", None)

@@ -46,10 +46,10 @@ _KEY = "toma"
 def apply_toma(
     model: ModelPatcher, settings: Settings, watcher: Any = None, ratio_schedule: RatioSchedule = ()
 ) -> ModelPatcher:
-    """Return a clone of the model that merges tokens by these settings; the model itself if the settings switch merging
-    off. ratio_schedule: ratios by block and noise level, which replace the ratio of the settings. Any settings that the
-    model already carries are replaced. If the models of this ComfyUI cannot be patched in the way that this pack knows,
-    log a warning and return the model itself. Raises `UnsupportedModelError`."""
+    """Return a clone of the model that merges tokens by these settings, in place of settings that the model already
+    carries. If the settings switch merging off, return a model without ToMA. ratio_schedule: ratios by block and noise
+    level, in place of the ratio in the settings. If this ComfyUI's `ModelPatcher` is not as this pack knows it, log a
+    warning and return the model itself. Raises `UnsupportedModelError`."""
     registry.require(model.get_model_object("diffusion_model"))
     if settings.off and attachment_of(model) is None:
         return model
@@ -102,7 +102,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             stats.kv_skipped = kv_plan.skipped
             sampling.tracker = SigmaTracker(sigmas, sampler, guider)
             cached = run.kv_cache
-            # Measure new noise where a wrapper of another pack may change the latent between sampler and model.
+            # Measure new noise if a wrapper of another pack may change the latent between the sampler and the model.
             between = WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH
             foreign = wrapped_by_others(options_before["transformer_options"]["wrappers"], between)
             sampling.trajectory.reads = sampling.tracker.measures_noise(cached) or (cached and foreign)
@@ -140,7 +140,7 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
 def run_config(
     attachment: Attachment, guider: Any, noise: Tensor, sampler: Any, packed: Sequence[int] = (), sigmas: Any = ()
 ) -> tuple[ToMAConfig, KVCachePlan]:
-    """Return the settings for a run of a guider, and the plan of the run's KV cache. noise: of the first stream.
+    """Return the settings for a run of a guider, and the plan of the run's KV cache. noise: that of the first stream.
     packed: the shape of all streams as packed by ComfyUI, if there are several. sigmas: see `plan_kv_cache`."""
     settings, model = attachment.settings, guider.model_patcher
     config = config_for(settings, model)
@@ -180,8 +180,8 @@ def _predict_noise(executor: Any, *args: Any, **kwargs: Any) -> Any:
         image = executor(*args, **kwargs)
     except torch.OutOfMemoryError:
         # Evaluate all conditions again, on all tokens: if only one condition were repeated, guidance would amplify its
-        # difference from the merged conditions. With several devices this is impossible: ComfyUI does not wait for the
-        # other devices, and would take their results for results of the next evaluation.
+        # difference from the merged conditions. With several devices nothing can be repeated: ComfyUI does not wait for
+        # the other devices, and would take their results for results of the next evaluation.
         if sampling is None or sampling.several_devices or not sampling.no_memory():
             raise
         image = None
@@ -247,7 +247,8 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return merged_call(full, select, sampling, evaluation, x, positions_of(options))
     except torch.OutOfMemoryError:
-        # With several devices, the one that ran out of memory repeats its own call; otherwise see `_predict_noise`.
+        # With several devices, the device that ran out of memory repeats its call. With one device, see
+        # `_predict_noise`.
         if options.get("multigpu_thread_device") is None or not sampling.no_memory(again=False):
             raise
     end_interrupted(several_devices=True)
@@ -255,7 +256,7 @@ def _apply_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _obstacle(sampling: SamplingRun, model: nn.Module, hooks: ModelHooks | None, x: Any) -> Message | None:
-    """Return why a call of the model on a latent x is not merged, None if it is merged."""
+    """Return why a call of the model on a latent x cannot be merged, None if it can."""
     if sampling.sigma is None:
         return Reason.UNKNOWN_SIGMA()
     name = type(unwrapped(model)).__name__

@@ -1,6 +1,6 @@
 """Measure the error of merging during an unmerged sampling run: one site at a time, once in each band. A site is a
 group of blocks, a band is a range of steps. At one step of each band, the first condition is evaluated again for each
-site, with only this site merged. The error is the change of the clean image that the model predicts."""
+site, with only this site merged. The error is how much this changes the clean image that the model predicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _KEY = "toma_probes"
 RATIO = 0.5  # at which single sites are measured
 RATIOS = (0.25, 0.5, 0.75)  # at which all sites together are measured, in the middle band
 MAX_BANDS = 3
-# Wrappers that measuring removes: step caches return results of earlier steps, torch.compile makes a graph per site.
+# Wrappers to remove before measuring: step caches return results of earlier steps, torch.compile makes a graph per
+# site.
 _LEFT_OUT = ("easycache", "lazycache", "torch.compile")
 
 
@@ -54,14 +55,14 @@ class Probes:
     _errors: dict[tuple[int, str | None, float], Tensor] = field(default_factory=dict)
 
     def on(self, model: ModelPatcher, config: ToMAConfig) -> ModelPatcher:
-        """Return a clone of a model that samples unmerged and is measured with these settings."""
+        """Return a clone of a model. It samples unmerged, and measures merging with these settings."""
         patched = apply_toma(model, config, ratio_schedule=((0.0, {}),))
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, _KEY, self._evaluated)
         return patched
 
     def squared_errors(self) -> dict[tuple[str, int, float], float]:
-        """Return the squared error of each site, band and ratio. Errors at other ratios than `RATIO` are scaled like
-        the error of all sites together. Sites that gave NaN at any time must not be merged and are left out."""
+        """Return the squared error by site, band and ratio. Single sites are measured only at `RATIO`; their errors at
+        other ratios are scaled like the error of all sites together. Leave out sites that gave NaN in any band."""
         errors = {key: float(error) for key, error in self._errors.items()}
         joint = {ratio: error for (_, site, ratio), error in errors.items() if site is None}
         broken = {site for (_, site, _), error in errors.items() if not math.isfinite(error)}
@@ -95,7 +96,7 @@ class Probes:
             image: Tensor = executor(model, conds[:1], x, timestep, options)[0]
             return image.float()
 
-        # Compare with an evaluation of the first condition alone, as in the probes: a batch of two rounds differently.
+        # Compare with the first condition evaluated alone, as the probes are: a batch of two rounds differently.
         alone = len(conds) == 1 or conds[1] is None
         unmerged = images[0].float() if alone else evaluated(None, 0.0)
         probes: list[tuple[str | None, float]] = [(site, RATIO) for site in self.sites]
@@ -139,7 +140,8 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
     groups = list(stacks.values())
 
     def joint_work(index: int) -> tuple[bool, float]:
-        """Return the sorting key of two neighbouring groups: equal resolution comes first, then the least work."""
+        """Return a sorting key for two neighbouring groups: equal resolution comes before different, little work before
+        more."""
         a, b = groups[index : index + 2]
         return a[0].tokens != b[0].tokens, math.fsum(block.flops() for block in (*a, *b))
 
@@ -151,6 +153,7 @@ def sites_of(blocks: Sequence[BlockFacts], limit: int) -> dict[str, list[str]]:
 
 
 def _growth(errors: Mapping[float, float], ratio: float) -> float:
-    """Return the error at a ratio, divided by the error at `RATIO`. An unmeasured error grows as the ratio's square."""
+    """Return the error at a ratio divided by the error at `RATIO`. If one is unknown, assume growth with the squared
+    ratio."""
     known = math.isfinite(errors.get(ratio, math.nan)) and errors.get(RATIO, 0.0) > 0.0
     return errors[ratio] / errors[RATIO] if known else (ratio / RATIO) ** 2

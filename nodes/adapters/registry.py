@@ -1,4 +1,4 @@
-"""Find the family of a model, and the properties by which models are distinguished.
+"""Find the family of a model, and describe models by properties in which they differ.
 
 To add a family, add its file in `families` and its import in this module. The file defines:
 
@@ -45,7 +45,7 @@ def _of(family: str) -> Iterator[None]:
             warn(error)
 
 
-# Imports are literal, so that they can be read and searched.
+# The imports are written out, so that they can be read and searched.
 with _of("UNets"):
     from .families import unet
 with _of("Flux"):
@@ -81,7 +81,7 @@ with _of("LTX"):
 with _of("MiniMax H3"):
     from .families import h3
 
-# In the order of the imports, in which users read the names.
+# In the order of the imports, which is also the order of the names that users read.
 _FAMILIES: list[Any] = [each for each in list(globals().values()) if hasattr(each, "Hooks")]
 
 
@@ -109,7 +109,7 @@ class Unsupported(MessageId):
 
 
 class UnsupportedModelError(MessageError):
-    """The model is of no known class. The message itself names ToMA, so it has no prefix."""
+    """The model is of no known class. The prefix is empty, because the message's text already names ToMA."""
 
     prefix = ""
 
@@ -124,7 +124,7 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
     if model not in _hooks:
         family = next((f for f in _FAMILIES if is_of(f, model)), None)
         if family is None:
-            # The model may belong to a family that could not be imported; such a model runs unmerged.
+            # If a family could not be imported, the model may belong to it: let the model run unmerged.
             return _Unmerged(model, type(model).__name__) if _unavailable else None
         try:
             with require_api(type(model).__name__):
@@ -139,8 +139,8 @@ def find(diffusion_model: nn.Module) -> ModelHooks | None:
 
 
 def is_of(family: Any, model: nn.Module) -> bool:
-    """Whether a model is of a family. Classes that a later ComfyUI derives are excluded, because they may read tokens
-    that merging removes."""
+    """Whether a model is of a family. Unknown classes that a later ComfyUI derives from `MODEL` do not count, because
+    they may read tokens that merging removes."""
     if not isinstance(model, family.MODEL):
         return False
     kinds = kinds_of(model)
@@ -163,14 +163,15 @@ def require(diffusion_model: nn.Module) -> ModelHooks:
 
 
 def blocks_of(model: ModelPatcher, latent: Tensor | None = None) -> list[BlockFacts]:
-    """Return the blocks that may be merged, in forward order. latent: for token counts. Raises as `require` does."""
+    """Return the blocks that may be merged, in forward order. latent: to count tokens. Raises as `require` does."""
     hooks = require(model.get_model_object("diffusion_model"))
     return list(hooks.blocks(torch.empty(1, 1, 64, 64, device="meta") if latent is None else latent))
 
 
 def fingerprint(model: ModelPatcher) -> str:
-    """Return properties that distinguish a model from all others, except from finetunes of its base: family, count of
-    blocks by kind, their channels, kind of prediction and highest noise level. Raises `UnsupportedModelError`."""
+    """Return the properties that all finetunes of a base model share, and that distinguish it from other models:
+    family, count of blocks by kind, their channels, kind of prediction and highest noise level. Raises
+    `UnsupportedModelError`."""
     facts = blocks_of(model)
     hooks = require(model.get_model_object("diffusion_model"))
     family = type(hooks).__module__.rpartition(".")[2]

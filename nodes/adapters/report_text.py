@@ -15,7 +15,7 @@ from ...toma_core import ToMAConfig, reasons
 from ...toma_core.reasons import Message, MessageId, Reason
 from ...toma_core.stats import RunStats
 
-# Labels of settings by their id, and texts by message id.
+# Labels of settings, by the setting's id, and texts of messages, by the message's id.
 ENGLISH = json.loads((Path(__file__).parents[2] / "web" / "i18n" / "en.json").read_text(encoding="utf-8"))
 # Reasons that follow from the user's own setting or profile.
 _CHOSEN = {Reason.SETTING, Reason.SKIP_FIRST_BLOCKS, Reason.SKIP_LAST_BLOCKS, Reason.PROFILE_SKIPS_BLOCK}
@@ -66,7 +66,7 @@ def label(setting: str) -> str:
 
 
 class _English(Formatter):
-    """Format the values that a message's text names; numbers have no trailing zeros, unless the text has a spec."""
+    """Put values into a message's text. Numbers have no trailing zeros, unless the text gives a format."""
 
     def format_field(self, value: Any, spec: str) -> str:
         if isinstance(value, tuple):
@@ -84,7 +84,7 @@ reasons.reader = _english
 
 
 def headline(stats: RunStats) -> Message:
-    """Return the first line: the share of tokens that is merged, in how many blocks and steps, or why none is."""
+    """Return the first line: the share of merged tokens, in how many blocks and steps, or why nothing is merged."""
     unmerged = stats.unmerged_reasons()
     ratios = stats.ratios_in_blocks
     if not ratios:
@@ -198,6 +198,6 @@ def _steps(steps: Iterable[int]) -> str:
 
 
 def _ranges(numbers: Iterable[int], prefix: str = "") -> str:
-    # Group consecutive numbers: they differ from their positions by the same amount.
+    # Group consecutive numbers: a number minus its position in the list is the same for all of them.
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{prefix}{run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)

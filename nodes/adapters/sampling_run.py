@@ -1,4 +1,4 @@
-"""The state of one sampling run: its evaluation in progress, with its conditions and the tiles of the latent so far."""
+"""The state of one sampling run, and of its evaluation in progress: conditions, and tiles of the latent so far."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SamplingRun:
         takes_frames: bool = False,
     ) -> SamplingRun:
         """Start a run. sigmas: one per step, then the sigma at the run's end. ratio_schedule: see `Schedule`.
-        takes_frames: whether the model is for videos, and may be split into two models with a run for each."""
+        takes_frames: whether the model is for videos. Two such models may sample one video, each in its own run."""
         first, last = config.start_percent, config.end_percent
         start = float(model_sampling.percent_to_sigma(first)) if first > 0 else float("inf")
         end = float(model_sampling.percent_to_sigma(last)) if last < 1 else float("-inf")
@@ -90,15 +90,15 @@ class SamplingRun:
             self.trajectory.predicted(first(image, self.shapes))
 
     def close(self) -> RunStats:
-        """End the run, also after an error: drop everything that it holds, and return its stats."""
+        """End the run, also after an error: drop the tensors that the run holds, and return its stats."""
         self.trajectory.close()
         self.tiles.clear()
         return self.run.close()
 
     def no_memory(self, again: bool = True) -> bool:
-        """Drop plans and caches after memory ran out, so that this evaluation and all later ones are full. Return False
-        where a full evaluation needs as much memory: for a picture without a KV cache, and if the evaluation is full
-        already. again: whether all calls of the evaluation are repeated."""
+        """After memory ran out, drop plans and caches, and make this evaluation and all later ones full. Return False
+        if a full evaluation would need as much memory: for a picture without a KV cache, and if the evaluation is
+        already full. again: whether all calls of the evaluation are repeated."""
         plan = out_of_memory(self.run, self.step_plan, self._video)
         if plan is None:
             return False
@@ -109,13 +109,13 @@ class SamplingRun:
         return True
 
     def undecided(self, reason: Message) -> None:
-        """Run a call on all tokens, because `observe` has failed for it."""
+        """Make a call full, because `observe` has failed for this call."""
         self.step_plan = self.step_plan.with_mode(StepMode.FULL)
         self.run.stats.count_evaluation(self.step_plan.step, 0.0)
         self.run.stats.full_because(self.step_plan.step, reason)
 
     def full_instead(self, reason: Message) -> None:
-        """Continue this evaluation on all tokens, because a call could not be prepared."""
+        """Make the rest of this evaluation full, because a call could not be prepared for merging."""
         self.run.coverage.broken_off()
         with self._lock:
             self._go_on(self.step_plan.with_mode(StepMode.FULL))
@@ -126,8 +126,8 @@ class SamplingRun:
         return len(self.latent_shape) > 4 and self.latent_shape[2] > 1
 
     def _awaits_prediction(self, transformer_options: Mapping[str, Any]) -> bool:
-        """Whether plans need a prediction that does not exist yet, for the conditions in progress. Plans are made from
-        predictions in runs with a KV cache, except for context windows."""
+        """Whether plans for the conditions in progress need a predicted picture that does not exist yet. Runs with a KV
+        cache make plans from predictions, except for context windows."""
         if not self.run.kv_cache or self.prediction(transformer_options) is not None:
             return False
         return self.tracker.evaluation == 0 or frames_of(transformer_options) is None
@@ -190,8 +190,8 @@ class SamplingRun:
 
     def evaluation(self, x: Tensor, transformer_options: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation of one call of the model on latents of (B, C, ..., H, W). Conditions with the same area
-        share plans, made from the tokens of the first condition or, on several devices, from a predicted picture. A
-        call on a tile of the latent makes its plans from this tile, because the next call may show another tile."""
+        share plans, made from the picture of `prediction` or, without one, from the tokens of the first condition. A
+        call on a tile of the latent makes plans only for this tile, because the next call may get another."""
         chunks, frames = chunks_of(len(x), transformer_options), frames_of(transformer_options)
         cond_keys = self.cond_keys(len(x), transformer_options)
         if self._is_tile(x, transformer_options):
@@ -205,7 +205,7 @@ class SamplingRun:
             device = transformer_options.get("multigpu_thread_device")
             plan_keys = tuple((device, key) for key in plan_keys)
         pictures = () if picture is None else tuple(crop(picture, area) for area in areas)
-        # The latent of the call that wrote this call's caches; None if unknown, or of another shape.
+        # The latent of the call that wrote the caches for these conditions; None if unknown.
         before = self.run.coverage.latent_of(cond_keys)
         change = None
         if before is not None and (before.shape, before.device) == (x.shape, x.device):
@@ -241,7 +241,7 @@ class SamplingRun:
 
     def _tile(self, x: Tensor, chunks: Hashable) -> TileBatch:
         """Return the tiles of a call. Only tiles of the first condition are stored, so that comparisons stay few. Tiles
-        of other conditions come in any order, and are compared with the stored tiles."""
+        of other conditions come in any order, and are only compared with the stored tiles."""
         who = self.calls, chunks
         first, tiles = self.tiles.setdefault((x.shape[1:], x.device), (who, []))
         if who != first:
@@ -269,13 +269,13 @@ class SamplingRun:
         return len(x) != self.latent_shape[0] * len(uuids) or any(x.shape[2:] != size for size in sizes)
 
     def cond_keys(self, batch: int, transformer_options: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        """Return a distinct key for each chunk of the batch in this evaluation, and count a call for each key."""
+        """Return the key of each condition in the batch, and count its call. No two keys of an evaluation are equal."""
         with self._lock:
             return self._keys(chunks_of(batch, transformer_options), frames_of(transformer_options), self.counts)
 
     def _keys(self, conditions: Iterable[Any], frames: Hashable, counts: Counter[Hashable]) -> tuple[Hashable, ...]:
         """Return a key for each condition: its content, area, frames, shape, the model's patches (which perturbed
-        guidance changes) and the count of its calls. Increase this count."""
+        guidance changes) and the count of its calls so far in `counts`, increased by this call."""
         keys = []
         for each in conditions:
             key = self.contents.of(each), self.areas.get(each), frames, self.latent_shape, self.patches

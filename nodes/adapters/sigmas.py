@@ -1,8 +1,8 @@
 """Find the noise level of an evaluation as a Python number.
 
-Samplers hold the noise level in a tensor. Reading a tensor makes the host wait for the device. A host that never waits
-launches kernels a step ahead. So noise levels are taken from the schedule if the sampler is known to evaluate once a
-step, at the sigmas of the schedule. For all other samplers, noise levels are read from the tensor.
+Samplers hold the noise level in a tensor. Reading a tensor makes the host wait for the device. Without waiting, the
+host launches kernels a step ahead of the device. So noise levels are taken from the schedule if the sampler is known to
+evaluate once a step, at the sigmas of the schedule. For all other samplers, noise levels are read from the tensor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.utils import _contextlib
 from ...toma_core.schedule import step_at
 from .compat import with_argument
 
-# Samplers of `ONCE_A_STEP` that draw new noise. Runs with a KV cache measure this noise in each step. This delays
-# nothing: these samplers wait for the device in each step anyway, to test whether the step is the last.
+# Samplers of `ONCE_A_STEP` that draw new noise. Runs with a KV cache measure this noise in each step. Measuring delays
+# nothing: these samplers wait for the device in each step anyway, to test whether it is the last step.
 _DRAWS_NOISE = (
     *("euler_ancestral", "euler_ancestral_cfg_pp", "lcm", "ddpm", "er_sde", "sa_solver", "res_multistep_ancestral"),
     *("res_multistep_ancestral_cfg_pp", "dpmpp_2m_sde", "dpmpp_2m_sde_gpu", "dpmpp_2m_sde_heun"),
@@ -40,7 +40,8 @@ _ENLARGES = (
     *("lms", "ipndm_v", "res_multistep_ancestral", "res_multistep_ancestral_cfg_pp", "res_multistep_cfg_pp"),
     *("dpmpp_2m_cfg_pp", "dpmpp_2s_ancestral_cfg_pp", "gradient_estimation_cfg_pp"),
 )
-# Options that change neither how often nor at which sigmas a sampler evaluates; all others must have their default.
+# Options that may have any value: they change neither how often nor at which sigmas a sampler evaluates. All other
+# options must have their default.
 _PASSIVE = {
     *("eta", "s_noise", "s_noise_end", "noise_sampler", "noise_scaler", "noise_clip_std", "solver_type", "order"),
     *("max_order", "deis_mode", "ge_gamma", "cfg_pp", "max_stage", "tau_func", "predictor_order", "corrector_order"),
@@ -76,9 +77,9 @@ class SigmaTracker:
         self._repeated = 0  # evaluations at the noise level of the previous evaluation
         self._kept = True  # whether all noise levels so far are in the schedule
         self._reported = -1  # the last step that was reported; -1 before the first report
-        # Whether another pack wraps a sampler that evaluates once a step, to change only the model's noise levels.
+        # Whether another pack wraps a sampler that evaluates once a step; such packs change only the model's sigmas.
         self._wraps = list(map(_keeps_to_schedule, _wrapped_by(sampler))) == [True]
-        # Evaluations since the last report, and between the last two reports.
+        # Counts of evaluations since the last report, and between the last two reports.
         self._since, self._each = 0, int(self._wraps)
         self._reports = bool(self._sigmas)
 
@@ -110,8 +111,8 @@ class SigmaTracker:
         self._reported, self._since = step, 0
 
     def of(self, timestep: Tensor) -> SigmaStep:
-        """Return the position of the sampler in its schedule. timestep: noise level of the model call, (B,). If it is
-        not the sampler's own tensor, as with some guidance, its value is read."""
+        """Return the position of the sampler in its schedule. timestep: noise level of the model call, (B,). Some
+        guidance passes another tensor than the sampler's own: then the value is read from it."""
         mine = timestep is self._given
         if mine and self._keeps and self.evaluation < len(self._sigmas):
             sigma = self._sigmas[self.evaluation]
@@ -126,7 +127,7 @@ class SigmaTracker:
         self._repeated += given == self._last_given
         self._step = max(self._step, self._step_of(given))
         by_sigma = not self._reports or (self._reported < 0 and self._since > 1)
-        # Limit the sampler's noise level to its step: another node may have changed the model's noise level.
+        # Keep sigma between the noise levels of its step and the next: another node may have changed the model's level.
         ends = (*self._sigmas, 0.0)[self._step : self._step + 2]
         sigma = min(max(given, min(ends)), max(ends))
         self._unreported += by_sigma and given != self._last_given
@@ -139,8 +140,8 @@ class SigmaTracker:
         if self._reported < 0 and self._reports:
             if self._wraps:
                 return min(self.evaluation, len(self._sigmas) - 1)
-            # A noise level that is not in the schedule comes from another node. If it is low, the step need not be
-            # late, so limit the step by the count of evaluations. Samplers that skip steps use scheduled noise levels.
+            # If a noise level is not in the schedule, another node has changed it. A low level then need not mean a
+            # late step, so the count of evaluations limits the step. Samplers that skip steps use scheduled levels.
             self._kept &= any(abs(sigma - given) <= 1e-3 * sigma for sigma in self._sigmas)
             if not self._kept:
                 by_sigma = min(by_sigma, self.evaluation - self._repeated)
@@ -165,7 +166,7 @@ def enlarges(sampler: Any) -> bool:
 
 
 def _name_of(sampler: Any) -> str:
-    """Return the name of a sampler's function without ComfyUI's prefix; "" if it has another prefix."""
+    """Return the name of a sampler's function after "sample_"; "" if the name begins in another way."""
     before, _, name = str(getattr(getattr(sampler, "sampler_function", None), "__name__", "")).partition("sample_")
     return "" if before else name
 
@@ -177,7 +178,7 @@ def _wrapped_by(sampler: Any) -> list[Any]:
 
 
 def _keeps_to_schedule(sampler: Any) -> bool:
-    """Whether an unchanged sampler of ComfyUI evaluates once a step, at the sigmas of its schedule."""
+    """Whether a sampler is an unchanged one of ComfyUI that evaluates once a step, at the sigmas of its schedule."""
     if type(sampler) is not KSAMPLER:
         return False
     function, options, name = sampler.sampler_function, sampler.extra_options or {}, _name_of(sampler)

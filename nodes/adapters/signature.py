@@ -1,6 +1,7 @@
-"""Describe a block's arguments: which one holds the tokens, where the image lies in it, and which others are per token.
+"""Describe a block's arguments: which one holds the tokens, where image tokens lie in it, and what else is per token.
 
-An argument that is not listed here may be per token. A block that gets one runs unmerged, and the report names it.
+An argument that a signature does not list may be per token, too. If a block gets such an argument, the block runs
+unmerged, and the report names the argument.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class TokenReduction:
         return sum([tokens - left for tokens, left in self.lengths])
 
     def shift(self, index: int) -> int:
-        """Return where an index into the tokens points after merging; it must not point inside an image."""
+        """Return what an index into the tokens becomes after merging. The index must not lie inside an image."""
         end, removed = self.image_start, 0
         for tokens, left in self.lengths:
             end += tokens
@@ -79,7 +80,7 @@ class BlockSignature:
         return value
 
     def pack(self, value: Any, tensor: Tensor) -> Any:
-        """Return an argument or a result with another tensor in it, see `unpack`."""
+        """Return an argument or a result with `tensor` in place of the one that `unpack` returns."""
         return tensor
 
     def tokens(self, call_args: CallArguments) -> Tensor:
@@ -91,13 +92,14 @@ class BlockSignature:
         return {name: self.unpack(call_args[name]) for name in names if call_args.get(name) is not None}
 
     def replaced(self, call_args: CallArguments, x: Tensor, rows: Mapping[str, Tensor]) -> CallArguments:
-        """Return the arguments with x in place of the tokens, and `rows`, by argument, in place of their rows."""
+        """Return the arguments with x in place of the tokens, and `rows`, by argument, in place of the rows of all
+        tokens."""
         changed = {self.tokens_arg: x, **rows}
         return {**call_args, **{name: self.pack(call_args[name], tensor) for name, tensor in changed.items()}}
 
     def with_attention(self, call_args: CallArguments, override: KVOverride) -> CallArguments:
-        """Return the arguments of a block's call, changed so that the block's attention calls this override. They are
-        unchanged if ComfyUI passes the block neither options nor, as `attention_arg`, an attention function."""
+        """Return the arguments of a block's call, changed so that the block's attention calls this override. If ComfyUI
+        passes the block neither options nor an attention function (`attention_arg`), nothing is changed."""
         if self.attention_arg:
             return {**call_args, self.attention_arg: partial(override, call_args[self.attention_arg])}
         options = call_args.get("transformer_options")
@@ -115,11 +117,11 @@ class BlockSignature:
         return tuple([x if n == self.output_index else part for n, part in enumerate(out)])
 
     def has_image(self, call_args: CallArguments) -> bool:
-        """Whether a call has tokens of the image. Other calls run unchanged, and decide nothing."""
+        """Whether a call has tokens of the image. Other calls run unchanged, without a decision on merging."""
         return True
 
     def release(self) -> None:
-        """Drop everything that the signature noted, at the end of the evaluation."""
+        """At the end of an evaluation, drop what the signature noted during the evaluation."""
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
         """Return how many tokens precede the image's `image` tokens in a chain's first block; None if unknown."""
@@ -142,17 +144,17 @@ class BlockSignature:
         return self._text(call_args) if self.text_first else 0
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int, int], ...]:
-        """Return, for each of the block's attentions to the image, in order: the numbers of keys before the image, of
-        all keys, and of queries. Attentions are recognized by these numbers."""
+        """Return for each of the block's attentions to the image, in order: how many keys lie before the image, how
+        many keys there are, and how many queries. By the last two numbers, `KVOverride` recognizes the attentions."""
         tokens = self._text(call_args) + int(self.tokens(call_args).shape[1])
         return ((self.attention_offset(call_args) + before, tokens, tokens),)
 
     def grid(self, call_args: CallArguments, grid: Grid) -> Grid | None:
-        """Return the grid of the image's tokens; None if unknown. grid: the latent's."""
+        """Return the grid of the image's tokens; None if unknown. grid: the latent's grid of tokens."""
         return grid
 
     def merged_args(self, call_args: CallArguments, reduction: TokenReduction) -> CallArguments:
-        """Return the arguments that locate tokens, updated to the positions after merging."""
+        """Return those arguments that say where tokens lie, updated for merged tokens."""
         merged: CallArguments = {}
         removed = reduction.removed
         if (options := call_args.get("transformer_options")) is not None:
@@ -168,7 +170,7 @@ class BlockSignature:
         return merged
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
-        """Return the options for merged tokens: another node's attention may index tokens by the options."""
+        """Return the options, updated for merged tokens: another node's attention may index tokens by them."""
         changed = {}
         if image := options.get("img_slice"):  # the counts of text tokens and of all tokens
             changed["img_slice"] = [image[0], image[1] - reduction.removed]
@@ -177,8 +179,8 @@ class BlockSignature:
         return {**options, **changed} if changed else options
 
     def mask_of_all(self, mask: Tensor, removed: int) -> Tensor | None:
-        """Return a mask of all keys, made from a mask of the merged keys; added keys are not hidden. None if
-        unknown."""
+        """Return a mask of all keys, made from a mask of merged keys: it hides no added key. None if it cannot be
+        made."""
         if not self.masks_text or mask.ndim < 3 or mask.shape[-2] != 1:  # unknown, such as a mask that differs by query
             return None
         return pad(mask, (0, removed) if self.text_first else (removed, 0), value=mask.dtype is torch.bool)
@@ -188,7 +190,7 @@ class BlockSignature:
         image: N. references: how many reference tokens after the image are merged, too."""
         x, following = self.tokens(call_args), self.reference_tokens(call_args)
         total = before + image + following
-        # Test equality first, so that a graph guards on `total`: nodes that compile blocks drop guards on options.
+        # Test equality first: so a graph guards on `total`, even if nodes that compile blocks drop guards on options.
         if x.ndim != 3 or (x.shape[1] != total and x.shape[1] < total) or (references and references != following):
             return Reason.TOKENS_CHANGED()
         known = ["transformer_options", *self.row_args, *self.index_args, *self.passthrough_args]
@@ -202,8 +204,8 @@ class BlockSignature:
         return Reason.ARGUMENT_IN_USE(arguments=tuple(tied)) if tied else None
 
     def reference_tokens(self, call_args: CallArguments) -> int:
-        """Return how many tokens of reference images follow the image. From it `obstacle` sees that
-        processes split the tokens between them (raylight, xDiT): each process then has fewer."""
+        """Return how many tokens of reference images follow the image. If a node splits tokens among processes
+        (raylight, xDiT), each process has fewer, which `obstacle` notices by this number."""
         options: Mapping[str, Any] = call_args.get("transformer_options") or {}
         return sum(options.get("reference_image_num_tokens", ()))
 

@@ -1,6 +1,6 @@
-"""Unpack latents of several streams, such as a video with its sound. For samplers and wrappers, ComfyUI packs them into
-one tensor of (B, 1, all elements) and lists their shapes. Only the model gets the streams themselves. Only tokens of
-the first stream are merged."""
+"""Unpack latents of several streams, such as a video with its sound. For samplers and wrappers, ComfyUI packs the
+streams into one tensor of (B, 1, all elements) and lists their shapes. Only the model gets the streams unpacked. Only
+tokens of the first stream are merged."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def first_of_nested(x: Any) -> Any:
 
 
 def shapes_of(conds: Sequence[Any]) -> Shapes | None:
-    """Return the shapes of the streams, or of their context windows, as the conditions list them; None if unlisted."""
+    """Return the shapes of the streams, or of their context windows, from the conditions; None if not listed there."""
     entries = (cond.get("model_conds") or {} for group in conds for cond in group or ())
     return next((each["latent_shapes"].cond for each in entries if "latent_shapes" in each), None)

@@ -18,8 +18,8 @@ _MAX_HISTORIES = 8
 
 @dataclass(eq=False)
 class Trajectory:
-    """The results of a sampler's evaluations, stored by the set of conditions that took part. So no plan is made from a
-    picture that was predicted for other conditions."""
+    """The results of a sampler's evaluations, each stored under the set of conditions that it had. So no plan is made
+    from a picture that was predicted for other conditions."""
 
     reads: bool = True  # whether noise may be measured, which makes the host wait for the device
     latent: Tensor | None = None  # latent of the evaluation in progress, (B, C, ..., H, W); None if not yet known
@@ -31,8 +31,8 @@ class Trajectory:
 
     @property
     def tiles(self) -> bool:
-        """Whether the latent in progress must be treated as a tile. It must if it differs from an earlier latent of
-        this step, or if several steps have evaluated more than one latent: latents may then come in any order."""
+        """Whether the evaluation's latent must be treated as a tile. It must be if it differs from an earlier latent of
+        this step, or if several steps have each evaluated several latents: tiles may then come in any order."""
         return self.another or len(self._repeats) > 1
 
     def next(self) -> None:

@@ -1,1 +1,1 @@
-"""Families of models, one file each: the family's blocks, the arguments that hold their tokens, and their costs."""
+"""Families of models, one file each. A file declares the family's blocks, their arguments and their costs."""

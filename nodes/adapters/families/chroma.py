@@ -22,6 +22,6 @@ class Hooks(flux.Hooks):
         return DOUBLE, SINGLE
 
     def skipped_by_settings(self, group: BlockGroup, index: int, config: ToMAConfig) -> Message | None:
-        # Leave out blocks that Chroma itself skips: a chain could not begin or end at a block that is skipped.
+        # Merge no block that Chroma itself skips: its hook never runs, so a chain could not begin or end there.
         skipped = getattr(self.model(), "skip_mmdit" if group.kind == "double" else "skip_dit", ())
         return Reason.SKIPPED_BY_MODEL() if index in skipped else super().skipped_by_settings(group, index, config)

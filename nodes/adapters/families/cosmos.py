@@ -1,4 +1,4 @@
-"""Cosmos-Predict2 and Anima: pictures and videos as (B, frames, rows, columns, C), with text as a separate argument."""
+"""Cosmos-Predict2 and Anima: blocks get tokens as (B, frames, rows, columns, C), and text as a separate argument."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 NAME = "Anima, Cosmos-Predict2"
 MODEL = MiniTrainDIT
 DERIVED = ("Anima",)
-# Cost of a block, which attends to the picture and to the text.
+# Cost of a block with self-attention and with attention to the text.
 COST = Block(14, 57, (1, 18, 3))
 
 
 def fits(model: MiniTrainDIT) -> bool:
-    """Whether a token covers a single frame."""
+    """Whether each token covers a single frame. Other models of this class are not supported."""
     return int(model.patch_temporal) == 1
 
 
 class Signature(BlockSignature):
-    """Blocks on the tokens of all frames, (B, frames, rows, columns, C); merged: (B, frames, 1, D / frames, C)."""
+    """All tokens are (B, frames, rows, columns, C). Merged tokens are (B, frames, 1, D / frames, C)."""
 
     positional_args = ("x_B_T_H_W_D", "emb_B_T_D", "crossattn_emb")
     tokens_arg = "x_B_T_H_W_D"

@@ -1,4 +1,4 @@
-"""ERNIE-Image: one stream of [image | text]; the arguments of blocks are only tokens, positions and modulation.
+"""ERNIE-Image: one stream of [image | text]; blocks get only tokens, positions and modulation.
 
 In ComfyUI 0.20.1 positions have a shape that this pack does not know, so the model runs unmerged there.
 """
@@ -26,7 +26,7 @@ COST = Block(13, 37, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """ComfyUI passes no `attention_mask`; a block that gets one runs unmerged."""
+    """ComfyUI passes no `attention_mask` to blocks. If another node passes one to a block, the block runs unmerged."""
 
     positional_args = ("x", "rotary_pos_emb", "temb")
     required_kwargs = ()
@@ -44,8 +44,8 @@ class Signature(BlockSignature):
 
 
 class AttentionHook(Hook):
-    """Stands in for the attention of a block, which passes no options to `optimized_attention`. The hook runs the
-    attention's own code, with another function under this name."""
+    """Stands in for the `forward` of a block's attention, which calls `optimized_attention` without options. The hook
+    runs the same code, but in it the name `optimized_attention` means `attend`."""
 
     def __init__(self, module: nn.Module, signature: Signature) -> None:
         self.module, self.block_signature = module, signature

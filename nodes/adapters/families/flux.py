@@ -18,7 +18,7 @@ DOUBLE = Block(12, 75, (2, 19, 4), beside=256)
 SINGLE = Block(12, 31, (2, 20, 5), beside=256)
 FLUX2_DOUBLE = Block(13, 73, (3, 19, 4), beside=512)
 FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
-# Numbers of double and single blocks in Flux.1, for which the paper's released code skips five blocks of each kind.
+# Numbers of double and single blocks in Flux.1. Of each kind, the paper's released code skips the first five.
 _FLUX_1 = 19, 38
 
 
@@ -32,13 +32,13 @@ class SingleSignature(BlockSignature):
     mutates_input = clamps_fp16 = True
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        # None without options, which some step caches do not pass; the double blocks' index is then used.
+        # Some step caches pass no options. Then return None: the caller uses the index that double blocks noted.
         after_text = (call_args.get("transformer_options") or {}).get("img_slice")
         return None if after_text is None else int(after_text[0])
 
 
 class DoubleSignature(BlockSignature):
-    """Blocks on [image | references] beside a stream of text; positions have the text before the image."""
+    """Blocks on [image | references] beside a stream of text. In positions, the text comes before the image."""
 
     positional_args = ("img", "txt", "vec", "pe", "attn_mask")
     tokens_arg, text_arg, output_index = "img", "txt", 0
@@ -62,6 +62,7 @@ class Hooks(ModelHooks):
         )
 
     def works(self, model: Any) -> tuple[Block, Block]:
-        """Return the costs of double and single blocks. Flux.2 and Klein have wider MLPs, and share one modulation."""
+        """Return the costs of double and single blocks. Flux.2 and Klein have wider MLPs; their blocks share one
+        modulation."""
         flux2 = getattr(model.params, "global_modulation", False)
         return (FLUX2_DOUBLE, FLUX2_SINGLE) if flux2 else (DOUBLE, SINGLE)

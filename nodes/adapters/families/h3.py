@@ -1,8 +1,8 @@
 """MiniMax H3: one stream of [text | references | audio | video], (T, C) without a batch.
 
-Only the video, the last segment, is merged. Modulation is given for segments of the stream, as (start, stop, row): row
-is an index into `t_emb`. If the latent has a mask, as for inpainting and extending, row has an index per token; after
-merging it has the destinations' indices.
+Only the video, the last segment, is merged. Modulation is a list of segments of the stream, (start, stop, row): row is
+an index into `t_emb`. If the latent has a mask, as for inpainting, row has an index per token. Merged blocks then get
+the indices of the destinations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..signature import CallArguments
 
 NAME = "MiniMax H3"
 MODEL = MiniMaxH3Model
-# Attention is a third wider than the tokens; the cost counts this as additional weights.
+# Attention has a third more channels than the tokens. The cost counts this as additional weights.
 COST = Block(15, 67, (1, 20, 5))
 _SEGMENTS = "mod_segments"
 
@@ -33,7 +33,7 @@ class Signature(BlockSignature):
     row_args = index_args = (_SEGMENTS,)
     passthrough_args = ("t_emb",)
     mutates_input = True
-    # The segments of an evaluation, and for each token of the stream its index into `t_emb`, (1, T, 1).
+    # The segments of an evaluation, and the index into `t_emb` for each token of the stream, (1, T, 1).
     _row_by_token: tuple[Any, Tensor] | None = None
 
     def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
@@ -53,7 +53,7 @@ class Signature(BlockSignature):
             return value[None] if value.ndim == 2 else value
         if all(not isinstance(row, Tensor) for _, _, row in value):
             return value
-        # Make one tensor for all blocks, which get the same list, so that they also share the merged rows.
+        # All blocks get the same list. Make one tensor from it, so that blocks also share the merged rows.
         if self._row_by_token is None or self._row_by_token[0] is not value:
             device = next(row.device for _, _, row in value if isinstance(row, Tensor))
             parts = [
@@ -70,8 +70,8 @@ class Signature(BlockSignature):
 
 
 def _is_known(segments: Any, start: int, length: int) -> bool:
-    """Whether segments fit a stream of this length whose video begins at `start`. Each segment must have one row, or a
-    row per token. Without rows per token, the video must be one segment."""
+    """Whether segments cover a stream of this length, in which the video begins at `start`. Each segment must have one
+    row, or a row per token. Without rows per token, the video must be one segment."""
     if not isinstance(segments, Sequence) or any(not isinstance(each, Sequence) or len(each) != 3 for each in segments):
         return False
     borders = [0, *[stop for _, stop, _ in segments]]

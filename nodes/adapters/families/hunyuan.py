@@ -1,4 +1,4 @@
-"""HunyuanVideo and HunyuanVideo 1.5, HunyuanImage 2.1: a separate class with the blocks of Flux.
+"""HunyuanVideo, HunyuanVideo 1.5 and HunyuanImage 2.1: one class, with the blocks of Flux.
 
 Tokens are [text | reference | frames]; only frames are merged. If the first frame has another noise level than the
 others, blocks run unmerged.
@@ -14,13 +14,13 @@ from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 MODEL = HunyuanVideo
-# Costs of Flux's blocks, without `beside`, because text is not padded.
+# Costs of Flux's blocks, but without `beside`, because ComfyUI does not pad the text.
 DOUBLE = Block(12, 75, (2, 19, 4))
 SINGLE = Block(12, 31, (2, 20, 5))
 
 
 def fits(model: HunyuanVideo) -> bool:
-    """Whether a token covers a single frame; models whose tokens cover several frames are not supported."""
+    """Whether each token covers a single frame. Models whose tokens cover several frames are not supported."""
     return int((*model.patch_size[:-2], 1)[0]) == 1
 
 
@@ -36,7 +36,7 @@ class SingleSignature(BlockSignature):
 
 
 class DoubleSignature(SingleSignature):
-    """Blocks on [reference | frames] beside a stream of text; positions have the text before the reference."""
+    """Blocks on [reference | frames] beside a stream of text; in positions, text comes first."""
 
     positional_args = ("img", "txt", "vec", "pe", "attn_mask")
     tokens_arg, text_arg, output_index = "img", "txt", 0

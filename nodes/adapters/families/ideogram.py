@@ -13,7 +13,7 @@ COST = Block(12, 52, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """If prompts in a batch differ in length, the mask is per query, and blocks are not merged."""
+    """If the prompts of a batch differ in length, the mask differs from query to query, and blocks run unmerged."""
 
     positional_args = ("x", "attn_mask", "freqs_cis", "adaln_input")
     rope_arg, rope_token_dim = "freqs_cis", 1

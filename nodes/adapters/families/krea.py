@@ -9,12 +9,12 @@ from ..signature import CallArguments
 
 NAME = "Krea 2"
 MODEL = SingleStreamDiT
-# Keys and values are narrower than tokens, and the attention has a gate.
+# Cost of a block with keys and values that are narrower than the tokens, and with a gate in attention.
 COST = Block(11.5, 69, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """References may be free of noise, see `timestep_zero_index`."""
+    """If ComfyUI passes `timestep_zero_index`, references have noise level 0."""
 
     positional_args = ("x", "vec", "freqs", "mask")
     rope_arg = "freqs"
@@ -23,7 +23,7 @@ class Signature(BlockSignature):
     passthrough_args = ("vec",)
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        # Use img_slice, because patches may append tokens after the references. ComfyUI 0.26.0 has neither.
+        # Use img_slice, because patches may append tokens after the references. ComfyUI 0.26.0 has no img_slice.
         after_text = (call_args.get("transformer_options") or {}).get("img_slice")
         return super().image_start(call_args, image) if after_text is None else int(after_text[0])
 

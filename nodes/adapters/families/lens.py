@@ -12,7 +12,7 @@ COST = Block(12, 108, (1, 18, 3))
 
 
 class Signature(BlockSignature):
-    """A mask covers the keys, [image | text], and never hides the image."""
+    """The mask covers all keys, [image | text], and never hides keys of the image."""
 
     positional_args = ("hidden_states", "encoder_hidden_states", "temb", "freqs_cis")
     tokens_arg, output_index = "hidden_states", 1

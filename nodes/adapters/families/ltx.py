@@ -2,7 +2,7 @@
 
 A block of LTX-2 takes (video, audio), and each stream attends to the other. Only the video is merged. Guide frames
 follow the video's frames in the latent, and are merged like them. With masks, and with guides that have a strength,
-modulation is per token; merged blocks then get the rows of the destinations.
+modulation is per token. Merged blocks then get the modulation of the destinations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..signature import CallArguments, TokenReduction
 NAME = "LTX-Video and LTX-2"
 MODEL = LTXVModel
 DERIVED = ("LTXVModel", "LTXAVModel")
-# Costs of the video's stream. With sound, the video also attends to the audio, in half the width.
+# Costs of the video's stream. With sound, the video also attends to the audio, with half as many channels.
 COST = Block(14, 70, (1, 19, 4))
 AV_COST = Block(16, 282, (1, 19, 4))
 
@@ -67,7 +67,7 @@ class Signature(BlockSignature):
 
 
 def _is_compressed(value: Any) -> bool:
-    """Whether a value is LTX-2's `CompressedTimestep`: a row of modulation for each frame, or for each token."""
+    """Whether a value is LTX-2's `CompressedTimestep`, which has a row of modulation for each frame or each token."""
     return hasattr(value, "patches_per_frame")
 
 
@@ -76,7 +76,7 @@ def _is_per_frame(value: Any) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Whether tokens share the rows of an argument, as in modulation that is global or per frame."""
+    """Whether an argument has fewer rows than there are tokens, as modulation that is global or per frame has."""
     if _is_compressed(value):
         return _is_per_frame(value) or value.num_frames == 1
     return isinstance(value, Tensor) and value.shape[1] == 1
@@ -94,12 +94,12 @@ class AVSignature(Signature):
     )
 
     def has_image(self, call_args: CallArguments) -> bool:
-        # Guidance may add a call that leaves the video as it is. Its blocks compute the sound only.
+        # Guidance may add a call of the model in which blocks compute only the sound, and leave the video unchanged.
         return bool(call_args["transformer_options"].get("run_vx", True))
 
     def attention_spans(self, call_args: CallArguments, before: int) -> tuple[tuple[int, int, int], ...]:
-        # In the first attention the video attends to itself, in a later attention the audio attends to the video. If
-        # token counts do not distinguish this attention from those before it, the audio attends to merged tokens.
+        # First the video attends to itself, later the audio attends to the video. If token counts do not tell the
+        # audio's attention from earlier ones, leave it out: the audio then attends to merged tokens.
         spans, audio = super().attention_spans(call_args, before), call_args[self.tokens_arg][1].shape[1]
         tokens, text = spans[0][1], call_args["v_context"].shape[1]
         return spans if not audio or tokens in (audio, text) else (*spans, (before, tokens, audio))
@@ -112,6 +112,6 @@ class Hooks(ModelHooks):
         width = model.inner_dim
         if not hasattr(model, "audio_patchify_proj"):
             return (BlockGroup("double", model.transformer_blocks, Signature(), COST, 1, width),)
-        # The keys of two attentions count: the video attends to itself, and the audio to the video.
+        # Count the keys of two attentions: the video attends to itself, and the audio attends to the video.
         keys = width + model.audio_inner_dim
         return (BlockGroup("double", model.transformer_blocks, AVSignature(), AV_COST, 1, width, keys_width=keys),)

@@ -1,7 +1,7 @@
 """Z-Image, Lumina 2 and every other model that ComfyUI runs on `NextDiT`.
 
-One stream of [text | references | image]; in Z-Image, text and image are each padded to a multiple of 32. The few
-refiner blocks before this stream see only text or only the image, and are not merged.
+One stream of [text | references | image]; in Z-Image, text and image are each padded to a multiple of 32. A few refiner
+blocks run earlier, on only the text or only the image. They are not merged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """OmniGen2: one stream of [text | references | image], with grouped keys and values.
 
-The few refiner blocks before this stream, which see only text or only the image, are not merged.
+A few refiner blocks run earlier, on only the text or only the image. They are not merged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 
 NAME = "OmniGen2"
 MODEL = OmniGen2Transformer2DModel
-# Keys and values are narrower than the tokens.
+# Cost of a block with keys and values that are narrower than the tokens.
 COST = Block(44 / 3, 72, (1, 20, 5))
 
 
@@ -26,7 +26,7 @@ class Signature(BlockSignature):
 class Hooks(ModelHooks):
     def block_groups(self, model: OmniGen2Transformer2DModel) -> tuple[BlockGroup, ...]:
         attention, size, width = model.layers[0].attn, model.patch_size, model.hidden_size
-        # Keys are narrower than tokens, unless ComfyUI repeats them before attention, as older versions do.
+        # Cached keys are narrower than tokens. In an older ComfyUI they are as wide: it repeats keys before attention.
         grouped = "enable_gqa" in type(attention).forward.__code__.co_consts
         keys = attention.kv_heads * attention.dim_head if grouped else 0
         return (BlockGroup("layer", model.layers, Signature(), COST, size, width, keys_width=keys),)

@@ -12,7 +12,7 @@ COST = Block(12, 77, (1, 18, 3))
 
 
 class Signature(BlockSignature):
-    """References may be free of noise, see `timestep_zero_index`. A mask covers the text only."""
+    """If ComfyUI passes `timestep_zero_index`, references have noise level 0. Masks cover only the text."""
 
     positional_args = (
         "hidden_states",
@@ -30,7 +30,7 @@ class Signature(BlockSignature):
 
 class Hooks(ModelHooks):
     references_follow = True
-    # ControlNets that work as patches read the image between two blocks.
+    # Some ControlNets work as patches, which read the image's tokens between two blocks.
     between = ("double_block",)
 
     def block_groups(self, model: QwenImageTransformer2DModel) -> tuple[BlockGroup, ...]:

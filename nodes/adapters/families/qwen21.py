@@ -1,7 +1,7 @@
 """Qwen-Image 2.1: one stream of [text and references | image]; blocks get the attention function as an argument.
 
-Tokens before the image never attend to the image. If ComfyUI caches their keys, it calls blocks with these tokens
-alone, then with the image alone.
+Tokens before the image never attend to the image. If ComfyUI caches the keys of these tokens, it first calls blocks
+with these tokens alone, later with the image alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COST = Block(13, 22, (1, 20, 5))
 
 
 class Signature(BlockSignature):
-    """`attn_fn` gets no options, so this pack replaces `attn_fn` itself."""
+    """ComfyUI calls `attn_fn` without options, so an override must replace `attn_fn` itself."""
 
     positional_args = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
     rope_arg, rope_token_dim = "pe", 1
@@ -37,7 +37,7 @@ class Signature(BlockSignature):
         return bool(call_args["pe"].shape[1] > call_args["prefix_len"])
 
 
-# Size of an element in ComfyUI's own cache, by the cache's dtype, as a share of its size in the run's dtype.
+# Size of an element in ComfyUI's own cache, by the cache's dtype, as a share of an element's size in the run's dtype.
 _STORED = {"int8": 0.5, "int4": 0.25}
 
 

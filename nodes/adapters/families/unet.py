@@ -1,6 +1,6 @@
 """SDXL, SD1.5 and every other model that ComfyUI runs on `UNetModel` with `SpatialTransformer`s.
 
-With granularity `module`, as in the paper, attention and feed-forward of a transformer block each lie between their own
+With granularity `module`, as in the paper, each attention and the feed-forward of a transformer block have their own
 merge and unmerge.
 """
 
@@ -57,7 +57,7 @@ class Signature(BlockSignature):
 
 
 class ByModule(Hook):
-    """Hook of a transformer block whose modules are merged one by one."""
+    """Hook of a block whose attentions and feed-forward are merged separately."""
 
     def __init__(self, block_hook: BlockHook) -> None:
         self.block_hook = block_hook  # the hook that merges the same block in one piece
@@ -82,7 +82,8 @@ class ByModule(Hook):
 
     @eager
     def plan(self, x: Tensor, part: str) -> MergePlan | None:
-        """Return the plan for the tokens x of a module, None if the module is not merged. Note the result."""
+        """Return the plan for the tokens x of a module, None if the module is not merged. Note the outcome for the
+        report."""
         site = self.block_hook.own_site
         reason = site.reason({"x": x, "transformer_options": self.options})
         chain = site.chain
@@ -103,7 +104,7 @@ class MergedFeedForward(Hook):
 
 
 class MergedAttention(Hook):
-    """Self- or cross-attention with merged queries; in self-attention keys and values are merged, too."""
+    """Hook of a self- or cross-attention: merges queries, in self-attention also keys and values."""
 
     def __init__(self, block: ByModule, part: str) -> None:
         self.block, self.part = block, part
@@ -140,7 +141,7 @@ class Hooks(ModelHooks):
     def __init__(self, model: UNetModel) -> None:
         super().__init__(model)
         self.by_module = {hook: ByModule(hook) for group in self.groups for hook in group.hooks}
-        # Weights of each layer, and the side of its pixels in pixels of the latent.
+        # For each layer: how many weights it applies to a pixel, and the side of this pixel in pixels of the latent.
         self.convolutions = [(_weights(layer), 2 ** (n - isinstance(layer, Upsample))) for _, n, layer in _parts(model)]
 
     def block_groups(self, model: UNetModel) -> tuple[BlockGroup, ...]:
@@ -183,8 +184,8 @@ class Hooks(ModelHooks):
 
 
 def _parts(model: UNetModel) -> Iterator[tuple[str, int, nn.Module]]:
-    """Yield every layer in forward order, each after its position, such as "input.4", and the number of times that the
-    latent's sides are halved before the layer; a Downsample rounds up."""
+    """Yield (position, halvings, layer) for every layer in forward order. position: such as "input.4". halvings: how
+    often the latent's sides have been halved, rounding up."""
     halvings = list(accumulate(any(isinstance(m, Downsample) for m in b.modules()) for b in model.input_blocks))
     middle = [model.middle_block] if model.middle_block is not None else []
     # Output blocks have the resolutions of input blocks in reverse, because skip connections join them.
@@ -210,7 +211,7 @@ def _weights(layer: nn.Module) -> int:
 
 
 def _replaced(block: str, options: Options) -> list[str]:
-    """Return the names of a block's attentions that another node computes; these run on all tokens."""
+    """Return the names of those attentions of a block that another node computes, on all tokens."""
     section, stack, index = block.split(".")
     keys = {(section, int(stack), int(index)), (section, int(stack))}
     parts, replacements = {"attn1": "self-attention", "attn2": "cross-attention"}, options.get("patches_replace", {})

@@ -38,7 +38,7 @@ _LEADING_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
 
 
 def fits(model: WanModel) -> bool:
-    """Whether a token covers a single frame."""
+    """Whether each token covers a single frame. Other models of this class are not supported."""
     return int(model.patch_size[0]) == 1
 
 
@@ -65,7 +65,7 @@ class Signature(BlockSignature):
         return reference if reference in (0, prod(grid[1:])) else None  # a reference is one frame
 
     def merged_options(self, options: Options, reduction: TokenReduction) -> Options:
-        # (frames, rows, columns) become (frames, 1, D / frames), or (1, 1, all) if the grid exceeds the video.
+        # `grid_sizes` becomes (frames, 1, D / frames), or (1, 1, all) if the grid has more frames than the video.
         grid, ((image, left),) = options.get("grid_sizes"), reduction.lengths
         if grid is None:
             return options
@@ -74,8 +74,8 @@ class Signature(BlockSignature):
         return {**options, "grid_sizes": (frames, 1, (tokens - image + left) // frames)}
 
     def obstacle(self, call_args: CallArguments, before: int, image: int, references: int = 0) -> Message | None:
-        # Modulation is (B, 6, C), or (B, T, 6, C) for T equal shares of all tokens. Each share must be a frame of the
-        # video.
+        # Modulation is (B, 6, C), or (B, T, 6, C) with a row for each of T equal shares of all tokens. If T > 1, each
+        # share must be a frame of the video.
         e = call_args.get("e")
         grid = _grid_sizes(call_args)
         reason = super().obstacle(call_args, before, image, references)
@@ -85,7 +85,8 @@ class Signature(BlockSignature):
 
 
 def _grid_sizes(call_args: CallArguments) -> tuple[int, ...]:
-    """Return the numbers of frames, rows and columns, including frames after the video; () if ComfyUI gives none."""
+    """Return (frames, rows, columns) from ComfyUI's options, () if unknown. The grid may have more frames than the
+    video."""
     return tuple((call_args.get("transformer_options") or {}).get("grid_sizes") or ())
 
 
