@@ -1,4 +1,4 @@
-"""Test that tag, version and changelog agree, and that publishing uses the tools that the tests use."""
+"""Test that tag, version and changelog agree, and that publishing uses the tool versions that the tests use."""
 
 import re
 import subprocess

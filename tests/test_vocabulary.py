@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 350
-# Words that are mistakes in docstrings, comments and pages: names of persons where no person acts, and calques.
+# Words that are mistakes in docstrings, comments and pages: words for persons where no person acts, and calques.
 MISTAKES = re.compile(r"\b(so many|so-manieth|nobody|somebody|whoever|anew|left whole)\b", re.IGNORECASE)
 SHIPPED = ["toma_core", "nodes"]
 OTHERS = ["web", "demo", "testbed", "benchmarks", "compatibility", "scripts", "tests", "docs", ".github"]

@@ -21,7 +21,8 @@ DEMOS = sorted((ROOT / "demo" / "workflows").glob("*.json"))
 BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
 INPUT, OUTPUT = -10, -20  # ids of the subgraph's input and output nodes
 NOTES = {"Note", "MarkdownNote"}  # the page has these nodes, the server does not
-# Largest heights in saved workflows. A node must have room for its text after a run. For a picture it grows by itself.
+# Largest heights in saved workflows. A node must have room for its text after a run. If it shows a picture, it grows by
+# itself.
 MOST_HEIGHT = {"ToMA": 250, "ToMAAdvanced": 350, "ToMAReport": 290, "ToMABenchmark": 370, "ToMACalibrate": 370}
 # The choices of the last type add widgets to the node. The choice "auto" adds none.
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3")

@@ -53,8 +53,8 @@ def test_no_turn_begins_that_would_end_after_the_limit(monkeypatch: pytest.Monke
 
 
 def test_speedup_is_the_median_of_the_turns_ratios() -> None:
-    """Without ToMA the three turns take 2, 2 and 1.5 times as long, in the median 2. The two median times would give
-    1.5."""
+    """In three turns, the time without ToMA is 2, 2 and 1.5 times the time with ToMA. The median of these ratios is 2.
+    The ratio of the two median times would be 1.5."""
     result = compared(row("ToMA"), timing(1.0, 10.0, 4.0), timing(2.0, 20.0, 6.0))
     assert (result.speedup, result.p50, result.gate) == (2.0, 4.0, "")
 

@@ -33,7 +33,7 @@ def test_known_errors(picture: torch.Tensor) -> None:
 
 
 def test_seams_at_window_borders_are_found_and_others_are_not(picture: torch.Tensor) -> None:
-    """A window is 4 tokens wide. In banded pictures every second band is brighter. The first bands are as wide as
+    """A window is 4 tokens wide. In banded pictures every second band is brighter. Bands of 16 pixels are as wide as
     windows."""
 
     def banded(width: int, first: int = 0) -> torch.Tensor:

@@ -11,7 +11,7 @@ from demo import deepen, models
 
 
 def test_a_deepened_file_predicts_nearly_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader reads the depth from the file."""
+    """The loader must read the number of blocks from the file."""
     generator = torch.Generator().manual_seed(0)
     network = models.new_unet(0, to_train=False)
     with torch.no_grad():

@@ -28,7 +28,7 @@ LOADERS = {
     "LTXVAudioVAELoader": 3,
     "LatentUpscaleModelLoader": 4,
 }
-# By node class: inputs for pictures and videos that are just large enough to be merged.
+# Node class -> inputs that make pictures and videos just large enough to be merged.
 SIZES = {
     "TextEncodeQwenImage21": {"resolution": 320},
     "EmptyLatentImage": {"width": 160, "height": 160},

@@ -1,5 +1,5 @@
-"""Provide nodes for a real server: one counts its live objects, one loads small models of every family, and one makes
-their attention fail."""
+"""Provide nodes for a real server: one counts the server's live objects, one loads small models of every family, and
+one makes their attention fail."""
 
 import ctypes
 import gc

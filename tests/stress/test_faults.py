@@ -113,8 +113,8 @@ def test_fault_inside_a_merged_block(rig: Any, trap: Trap, stage: str, error: ty
 @both
 @pytest.mark.parametrize("step", [None, 0, 1, 2])
 def test_interrupt_before_and_between_steps(rig: Any, step: int | None) -> None:
-    """step: the step after which the interrupt comes. None: before the first step. After the last step it has no
-    effect."""
+    """step: the step after which the interrupt comes. None: before the first step. An interrupt after the last step has
+    no effect."""
     patched = rig.patched()
     if step is None:
         fail(INTERRUPT)

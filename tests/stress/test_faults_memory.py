@@ -1,5 +1,5 @@
 """Test scarce memory: models that are unloaded between or within prompts, weights that do not fit, and attention that
-tries again."""
+tries again after an error."""
 
 from typing import Any
 

@@ -56,7 +56,7 @@ def at_first(good: Any) -> dict[str, int]:
 
 @pytest.fixture
 def survived(at_first: dict[str, int], good: Any, kind: str) -> Iterator[None]:
-    """After the test, sample without a fault, and check the latent and that no additional tensors are left."""
+    """After the test, sample without a fault. The latent must be as expected, and no additional tensors may be left."""
     yield
     assert good(kind) <= at_first[kind]
 

@@ -155,7 +155,7 @@ def test_broken_tokens_spoil_their_own_window_only(name: str, dtype: torch.dtype
 @pytest.mark.parametrize("devices", [("cuda:0", "cpu", "cuda:1", "cuda:0"), ("cpu", "cuda:0", "cpu")], ids=str)
 def test_state_is_made_where_the_tokens_are(devices: tuple[str, ...]) -> None:
     """An operation on fake tensors, which have no values, raises an error if they are on two devices. One run moves
-    between devices, as in multi-GPU sampling. On each device, another run begins."""
+    between devices, as in multi-GPU sampling. A new run is made on each device."""
     moving = run_of()
     moving.plan(smooth(HALF), GRID, "a", MERGED, (None,))  # make the layouts of the grid on the CPU
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,4 +1,4 @@
-"""Test that adaptive budgets have the exact total and valid maps, and give more destinations to windows with detail."""
+"""Test that adaptive budgets have the exact total, that their index maps are valid, and that detail gets more."""
 
 import torch
 

@@ -68,7 +68,8 @@ def test_parts_of_a_joint_residual_are_held_once(packs: bool) -> None:
 
 @loop("quantized", [False, True])
 def test_a_condition_that_takes_the_place_of_another_holds_its_own_memory_alone(quantized: bool) -> None:
-    """Two prompts alternate with the same negative prompt. The cache must hold one tensor for each of the three."""
+    """Two prompts alternate with the same negative prompt. The cache must hold one tensor for each of the three
+    prompts."""
     cache, (one, two) = RunState(Schedule(ToMAConfig())).cache, torch.randn(2, 2, 8, 64)
     cache.quantized = quantized
     cache.put((("a", "negative"), ("a", "first")), one, kv=True)

@@ -1,4 +1,5 @@
-"""Test the choice of ratios from a table of errors, against a search of all combinations and by hand."""
+"""Test the choice of ratios from a table of errors, against a search of all combinations and against choices by
+hand."""
 
 import itertools
 

@@ -43,7 +43,8 @@ def test_metadata_is_complete(name: str) -> None:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Check that a setting takes a value in its range, in the type of its default, and refuses any other value."""
+    """Check that a setting takes values in its range, converts them to the type of its default, and refuses all
+    others."""
     spec = setting_spec(name)
     kind = type(spec.default)
     if spec.minimum <= value <= spec.maximum and (kind is float or value == int(value)):

@@ -1,4 +1,5 @@
-"""Test that keys and values in main memory are read as they were written, also when memory or pinning fails."""
+"""Test that keys and values are read from main memory as they were written, even if memory runs out or pinning
+fails."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""Test the regression of the change of a cached tensor on the change of the latent, against plain least squares."""
+"""Test how the change of a cached tensor is regressed on the change of the latent, against plain least squares."""
 
 import torch
 from torch import Tensor

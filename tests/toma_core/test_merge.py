@@ -199,7 +199,7 @@ def test_the_map_shows_each_token_with_its_most_similar_destination() -> None:
             # mix of both, and the map may show either.
             assert unit[owner] @ unit[token] > max(unit[d] @ unit[token] for d in here) - 0.01
     assert drawn.owner[drawn.destinations].tolist() == destinations
-    # Of a video, the first frame is drawn.
+    # The map of a video shows its first frame.
     video = torch.cat([x, randn(0, 2, 63, 6).bfloat16()], 1)
     first = draw_map(run_of().plan(video, (2, 7, 9), "a", step_of(), (None,)))
     assert (first.frames, drawn.frames) == (2, 1)

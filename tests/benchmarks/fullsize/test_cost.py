@@ -131,8 +131,8 @@ def test_what_auto_thinks_of_a_block(blocks: Blocks) -> None:
     if blocks.refined:
         counted = cost.count(blocks.shape, modules={blocks.kind: blocks.kind}, blocks=(number, 0)).parts[blocks.kind]
     assert math.ceil(counted.launches / number) == blocks.declared.launches
-    # All blocks of a model have equal launches, with two exceptions: SD3's last block has no text output, and Wan's
-    # first block copies its input.
+    # All blocks of a class need equally many launches, with two exceptions: SD3's last block has no text output, and
+    # Wan's first block copies its input.
     assert counted.launches == blocks.declared.launches * number or blocks.shape.model in ("sd3", "wan")
     estimate = sum(some * blocks.declared.flops(tokens, 1, width) for some, tokens, width in blocks.grids)
     assert 0.9 < estimate / counted.flops <= 1.0

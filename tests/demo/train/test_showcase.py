@@ -68,7 +68,7 @@ def test_models_without_trained_weights_and_other_sizes_are_timing_only(
     assert case([1.0], [1.0], "nothing was merged: no step").tokens == "none merged"
     sheet = side_by_side([measured, large])
     assert sheet.size == side_by_side([measured]).size, "noise is not shown"
-    # The pixels in the middle of the unmerged picture (black) and, below it, of the merged picture (grey 20).
+    # The middle pixel of the unmerged picture (black), and that of the merged picture below it (grey 20).
     middle = [sheet.getpixel((16 + 128, top + 30 + 128)) for top in (16, 16 + 30 + 256 + 16 + 18)]
     assert middle == [(0, 0, 0), (20, 20, 20)]
 

@@ -10,8 +10,7 @@ from testbed import fullsize
 from testbed.full_model import EDITORS, SPECS
 from testbed.fullsize import Shape
 
-# Billions of weights of each model, as published. The published name of `ltx_av` says 22. `h3` is the pruned
-# checkpoint.
+# Billions of weights of each model, as published. The file of `ltx_av` is named 22. `h3` is the pruned checkpoint.
 WEIGHTS = {
     "sdxl": 2.57, "flux": 11.9, "flux2": 32.2, "klein": 9.1, "chroma": 8.9, "z_image": 6.15, "lumina2": 2.6,
     "krea2": 12.8, "qwen_image": 20.4, "qwen_image21": 7.1, "sd3": 8.06, "omnigen2": 3.97, "ernie": 8.03,

@@ -69,6 +69,6 @@ def test_no_kernel_is_made_after_the_first_plan(tmp_path: Path) -> None:
     for name, steps in counts.items():
         assert len(set(steps)) == 1, (name, steps)
     # SDXL needs six binaries: search, merge and restore, each for full windows and for ragged windows. A KV cache adds
-    # binaries of change and propagate, each with rotations and without.
+    # binaries of the kernels for change and propagation, each with rotations and without.
     assert counts["sdxl"][0] == counts["sdxl 832x1216"][0] == 6
     assert counts["flux"][0] == counts["flux 832x1216"][0]

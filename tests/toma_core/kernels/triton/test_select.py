@@ -55,8 +55,7 @@ def check_weights(M: Tensor, back: Tensor, x: Tensor, dest_slots: Tensor, window
 
 
 def check_objective(x: Tensor, dest_slots: Tensor, windows: Windows, budget: Budget) -> None:
-    """Check that destinations represent windows as well as PyTorch's do. If gains are close, the two may select
-    others."""
+    """Check that destinations represent windows as well as PyTorch's do. If gains are close, the slots may differ."""
     similarity = cosine_similarity(windows.split(x.float()))
     expected = select(similarity, windows, budget)
     valid = None if windows.valid is None else windows.valid.repeat(x.shape[0], 1)
