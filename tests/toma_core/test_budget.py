@@ -1,4 +1,4 @@
-"""Test that adaptive budgets have the exact total, that their index maps are valid, and that detail gets more."""
+"""Test that adaptive budgets have the exact total and valid index maps, and that detail gets more destinations."""
 
 import torch
 

@@ -43,7 +43,7 @@ def test_a_run_with_a_kv_cache_merges_nothing_without_it(facts: dict[str, Any]) 
         ([(7.0, 3, 2.0), (6.0, 4, 6.0)], "rr"),
         # The state of a condition changes when, for example, a ControlNet begins.
         ([(10.0, 0, None, 0, {"c": "off"}), (9.0, 1, None, 0, {"c": "off"}), (8.0, 2, None, 0, {"c": "on"})], "rmr"),
-        # A condition that the call names but never evaluates needs no cached entries.
+        # A condition that is in `conditions` but is never evaluated needs no cached entries.
         ([(10.0, 0, None, 0, {"c": None, "ghost": None}), (9.0, 1, None, 0, {"c": None, "ghost": None})], "rm"),
         ([(9.0, 1)], "r"),
     ],
