@@ -186,9 +186,10 @@ def noise(timings: Sequence[Timing]) -> float:
 
 
 def recommended(timings: Sequence[Timing]) -> tuple[Timing | None, Timing | None]:
-    """Return two timings with the least error: one of those about as fast as the fastest (slower by at most a twentieth
-    of the time without ToMA), one of those at least `_WORTH` times as fast as without ToMA. Only ratios that are
-    reliably faster than without ToMA count. A timing is None if no ratio qualifies."""
+    """Return two timings. The first has the least error of those about as fast as the fastest: slower by at most a
+    twentieth of the time without ToMA. The second has the least error of those at least `_WORTH` times as fast as
+    without ToMA. Only ratios that are reliably faster than without ToMA count. A timing is None if no ratio
+    qualifies."""
     base, *others = timings
     faster = [timing for timing in others if timing.spread[1] < base.spread[0]]
     enough = min((timing.median for timing in faster), default=0.0) + base.median / 20

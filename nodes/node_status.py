@@ -52,7 +52,7 @@ class NodeStatus:
         self.say(Status.MEASURING(run=run, runs=runs))
 
     def say(self, *lines: Line, details: Sequence[Line] = (), **more: Any) -> None:
-        """Show lines on the node, and details in its tooltip. more: further data for the page."""
+        """Show lines on the node. details: for its tooltip; of an error, to unfold. more: further data for the page."""
         server, client, _ = _running()
         if client is not None and self.node_id is not None:  # without a client ComfyUI would send to every client
             with suppress(RuntimeError):  # raised while the server shuts down

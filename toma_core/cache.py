@@ -133,8 +133,8 @@ class Cache:
         return self.dequantize(t) if isinstance(t, Int4Tensor) else t
 
     def read_ahead(self, conditions: tuple[Hashable, ...], after: str = "") -> None:
-        """Begin to copy tensors from main memory to the device: those that a merged call for these conditions needs
-        next. after: name of the tensor that the call read last."""
+        """Begin to copy to the device those tensors in main memory that a merged call for these conditions needs next.
+        after: name of the tensor that the call read last."""
         for name in () if self.host is None else self.host.after(after):
             with self.lock:
                 found = [self._entries[key] for c in conditions if (key := (name, c)) in self._entries]
@@ -144,7 +144,7 @@ class Cache:
                     return
 
     def free_staging(self, device: torch.device) -> None:
-        """Free a device's copies of tensors that lie in main memory, at the end of a model call."""
+        """At the end of a model call, free a device's copies of tensors that lie in main memory."""
         if self.host is not None:
             self.host.free_staging(device)
 

@@ -3,8 +3,8 @@
 The host launches the GPU's operations one by one, ahead of the GPU. Merging shortens the GPU's time for a block, and
 lengthens the host's time a little. So merging saves time only if the GPU takes longer to compute the block than the
 host takes to launch it. `too_little` estimates both times from shapes and the card's data sheet. It measures no time,
-because measurements vary and the same seed has to give the same picture. `python -m benchmarks.suite --only break-even`
-compares the estimates with times measured on a card.
+because measured times vary, and a seed must always give the same picture. `python -m benchmarks.suite --only
+break-even` compares the estimates with times measured on a card.
 """
 
 from __future__ import annotations

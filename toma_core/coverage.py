@@ -49,7 +49,7 @@ class Coverage:
 
     cache: Cache
     _records: dict[Hashable, _Record] = field(default_factory=dict)
-    _now: dict[Hashable, Origin] = field(default_factory=dict)  # of this evaluation; under None, for other keys
+    _now: dict[Hashable, Origin] = field(default_factory=dict)  # in this evaluation; under None, of all other keys
     _refreshing: dict[Hashable, Origin] = field(default_factory=dict)  # `_now` in a refresh, else empty
     _absent: set[Hashable] = field(default_factory=set)  # keys announced for a refresh, but not evaluated in it
     _interval: int = 1  # age in steps at which entries are dropped

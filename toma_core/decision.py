@@ -23,7 +23,7 @@ _SMALL_SHARE = 0.03
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts on an evaluation that are known before the model runs."""
+    """What is known about an evaluation before the model runs."""
 
     sigma: float  # the sampler's sigma
     step: int | None = None  # 0-based; None if unknown

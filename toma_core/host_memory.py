@@ -106,7 +106,7 @@ class Parked:
         return self.buffer.tensor.nbytes  # of all chunks
 
     def chunk(self, count: int) -> list[Parked]:
-        """Split the batch of a complete buffer as `Tensor.chunk` does."""
+        """Split a complete buffer along the batch, as `Tensor.chunk` does."""
         return [Parked(self.buffer, n, count) for n in range(len(self.buffer.tensor.chunk(count)))]
 
     def copy_(self, source: Tensor | Int4Tensor) -> None:
@@ -278,7 +278,7 @@ class HostMemory:
             return list(self._order)[self._order.get(name, -1) + 1 :]
 
     def free_staging(self, device: torch.device) -> None:
-        """Free a card's copies of tensors that lie in main memory, at the end of a model call."""
+        """At the end of a model call, free a card's copies of tensors that lie in main memory."""
         with self.lock:
             if lane := self._lanes.get(device):
                 lane.forget()

@@ -62,7 +62,7 @@ class Rotation:
         return self.tokens.to(self.dtype), self.destinations.to(self.dtype)
 
     def undo(self, x: Tensor) -> Tensor:
-        """Undo the rotation of destinations, (B, D, C)."""
+        """Undo the rotation of x, (B, D, C), at destinations."""
         inverse = self._in_dtype[1].mT
         x = x.unflatten(2, (-1, inverse.shape[3], 1, 2))
         return (inverse[..., 0] * x[..., 0]).addcmul_(inverse[..., 1], x[..., 1]).flatten(2)

@@ -77,7 +77,7 @@ class Cached:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """One call of the model."""
+    """What blocks need to know about one call of the model."""
 
     run: RunState
     step_plan: StepPlan
@@ -97,7 +97,7 @@ class Evaluation:
         return self if step is self.step_plan else replace(self, step_plan=step)
 
     def again(self) -> Evaluation:
-        """Return this evaluation with separate cache keys, for a second call of the model in the same evaluation."""
+        """Return a copy with separate cache keys, used if another node calls the model a second time."""
         return replace(self, cond_keys=tuple((key, "again") for key in self.cond_keys))
 
     def plan(self, x: Tensor, grid: Grid, scope: Hashable) -> MergePlan | None:

@@ -17,8 +17,8 @@ _CELLS = 2  # cells of a token along each side
 
 
 def similarity_features(picture: Tensor, grid: Grid, like: Tensor) -> Tensor:
-    """Return the features by which tokens of a grid are compared, (B, N, F + 1). These are the F numbers of each token
-    in the picture, see `picture_tokens`, and a constant.
+    """Return the features by which tokens of a grid are compared, (B, N, F + 1). A token has the F numbers of its part
+    of the picture, see `picture_tokens`, and a constant.
 
     Cosines ignore the lengths of tokens. The constant, the root mean square length of an image's tokens, gives tokens
     of different lengths different directions. In the mean square, tokens that hold NaN or infinity count as 0.

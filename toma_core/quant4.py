@@ -53,7 +53,7 @@ class Int4Tensor(NamedTuple):
             mine.copy_(theirs)
 
     def dequantize(self) -> Tensor:
-        """Return (B, N, C), a new tensor."""
+        """Return the tensor, (B, N, C), dequantised into new memory."""
         codes = self.codes.unflatten(-1, (self.low.shape[-1], -1))
         low, step, half = self.low[..., None], self.step[..., None], codes.shape[-1]
         # In fp16, compute half of the result first, because a group's range may exceed the range of fp16.

@@ -230,7 +230,7 @@ class RunState:
 
     def _layout(self, grid: Grid, step: StepPlan, device: torch.device) -> Layout:
         config = self.config
-        # Every second selection uses windows that are shifted by half a window; the paper does not shift them.
+        # Every second selection uses windows that are shifted by half a window; the paper does not shift windows.
         shifted = config.granularity is not Granularity.MODULE and step.selection % 2 == 1
         key = (grid, step.ratio, shifted, device)
         if key not in self._layouts:

@@ -168,7 +168,7 @@ class Schedule:
         return next((ratios for above, ratios in self.ratio_schedule if sigma > above), self.ratio_schedule[-1][1])
 
     def why_full(self) -> tuple[Message, ...]:
-        """Return why steps are full, for the report."""
+        """Return the reasons, for the report, why steps are full."""
         config = self.config
         limits = "full_step_interval", "start_percent", "end_percent"
         named = [name for name in limits if getattr(config, name) != getattr(ToMAConfig, name)]

@@ -21,7 +21,7 @@ from .windows import Budget, Windows
 # kernel. The penalty is far above rounding and far below true differences of gains.
 TIE = 1e-5
 # Priority of the last step's destinations if cached keys, values and updates are propagated; all other tokens have
-# priority 1. Tokens thus take turns at being computed (benchmarks/results/fidelity/trials.md).
+# priority 1. So tokens take turns at being computed (benchmarks/results/fidelity/trials.md).
 RECENT = 0.25
 # The most elements of tokens that are held in fp32 at a time: with intermediates 1 GB. Flux's tokens at 2048 x 2048
 # have 50 million.
@@ -87,7 +87,7 @@ def tie_step(slots: int) -> float:
 
 
 def in_parts(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
-    """Return function(x, *others), computed for some windows at a time if x is large. All tensors: (B, W, ...)."""
+    """Return function(x, *others), called for some windows at a time if x is large. All tensors: (B, W, ...)."""
     parts = min(-(-x.numel() // MAX_ELEMENTS), x.shape[0] * x.shape[1])
     if parts < 2:
         return function(x, *others)

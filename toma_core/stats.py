@@ -45,7 +45,7 @@ class RunStats:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # several devices may share a run
 
     def count_evaluation(self, step: int, ratio: float) -> None:
-        """Count an evaluation of this step, which is full if the ratio is 0."""
+        """Count an evaluation of this step; the evaluation is full if the ratio is 0."""
         with self.lock:
             self.evaluations += 1
             self.steps.add(step)
@@ -54,7 +54,7 @@ class RunStats:
                 self.merged_in[step] += 1
 
     def discard_evaluations(self, step: int, evaluations: int, merged: int) -> None:
-        """Subtract a step's evaluations that broke off and will be repeated. merged: how many of them were merged."""
+        """Subtract a step's evaluations that broke off and will be repeated. merged: how many of these were merged."""
         with self.lock:
             self.evaluations -= evaluations
             self.merged_in[step] -= merged

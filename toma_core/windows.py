@@ -24,13 +24,13 @@ class WithTensors:
     """A dataclass with tensors as fields."""
 
     def changed(self: _Self, tensor: Callable[[str, Tensor], Tensor]) -> _Self:
-        """Return the object with its tensors replaced, each by the result of `tensor(name, value)`."""
+        """Return a copy in which each tensor is replaced by the result of `tensor(name, value)`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors: dict[str, Any] = {name: tensor(name, t) for name, t in values.items() if isinstance(t, Tensor)}
         return replace(self, **tensors)
 
     def to(self: _Self, device: torch.device) -> _Self:
-        """Return the object with its tensors on `device`. The host does not wait for the copies."""
+        """Return a copy with its tensors on `device`. The host does not wait for the copies."""
         paged = device.type != "cuda" or not torch.cuda.is_available()
         return self.changed(lambda _, t: t.to(device) if paged else t.pin_memory().to(device, non_blocking=True))
 
