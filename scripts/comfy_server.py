@@ -141,8 +141,7 @@ class ComfyServer(ComfyClient):
     def _command(self) -> list[str]:
         command = [sys.executable, str(self._comfyui / "main.py"), "--port", str(self.port)]
         command += ["--base-directory", str(self.base)]
-        # Keep the database in a file. ComfyUI 0.16 would open an in-memory database anew in each thread, without
-        # tables.
+        # Keep the database in a file. ComfyUI 0.16 would open a new in-memory database in each thread, without tables.
         command += ["--database-url", f"sqlite:///{self.base / 'user' / 'comfyui.db'}"]
         command += ["--disable-api-nodes", "--disable-auto-launch", "--dont-print-server", *self._flags]
         # The server ends with this process, even if the process is killed and no `finally` runs.
