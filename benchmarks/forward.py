@@ -42,7 +42,7 @@ class Runner:
 
     @torch.inference_mode()  # as in the sampler, because ToMA merges nothing while gradients are computed
     def _start(self) -> Any | None:
-        """Return ToMA's state of a run, made as the sampler's wrapper makes it. Return None without ToMA."""
+        """Return ToMA's state of a new run, made as in ToMA's wrapper of the sampler. Return None without ToMA."""
         run = pack_module("nodes.adapters.patch_model")
         attachment = run.attachment_of(self.patched)
         if attachment is None:

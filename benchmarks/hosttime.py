@@ -28,7 +28,7 @@ from scripts.comfy_pack import pack_module
 from testbed import offline, stand_ins
 
 RESULTS = "hosttime"
-# A grid of 5 complete windows of tokens. These are too many for plain PyTorch to merge in one product.
+# A grid of 5 complete windows of tokens. Plain PyTorch would merge fewer than 5 windows in one product.
 _GRID, _WINDOW, _CHANNELS = (2, 10), 2, 16
 _CALLS = 200
 

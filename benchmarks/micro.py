@@ -29,7 +29,8 @@ _REPLAYED = 60
 # Bytes of tokens that calls cycle through: several times the last-level cache of any card.
 _ROTATED = 300_000_000
 # Selected destinations are compared with those that the search selects in fp64. Their objective must exceed `_WORTH`
-# times the fp64 objective. They may differ, by ties in half precision, in less than the share `_APART` of windows.
+# times the fp64 objective. The destinations may differ, by ties in half precision, in less than the share `_APART` of
+# windows.
 _WORTH, _APART = 0.9999, 0.1
 
 

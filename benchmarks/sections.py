@@ -227,8 +227,8 @@ _FAR = 0.8
 
 def few_blocks(name: str, side: int, blocks: tuple[int, ...] = (), *, keys: bool = False, **shape: int) -> Run:
     """Return a section that measures a few full-width blocks on a CPU, all merged. blocks: number of blocks of each
-    kind, by default `ModelSpec.few`. keys: also measure a merged step of `balanced`, in which blocks attend to all
-    tokens, with a full and a 4-bit KV cache."""
+    kind, by default `ModelSpec.few`. keys: also measure a merged step of `balanced`, in which destinations attend to
+    all tokens, with a full and a 4-bit KV cache."""
 
     def section(suite: Suite) -> None:
         chosen, few = forward.toma_variants([RATIO], ["stack"], suite.more), blocks or SPECS[name].few

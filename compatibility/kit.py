@@ -46,7 +46,8 @@ class AbsentError(Exception):
 
 
 def part(path: str) -> Any:
-    """Import a class or function of ComfyUI's module `nodes` or of one of its `comfy_extras`. Raises `AbsentError`."""
+    """Import a class or function from ComfyUI's module `nodes` or from a module of `comfy_extras`. Raises
+    `AbsentError`."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module if module == "nodes" else f"comfy_extras.{module}"), name)
@@ -92,7 +93,7 @@ def version_of(pack: str) -> str:
 
 
 def community(pack: str) -> Callable[[str], Callable[..., Any]]:
-    """Load a community pack as ComfyUI does. Return a function from node ids to the pack's nodes. Raises
+    """Load a community pack as ComfyUI does. Return a function that maps a node id to the pack's node. Raises
     `AbsentError`."""
     # Import ComfyUI's `nodes` by name, because for a type checker `nodes` is the folder of this checkout.
     nodes = importlib.import_module("nodes")

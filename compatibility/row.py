@@ -166,7 +166,7 @@ class Table:
     ) -> Callable[[Callable[[Kit], Any]], Callable[[Kit], Any]]:
         """Decorate the function that makes the graphs.
 
-        others: one outcome for all families of `OTHERS`, or outcomes by family, for the families that have the feature.
+        others: one outcome for all families of `OTHERS`, or outcomes by family for those that have the feature.
         only: as `others`, for a feature that SDXL and Flux do not have.
         quick: whether the row also runs on the oldest supported ComfyUI.
         sound: whether the row is also tried on the families of `SOUND` and `LATEST`.

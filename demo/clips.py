@@ -37,7 +37,7 @@ class Clip:
 
 
 def clip_from_seed(seed: int) -> Clip:
-    """Draw a clip from an integer seed >= 0. Its scene is the scene of the same seed."""
+    """Draw a clip from an integer seed >= 0. The clip's scene is `scene_from_seed(seed)`."""
     rng = np.random.default_rng((_SALT, int(seed)))
     return Clip(scene_from_seed(seed), *(int(rng.integers(len(values))) for values in MOTIONS.values()))
 

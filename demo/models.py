@@ -49,7 +49,7 @@ DIT_CONFIG: dict[str, Any] = {
     "guidance_embed": True,
     "txt_ids_dims": [],
 }
-# SDXL's layout: no attention at the first resolution, a shallow stack at the second, a deep one at the third.
+# SDXL's layout: no attention at the first resolution, shallow stacks at the second, deep stacks at the third.
 UNET_CONFIG: dict[str, Any] = {
     "image_size": 32,
     "in_channels": LATENT_CHANNELS,
@@ -287,7 +287,7 @@ def unet_patcher(
 ) -> Any:
     """Build a MODEL (ModelPatcher around comfy.model_base.SDXL) of the tiny UNet, on ComfyUI's own devices.
 
-    `state_dict` holds the UNet's weights. If it is None, they are drawn from `seed`. Raises RuntimeError if the keys do
+    `state_dict` holds the UNet's weights. If it is None, they are drawn from `seed`. Raises RuntimeError if its keys do
     not fit.
     """
     model_config = comfy.supported_models.SDXL({})

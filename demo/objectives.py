@@ -98,7 +98,7 @@ class FlowObjective:
 
 
 def _expanded(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Append dimensions to one value per batch entry, so that it broadcasts over `x`."""
+    """Append dimensions to `values`, which has a number for each batch entry, so that it broadcasts over `x`."""
     return values.reshape(-1, *[1] * (x.ndim - 1))
 
 
@@ -157,7 +157,7 @@ class FewStepsObjective:
         return _error(student(x, start.flatten(), slice(None), counts), target)
 
     def _step_sigmas(self, quantile: torch.Tensor, steps: int) -> tuple[torch.Tensor, ...]:
-        """Draw a step by a quantile, and return the sigmas of the step's start, middle and end."""
+        """Map each quantile to a step, and return the sigmas of the step's start, middle and end."""
         sigmas, finer = self.sigmas[steps].to(quantile.device), self.sigmas[2 * steps].to(quantile.device)
         index = (quantile * steps).long()
         return sigmas[index], finer[2 * index + 1], sigmas[index + 1]

@@ -1,7 +1,7 @@
 """Position encoding for the tiny UNet: sines over the picture, added to the output of its first convolution.
 
-SDXL learns to infer positions from the zero padding of its convolutions. This takes more training than the demo has. An
-`input_block_patch`, one of ComfyUI's own hooks, adds the encoding.
+SDXL learns to infer positions from the zero padding of its convolutions. To learn this takes more training than the
+demo has. An `input_block_patch`, one of ComfyUI's own hooks, adds the encoding.
 """
 
 from __future__ import annotations

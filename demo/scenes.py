@@ -33,7 +33,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
 _PALETTE = np.array(list(COLOURS.values()), dtype=np.float32) / 127.5 - 1.0
 _NAMES = tuple(COLOURS)
 
-# One entry per attribute, in token order. An attribute's integer is the position of its value in the tuple.
+# One entry per attribute, in token order. A scene stores the position of an attribute's value in the tuple.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "background": _NAMES,
     "gradient": ("flat", "vertical", "horizontal", "radial"),

@@ -55,8 +55,8 @@ def pack(folder: Path, root: Path = ROOT) -> Path:
 
 
 def _comfy_node(command: str, root: Path) -> str:
-    """Return the output of `comfy node <command>`. comfy-cli's settings go to a temporary home. git uses the user's
-    settings."""
+    """Return the output of `comfy node <command>`. comfy-cli gets a temporary home for its settings, but git uses the
+    user's settings."""
     with tempfile.TemporaryDirectory() as home:
         gitconfig = os.environ.get("GIT_CONFIG_GLOBAL", str(Path.home() / ".gitconfig"))
         done = subprocess.run(

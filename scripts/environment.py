@@ -67,7 +67,8 @@ def dev_requirements(pyproject: Path) -> list[str]:
 
 
 def environment_name(text: str) -> str:
-    """Return the name of the environment's folder. It differs for other requirements, Pythons and machine types."""
+    """Return the name of the environment's folder. Other requirements, another Python or another machine type give
+    another name."""
     version = "{}.{}".format(*sys.version_info)
     key = hashlib.sha256(f"{version}\n{platform.machine()}\n{text}".encode()).hexdigest()[:12]
     return f"env-py{version}-{key}"

@@ -1,4 +1,4 @@
-"""Full-size video models, and picture models with their layout, see `full_model`."""
+"""Full-size video models, and picture models with the layout of a video model, see `full_model`."""
 
 from __future__ import annotations
 

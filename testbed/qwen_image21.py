@@ -324,7 +324,7 @@ class Config(comfy.supported_models.supported_models_base.BASE):
 
 class QwenImage21(comfy.model_base.BaseModel):
     """The model in a ModelPatcher. ComfyUI sets `current_patcher` when a run begins, and unsets it when the run ends.
-    Each time the cache is reset."""
+    Both events reset the cache."""
 
     def __init__(self, model_config: Any, device: Any = None) -> None:
         kind = comfy.model_base.ModelType.FLUX

@@ -25,7 +25,7 @@ def prepare(own_attention: bool = True) -> None:
 
 
 class _StandIn(ModuleType):
-    """An empty package whose every attribute is an empty class."""
+    """An empty package. Each of its attributes is an empty class."""
 
     __path__: list[str] = []  # noqa: RUF012
 

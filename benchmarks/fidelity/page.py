@@ -124,7 +124,7 @@ def _rows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _gain(steps: str, row: dict[str, Any]) -> str:
-    """Return the row for a number of steps: error and work with the preset, with the calibration and with
+    """Return a row of the table of calibrations: error and work with the preset, with calibrated ratios, and with
     `calibrated.SINGLE`."""
     ways = [f"{row[way]:.3f} for {row[f'{way} cost']:.2f}" for way in ("preset", "calibrated", "single")]
     return f"| {' | '.join((steps, *ways, format(row['pictures'], '.1f')))} |"
@@ -140,7 +140,7 @@ def _sampler(shown: str, columns: list[dict[str, Any]]) -> str:
 
 
 def _answer(kind: str, pictures: str, line: str, columns: list[str], folder: Path) -> str:
-    """Return a row of a table of advice with its numbers renewed. The row's first cell has the number of steps."""
+    """Renew the numbers in `line`, a row of a table of advice. The row's first cell has the number of steps."""
     steps, setting, *shown = _cells(line)
     rows = _rows(folder, f"{kind}-{steps.split()[0]}steps-{pictures}")
     plain = setting.strip("*")

@@ -63,7 +63,8 @@ def tiny(model: Any) -> dict[str, Any]:
 
 
 def settings(kind: str) -> dict[str, Setting]:
-    """Return the settings by name for the model `kind`, one of `start.PICTURES`, in the order of measuring."""
+    """Return the settings by name for the model `kind`, one of `start.PICTURES`, in the order in which they are
+    measured."""
     table: dict[str, Setting] = {}
 
     def add(group: str, choices: dict[str, Patch], **extra: Any) -> None:

@@ -1,2 +1,2 @@
-"""Measurements that need a GPU: kernels against fp64, the KV cache in main memory, and a script for a machine without
-network."""
+"""Measurements that need a GPU: kernels against fp64, and the KV cache in main memory. `visit.sh` runs the suite on a
+machine without network."""

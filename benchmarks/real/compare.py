@@ -18,7 +18,7 @@ from PIL import Image
 
 from .pictures import UNMERGED, Folder, Job, say
 
-# Name of the comparison of unmerged pictures of two seeds. It shows how much unrelated pictures of one prompt differ.
+# Name of the comparison of unmerged pictures of two seeds, which shows how much unrelated pictures of a prompt differ.
 OTHER_SEED = "another seed"
 # The PSNR of equal pictures, in place of infinity. Even 8-bit pictures that differ in only one value have a lower PSNR.
 PSNR_OF_EQUAL = 120.0

@@ -131,7 +131,7 @@ class Template:
 
     def is_pure(self, graph: Graph, cached: Iterable[str]) -> bool:
         """Return whether a run only sampled, decoded and saved. It must have loaded nothing, encoded no text, and run
-        every node that depends on the seed. Only the times of runs that meet this are comparable."""
+        every node that depends on the seed. Only the times of these runs are comparable."""
         executed = set(graph) - set(cached)
         must = downstream(graph, self._seeded())
         return must <= executed <= must | downstream(graph, {self.merge})

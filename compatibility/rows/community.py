@@ -1,4 +1,4 @@
-"""Community packs. Each is tried if it is installed. None is part of this checkout."""
+"""Community packs, which are not part of this checkout. A pack is tried if it is installed."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def wavespeed(kit: Kit) -> Graph:
 
 @row(GROUP, "Tiled Diffusion (MultiDiffusion, Mixture of Diffusers, SpotDiffusion)", pack="ComfyUI-TiledDiffusion")
 def tiled_diffusion(kit: Kit) -> Iterator[Graph]:
-    """Use tiles of 16 x 16 latent pixels that overlap by 8. The result does not depend on the batch size. Only in
-    SpotDiffusion it depends on the order of the tiles, because there the last tile overwrites the others."""
+    """Use tiles of 16 x 16 latent pixels that overlap by 8. The result does not depend on the batch size. Only
+    SpotDiffusion's result depends on the order of the tiles, because its last tile overwrites the others."""
     pack = "ComfyUI-TiledDiffusion"
     patch = community(pack)("TiledDiffusion")
     code = importlib.import_module(f"{str(found(pack)).replace('.', '_x_')}.tiled_diffusion")

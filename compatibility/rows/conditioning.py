@@ -1,4 +1,4 @@
-"""Forms of prompts: for areas, masks or ranges of steps, in batches, and in one model call or several."""
+"""Prompts for areas, masks and ranges of steps, batches of prompts, and prompts in one model call or in several."""
 
 from __future__ import annotations
 

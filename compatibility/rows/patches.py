@@ -211,8 +211,8 @@ def xdit(kit: Kit) -> Iterator[Graph]:
 
 
 def _sequence_parallel(kit: Kit, rejoin: bool) -> Iterator[Graph]:
-    """Simulate two processes in turn. With two references of the picture's size, each share is longer than text and
-    picture."""
+    """Simulate two processes, one after the other. With two references of the picture's size, each process has more
+    tokens than text and picture have together."""
     for references in (0, 2):
         latents = {"reference_latents": [random(1, 16, SIDE, SIDE, seed=i) for i in range(references)]}
         options = latents if references else {}

@@ -1,4 +1,4 @@
-"""Samplers, schedulers, guiders, and workflows of several samplers."""
+"""Samplers, schedulers, guiders, and workflows with several samplers."""
 
 from __future__ import annotations
 

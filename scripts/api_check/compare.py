@@ -90,7 +90,7 @@ def newest(known: Known) -> str:
 
 def nearest(known: Known, version: str) -> str:
     """Return the release with which a version is compared: this version if it is listed, otherwise the next older
-    release. For an unknown version, return the newest release."""
+    release. If the version is unknown, return the newest release."""
     older = [r for texts in known.values() for r in texts if number_of(r) <= number_of(version)]
     return max(older, key=number_of, default=newest(known))
 

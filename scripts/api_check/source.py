@@ -119,7 +119,7 @@ class Source:
                     yield module
 
     def lacks(self, dotted: str) -> bool:
-        """Return whether the file that would define a name is not in the folder."""
+        """Return whether the folder lacks the file that would define a name."""
         for module, rest in self._prefixes(dotted):
             if module is not None:
                 bound = module.names.get(rest[0]) if rest else None
@@ -127,7 +127,7 @@ class Source:
         return True
 
     def lacks_bases(self, found: Found) -> bool:
-        """Return whether a class has bases of ComfyUI whose file is not in the folder."""
+        """Return whether the folder lacks the file of one of the class's bases from ComfyUI."""
         for each in self.mro(found):
             for base in getattr(each.node, "bases", []):
                 bound = each.module.names.get(ast.unparse(base).partition(".")[0])
@@ -218,7 +218,8 @@ class Source:
         calls or names, and classes of objects that the enclosing function appends to the value. A parameter of the
         enclosing function stands for its default, and for the values that derived classes pass.
 
-        owner: the class that was looked up, which may be derived from the class with the definition.
+        owner: the class in which the definition was looked up. It may be derived from the class that has the
+        definition.
         """
         if isinstance(found.node, ast.ClassDef):
             return [found]
@@ -262,7 +263,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
 
 
 def _calls(value: ast.AST) -> list[ast.AST]:
-    """Return the expression itself if it is a name. Otherwise return all names that it calls."""
+    """If the expression is a name, return the name. Otherwise return all names that the expression calls."""
     if isinstance(value, ast.Name | ast.Attribute):
         return [value]
     return [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]
