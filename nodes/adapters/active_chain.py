@@ -54,7 +54,7 @@ class ActiveChain:
         return "-".join(dict.fromkeys((self.names[0], self.names[-1])))
 
     def counts(self, device: torch.device) -> tuple[tuple[int, int], ...]:
-        """Return the `lengths` that `reduce` will set. This needs no tokens."""
+        """Return the `lengths` that `reduce` will set. The tokens need not exist yet."""
         evaluation, counts = self.evaluation, self.tokens
         for n, grid in enumerate(self.grids):
             if is_merged(grid) and not evaluation.refreshes:
@@ -107,11 +107,11 @@ class ActiveChain:
         return self.signature.clamp_fp16(joined(restored))
 
     def attend(self, block: str, t: Tensor, what: str, before: int, axis: int, always: bool = False) -> Tensor:
-        """Return keys or values of all tokens, T = before + N + rest. t: keys or values of merged tokens, T = before +
-        D + rest. t and the result are (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C). In a refresh,
-        cache and return t. In a merged step, estimate all tokens' change from the destinations' change, and add it to
-        the cached tensor. If nothing is cached, return t, with `always` unmerged. what: "key" or "value", and the
-        attention's index."""
+        """Return keys or values of all tokens, T = before + N + rest. t: those of merged tokens, T = before + D + rest.
+        t and the result are (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C). In a refresh, cache and
+        return t. In a merged step, estimate all tokens' change from the destinations' change, and return the cached
+        tensor plus the change. If nothing is cached, return t or, with `always`, t unmerged. what: "key" or "value",
+        and the attention's index."""
         evaluation, lengths = self.evaluation, [count for _, count in self.lengths]
         quantized, total = evaluation.run.cache.quantized, sum(lengths)
         tokens_btc = (t.transpose(1, 2) if axis == 2 else t).narrow(1, before, total).flatten(2)
@@ -188,7 +188,7 @@ def is_merged(grid: Grid) -> bool:
 
 
 def split(x: Tensor, lengths: list[int]) -> list[Tensor]:
-    """Split x, (B, T, C), into parts of these numbers of tokens."""
+    """Split x, (B, T, C), into parts of `lengths` tokens."""
     return [x] if len(lengths) == 1 else list(x.split(lengths, 1))
 
 

@@ -23,8 +23,8 @@ OVERRIDE = "optimized_attention_override"
 class KVOverride:
     """Stands in for `optimized_attention` in one call of a block."""
 
-    # Takes a block's keys or values, their name, the number of tokens before the image, and the axis of tokens. Returns
-    # the keys or values to attend to: (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C).
+    # `change` takes a block's keys or values, their name, the number of tokens before the image, and the axis of
+    # tokens. It returns the keys or values to attend to: (B, T, C), (B, T, heads, C) or, with axis 2, (B, heads, T, C).
     change: Callable[[Tensor, str, int, int], Tensor]
     spans: Sequence[tuple[int, int, int]]  # see `BlockSignature.attention_spans`
     masked: Callable[[Tensor], Tensor | None]  # takes a mask of a block's keys, returns a mask of the changed keys

@@ -114,7 +114,7 @@ class ChainSite:
         grid = None if chain is None else signature.grid(call_args, chain.grids[0])
         if chain is None or grid is None:
             return Reason.UNKNOWN_GRID()
-        # Leave reference tokens unmerged if ComfyUI's options do not give their number, as in older versions.
+        # Leave reference tokens unmerged if ComfyUI's options do not give their number: older versions do not.
         chain.grids = grid, *(chain.grids[1:] if signature.reference_tokens(call_args) else ())
         self.image, self.references = chain.tokens[0], sum(chain.tokens[1:])
         reason = self.obstacle(call_args)
@@ -217,7 +217,7 @@ class BlockHook(Hook):
 
     @outside_graph
     def _outside(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block outside of a graph. If it begins a chain, first decide whether the chain is merged."""
+        """Run the block outside of a graph. If a chain begins here, first decide whether the chain is merged."""
         call_args, merged = self.signature.call_args(args, kwargs), None
         if self.signature.has_image(call_args):
             if self.site is self.own_site:

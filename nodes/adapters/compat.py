@@ -99,7 +99,7 @@ _replays_before = list[dict[str, bool]]()
 @contextmanager
 def without_replays() -> Iterator[None]:
     """Keep ComfyUI from recording or replaying model calls in the `with` block: merged calls allocate other memory, and
-    cache tensors that outlive a block. Of several devices, the last to leave restores the options."""
+    cache tensors that outlive a block. Of several devices, the last to leave its block restores the options."""
     from comfy.cli_args import args
 
     with _replays_lock:
@@ -116,7 +116,7 @@ def without_replays() -> Iterator[None]:
 
 def end_interrupted(several_devices: bool = False) -> None:
     """After an error has ended an evaluation, end ComfyUI's recording and prefetching, and free memory. ComfyUI itself
-    does so only when a node ends. several_devices: end only this device's recording: other devices still compute."""
+    does so only when a node ends. several_devices: other devices still compute, so end only this one's recording."""
     try:
         from comfy import model_prefetch as prefetch
 
@@ -130,7 +130,7 @@ def end_interrupted(several_devices: bool = False) -> None:
 
 
 def comfyui_lines() -> tuple[Message, ...]:
-    """Return lines of the report: the version of ComfyUI, and a second line if this is newer than `NEWEST_TRIED`."""
+    """Return lines of the report: the version of ComfyUI, and a line if this version is newer than `NEWEST_TRIED`."""
     try:
         from comfyui_version import __version__ as version
     except (ImportError, AttributeError):
@@ -141,7 +141,7 @@ def comfyui_lines() -> tuple[Message, ...]:
 
 
 def arguments(args: Sequence[Any], kwargs: Mapping[str, Any], **positions: int) -> list[Any]:
-    """Return these arguments, which ComfyUI may pass by position or by name. Raises KeyError if one is missing."""
+    """Return the named arguments, which ComfyUI may pass by position or by name. Raises KeyError if one is missing."""
     return [args[position] if position < len(args) else kwargs[name] for name, position in positions.items()]
 
 

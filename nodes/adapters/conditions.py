@@ -110,8 +110,8 @@ _NOT_CONTENT = {
 class Contents:
     """Find conditions of equal content, such as a prompt that a schedule repeats. Such conditions share caches. ComfyUI
     gives each condition its own id, even if several hold the same text. Contents are compared by digests of their
-    tensors, before sampling. If another node adds conditions later, their tensors on a device are compared by address,
-    because to read them, the host would wait for the device."""
+    tensors, before sampling. If another node adds conditions later, their tensors on a device are compared by address:
+    to read tensors, the host would have to wait for the device."""
 
     def __init__(self, conds: Mapping[str, Sequence[Mapping[str, Any]] | None] = {}) -> None:
         """conds: all conditions before sampling begins, by group ("positive", "negative")."""

@@ -54,7 +54,8 @@ def evaluated_parts(guider: Any, sampler: Any, shape: Sequence[int], sigmas: Seq
 
 
 def most_held(steps: Sequence[Parts], schedule: Schedule, size: Callable[[Area], int]) -> list[Area]:
-    """Return the areas of a run's cached entries at the time when the caches are largest. size: takes such an area."""
+    """Return the areas of a run's cached entries at the time when the caches are largest. size: size of an entry, from
+    the entry's area."""
     held: dict[Hashable, tuple[int, Area]] = {}  # step of the last refresh, and area
     most = [*max(steps, key=lambda parts: sum(map(size, parts.values()))).values()]
     for step, (parts, sigma) in enumerate(zip(steps, schedule.sigmas, strict=False)):

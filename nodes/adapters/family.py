@@ -217,7 +217,7 @@ class ModelHooks:
     def times_less_work(self, latent: Tensor, run: RunState) -> float | None:
         """Return the FLOPs of this run without merging, divided by its FLOPs with merging. latent: (B, C, ..., H, W).
         None if nothing was merged, and if the model got reference images or tiles of the latent, because their tokens
-        are not counted. The FLOPs leave out making plans, and text tokens beyond a family's minimum."""
+        are not counted. Not counted either are making plans, and text tokens beyond a family's minimum."""
         stats, schedule = run.stats, run.schedule
         if run.tiles or run.references or not stats.merged_blocks:
             return None

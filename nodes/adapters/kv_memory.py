@@ -61,9 +61,10 @@ def plan_kv_cache(
     config: ToMAConfig, guider: Any, latent: Tensor, sampler: Any, packed: Sequence[int], sigmas: Sequence[float] = ()
 ) -> KVCachePlan:
     """Plan the KV cache of a run on latents of (B, C, ..., H, W). Keys and values have full precision if they fit on
-    the card beside the model's weights, otherwise four bits. Those that do not fit lie in main memory. If main memory
-    is short too, only some blocks are merged, or there is no cache. packed: the shape of all streams as packed by
-    ComfyUI. sigmas: one per step, then the sigma at the run's end; if empty, assume a step with every condition."""
+    the card beside the model's weights, otherwise four bits. Keys and values that do not fit even so lie in main
+    memory. If main memory is short too, only some blocks are merged, or there is no cache. packed: the shape of all
+    streams as packed by ComfyUI. sigmas: one per step, then the sigma at the run's end; if empty, assume a step with
+    every condition."""
     model, options = guider.model_patcher, guider.model_options
     hooks = registry.find(model.get_model_object("diffusion_model"))
     if hooks is None or (options.get("torch_compile_kwargs") and not compiled(options)):
@@ -154,8 +155,8 @@ def measure_room(host: HostMemory, model: ModelPatcher, shape: Sequence[int], co
 
 
 def main_room() -> float:
-    """Return how many bytes of main memory keys and values may take. Total memory decides, not free memory: a seed must
-    give the same picture in every run."""
+    """Return how many bytes of main memory keys and values may take. The number depends on total memory, not on free
+    memory, so that a seed gives the same picture in every run."""
     return min(total for total, _ in _memories()) * MAIN_SHARE
 
 
@@ -188,7 +189,8 @@ def _memories() -> list[tuple[float, float]]:
 def memory_left(guider: Any, shape: Sequence[int]) -> float:
     """Return how many bytes of the card a run on latents of this shape leaves free; negative if the run does not fit.
     The number is the card's total memory minus what ComfyUI frees before it loads the run's models, see
-    `load_models_gpu`. Memory that is free now plays no part: a seed must give the same image whatever else runs."""
+    `load_models_gpu`. It does not depend on memory that is free now: a seed must give the same image whatever else
+    runs."""
     model, options = guider.model_patcher, guider.model_options
     loaded, controls = get_additional_models(guider.conds, model.model_dtype())
     usual = model.model.manual_cast_dtype
@@ -225,7 +227,7 @@ def dtype_of(model: ModelPatcher) -> torch.dtype:
 
 def windows_of(guider: Any, latent: Tensor) -> float:
     """Return how many times, on average, one evaluation computes a frame of the latent for a condition: more than once
-    where context windows overlap. Return 0 if windows move at each step: a cache would hold other frames."""
+    where context windows overlap. Return 0 if windows move at each step: a cache of other frames is of no use."""
     handler = guider.model_options.get("context_handler")
     try:
         if handler is None or latent.shape[handler.dim] <= handler.context_length:

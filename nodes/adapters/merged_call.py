@@ -25,8 +25,8 @@ def merged_call(
 ) -> Any:
     """Install the hooks that `select` chooses for latents x of (B, C, ..., H, W), and return the result of `call`.
 
-    Whether the call uses caches depends on its chains. So it is decided after `select` has made them, before the model
-    runs. If this pack's code fails until then, the call is full. positions: see `conditions.positions_of`.
+    Whether the call uses caches depends on the chains that `select` makes. So this is decided after `select`, before
+    the model runs. If this pack's code fails until then, the call is full. positions: see `conditions.positions_of`.
     """
     with ExitStack() as installation:
         try:

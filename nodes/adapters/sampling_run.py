@@ -274,8 +274,8 @@ class SamplingRun:
             return self._keys(chunks_of(batch, transformer_options), frames_of(transformer_options), self.counts)
 
     def _keys(self, conditions: Iterable[Any], frames: Hashable, counts: Counter[Hashable]) -> tuple[Hashable, ...]:
-        """Return a key for each condition: its content, area, frames, shape, the model's patches (which perturbed
-        guidance changes) and the count of its calls so far in `counts`, increased by this call."""
+        """Return a key for each condition: its content, area, frames, the latent's shape, the model's patches (which
+        perturbed guidance changes) and the count of its calls so far in `counts`, increased by this call."""
         keys = []
         for each in conditions:
             key = self.contents.of(each), self.areas.get(each), frames, self.latent_shape, self.patches

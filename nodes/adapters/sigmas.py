@@ -34,8 +34,8 @@ ONCE_A_STEP = (
     *("euler", "euler_cfg_pp", "lms", "ipndm", "ipndm_v", "deis", "dpmpp_2m", "dpmpp_2m_cfg_pp", "res_multistep"),
     *("res_multistep_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp"),
 )
-# Samplers that amplify the errors of merging. Their error is two to seventeen times the error of Euler's method
-# (benchmarks/results/fidelity/tables.md), so runs with a KV cache merge no step with these samplers.
+# Samplers that amplify the errors of merging. With them, the error of merging is two to seventeen times that with
+# Euler's method (benchmarks/results/fidelity/tables.md), so runs with a KV cache merge no step with these samplers.
 _ENLARGES = (
     *("lms", "ipndm_v", "res_multistep_ancestral", "res_multistep_ancestral_cfg_pp", "res_multistep_cfg_pp"),
     *("dpmpp_2m_cfg_pp", "dpmpp_2s_ancestral_cfg_pp", "gradient_estimation_cfg_pp"),

@@ -124,7 +124,7 @@ class BlockSignature:
         """At the end of an evaluation, drop what the signature noted during the evaluation."""
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        """Return how many tokens precede the image's `image` tokens in a chain's first block; None if unknown."""
+        """Return how many tokens precede the image in a chain's first block; None if unknown. image: N."""
         if not self.image_last:
             return 0
         rows: Any = self.tokens(call_args)
@@ -179,8 +179,8 @@ class BlockSignature:
         return {**options, **changed} if changed else options
 
     def mask_of_all(self, mask: Tensor, removed: int) -> Tensor | None:
-        """Return a mask of all keys, made from a mask of merged keys: it hides no added key. None if it cannot be
-        made."""
+        """Return a mask of all keys, made from a mask of merged keys. It hides none of the added keys. None if no mask
+        can be made."""
         if not self.masks_text or mask.ndim < 3 or mask.shape[-2] != 1:  # unknown, such as a mask that differs by query
             return None
         return pad(mask, (0, removed) if self.text_first else (removed, 0), value=mask.dtype is torch.bool)
@@ -205,7 +205,7 @@ class BlockSignature:
 
     def reference_tokens(self, call_args: CallArguments) -> int:
         """Return how many tokens of reference images follow the image. If a node splits tokens among processes
-        (raylight, xDiT), each process has fewer, which `obstacle` notices by this number."""
+        (raylight, xDiT), each process has fewer tokens. `obstacle` sees this from the number."""
         options: Mapping[str, Any] = call_args.get("transformer_options") or {}
         return sum(options.get("reference_image_num_tokens", ()))
 

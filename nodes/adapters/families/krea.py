@@ -23,7 +23,7 @@ class Signature(BlockSignature):
     passthrough_args = ("vec",)
 
     def image_start(self, call_args: CallArguments, image: int) -> int | None:
-        # Use img_slice, because patches may append tokens after the references. ComfyUI 0.26.0 has no img_slice.
+        # Do not count from the end: patches may append tokens after the references. ComfyUI 0.26.0 has no img_slice.
         after_text = (call_args.get("transformer_options") or {}).get("img_slice")
         return super().image_start(call_args, image) if after_text is None else int(after_text[0])
 

@@ -26,7 +26,7 @@ class Signature(BlockSignature):
 class Hooks(ModelHooks):
     def block_groups(self, model: OmniGen2Transformer2DModel) -> tuple[BlockGroup, ...]:
         attention, size, width = model.layers[0].attn, model.patch_size, model.hidden_size
-        # Cached keys are narrower than tokens. In an older ComfyUI they are as wide: it repeats keys before attention.
+        # Cached keys are narrower than tokens, except in an older ComfyUI, which repeats keys before attention.
         grouped = "enable_gqa" in type(attention).forward.__code__.co_consts
         keys = attention.kv_heads * attention.dim_head if grouped else 0
         return (BlockGroup("layer", model.layers, Signature(), COST, size, width, keys_width=keys),)
