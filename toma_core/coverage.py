@@ -45,7 +45,8 @@ class _Record:
 
 @dataclass(eq=False)
 class Coverage:
-    """The records of a run, by the key of a condition (its content, area, shape). Several devices share the object."""
+    """The records of a run's conditions, by key: a condition's content, area and shape. Several devices share the
+    object."""
 
     cache: Cache
     _records: dict[Hashable, _Record] = field(default_factory=dict)

@@ -49,7 +49,7 @@ PRESETS: Mapping[str, Mapping[ModelKind, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class UserSettings:
-    """A preset and the values of fields that override it. Raises `ConfigError` for an unknown preset or value."""
+    """A preset, and values that override its fields. Raises `ConfigError` for an unknown preset or value."""
 
     preset: str
     overrides: Mapping[str, Any] = field(default_factory=dict)

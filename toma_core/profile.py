@@ -1,5 +1,5 @@
 """Read and write profiles, the results of calibrating a model. A profile has a ratio for each block and range of sigma,
-and fits any number of steps, sampler and scheduler. A profile is JSON of less than 2 kB that is saved in a workflow."""
+and fits any sampler, scheduler and number of steps. A profile is JSON of less than 2 kB that is saved in a workflow."""
 
 from __future__ import annotations
 
