@@ -1,8 +1,8 @@
 """ToMA Calibrate: measure the error of merging in each part of a model, choose ratios, and return the merged model and
 a profile.
 
-A site is a group of blocks with one ratio. A probe evaluates the model once more, with one site or all sites merged. There
-are three sampling runs:
+A site is a group of blocks with one ratio. A probe evaluates the model once more, with one site or all sites merged.
+There are three sampling runs:
 
 1. unmerged, with probes         measures the error of each site
 2. merged by the preset          measures the preset's error and the work that it saves
