@@ -1,6 +1,6 @@
 """Predict, before a run begins, which conditions each step evaluates, and which of them the caches will hold. A
-guider's `predict_noise` decides which conditions are evaluated. To find out, this method is called on zeros, with a
-stand-in for the model. Functions of other nodes are left out of that call, because they may hold state."""
+guider's `predict_noise` decides which conditions are evaluated. To find out which, call `predict_noise` on zeros, with
+a stand-in for the model. Functions of other nodes are left out of that call, because they may hold state."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ class SamplingRun:
 
     def _keys(self, conditions: Iterable[Any], frames: Hashable, counts: Counter[Hashable]) -> tuple[Hashable, ...]:
         """Return a key for each condition: its content, area, frames, the latent's shape, the model's patches (which
-        perturbed guidance changes) and the count of its calls so far in `counts`, increased by this call."""
+        perturbed guidance changes) and how many calls it has had, including this one. Update `counts`."""
         keys = []
         for each in conditions:
             key = self.contents.of(each), self.areas.get(each), frames, self.latent_shape, self.patches

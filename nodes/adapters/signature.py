@@ -54,8 +54,8 @@ class BlockSignature:
     rope_arg = ""  # the argument with the rotary positions; empty if there is none
     rope_token_dim = 2  # the dimension of rotary positions along which tokens are counted
     rope_split_half = False  # whether rotation pairs channel i of a head with i + d / 2, not with its neighbour
-    # Whether the image comes last in the positions or, without `rope_arg`, in the tokens. Only the references that
-    # ComfyUI's options name may follow it.
+    # Whether the image comes last in the positions or, without `rope_arg`, in the tokens. Only references that
+    # ComfyUI's options name may follow the image.
     image_last = False
     row_args: tuple[str, ...] = ()  # arguments besides `rope_arg` with a row per token, along `rope_token_dim`
     # Arguments that hold indices of tokens: one index, or a list of (start, stop, ...).
@@ -87,7 +87,8 @@ class BlockSignature:
         return self.unpack(call_args[self.tokens_arg])
 
     def rows(self, call_args: CallArguments) -> dict[str, Any]:
-        """Return by name the tensors with a row for each token: rotary positions, and `row_args` if they are passed."""
+        """Return by argument the tensors with a row for each token: rotary positions, and `row_args` if they are
+        passed."""
         names = (self.rope_arg, *self.row_args)
         return {name: self.unpack(call_args[name]) for name in names if call_args.get(name) is not None}
 

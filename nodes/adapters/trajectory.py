@@ -18,7 +18,7 @@ _MAX_HISTORIES = 8
 
 @dataclass(eq=False)
 class Trajectory:
-    """The results of a sampler's evaluations, each stored under the set of conditions that it had. So no plan is made
+    """The results of a sampler's evaluations, stored by the set of conditions that were evaluated. So no plan is made
     from a picture that was predicted for other conditions."""
 
     reads: bool = True  # whether noise may be measured, which makes the host wait for the device
