@@ -193,7 +193,7 @@ def measure(
 
 
 def ceiling(shape: Shape, variant: Variant, blocks: tuple[int, ...] | None = None, step: int = 0) -> float | None:
-    """Return the highest speed-up of a variant's step that its FLOPs allow, or None if FLOPs cannot be counted."""
+    """Return the highest speed-up of a step that a variant's FLOPs allow, or None if FLOPs cannot be counted."""
     try:
         return cost.count(shape, blocks=blocks).flops / cost.count(shape, variant, blocks=blocks, step=step).flops
     except Exception as error:

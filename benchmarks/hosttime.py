@@ -3,11 +3,12 @@ merging costs this host time.
 
     python -m benchmarks.hosttime [--repeats 40] [--out FOLDER]
 
-No GPU is needed: Triton compiles for a GPU offline, and a stubbed driver ends each launch before Triton's launcher in
-C. The times of that launcher and of CUDA's driver are not measured. The calls of torch.add use neither, because they
-run on the CPU. Tensors have only 20 tokens, so that nearly all time is spent on the calls themselves. A turn measures
-this thread's CPU time of 200 calls of torch.add, 200 calls of an operation, and again 200 calls of torch.add. The
-turn's result is the operation's time divided by the mean time of torch.add. A row has the median over turns.
+No GPU is needed: Triton compiles for a GPU offline, and a stub of the driver ends each launch just before Triton's
+launcher, which is written in C. The times of that launcher and of CUDA's driver are not measured. The calls of
+torch.add use neither, because they run on the CPU. Tensors have only 20 tokens, so that nearly all time is spent on the
+calls themselves. A turn measures this thread's CPU time of 200 calls of torch.add, 200 calls of an operation, and again
+200 calls of torch.add. The turn's result is the operation's time divided by the mean time of torch.add. A row has the
+median over turns.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def whole_runs(name: str, side: int, steps: int, cfg: float) -> Run:
 
 
 def host(suite: Suite) -> None:
-    """Measure an evaluation of one image and of two: the time in which the host launches it, and the time of the GPU.
+    """Measure an evaluation of one image and of two: how long the host takes to launch it, and how long the GPU works.
     At 256 x 256 the GPU has little work, and an evaluation takes as long as its launches."""
     every = {"min_tokens": 4, **suite.more}
     chosen = [variants.toma("stack", ratio=RATIO, **every), variants.preset("balanced", ratio=RATIO, **every)]

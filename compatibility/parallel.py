@@ -58,7 +58,7 @@ class Shares:
         self.group, self.rejoin = group, rejoin
 
     def on(self, model: Any) -> Any:
-        """Return a clone of a ModelPatcher that samples with `_forward`."""
+        """Return a clone of a ModelPatcher. The clone samples with `_forward`."""
         import comfy.patcher_extension
 
         model = model.clone()

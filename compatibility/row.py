@@ -64,7 +64,7 @@ class Graph:
     # Whether the feature's change of the latent is compared. False for features that every graph has, such as a
     # sampler.
     steered: bool = True
-    # Settings with which ToMA alone must give exactly the result of ToMA with the feature.
+    # With these settings ToMA alone must give exactly the result that ToMA gives with the feature.
     same_as: Mapping[str, Any] | None = None
     # The model to sample. None: the kit's model.
     model: Any = None

@@ -12,7 +12,7 @@ TILE = 16
 
 
 def corners(side: int) -> list[tuple[int, int]]:
-    """Return top and left of four overlapping tiles on a latent of `side` x `side`."""
+    """Return (top, left) of four overlapping tiles on a latent of `side` x `side`."""
     return [(top, left) for top in (0, side - TILE) for left in (0, side - TILE)]
 
 

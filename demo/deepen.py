@@ -1,4 +1,4 @@
-"""Build the UNet with SDXL's depths from the shallow one: `python -m demo.deepen unet.safetensors deep.safetensors`.
+"""Build the UNet with SDXL's depths from the shallow UNet: `python -m demo.deepen unet.safetensors deep.safetensors`.
 
 The shallow UNet is not in the repository. Train it first: `python -m demo.train unet --export unet.safetensors`.
 

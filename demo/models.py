@@ -102,8 +102,8 @@ WAN_CONFIG: dict[str, Any] = {
 class TrainingOps(comfy.ops.disable_weight_init):
     """ComfyUI's layers with LayerNorms that copy their input during training.
 
-    Flux blocks add residuals to their input in place. Without the copy, this would overwrite values that LayerNorm
-    needs for its backward pass.
+    Flux blocks add residuals to their input in place. Without the copy, these additions would overwrite values that
+    LayerNorm needs for its backward pass.
     """
 
     class LayerNorm(comfy.ops.disable_weight_init.LayerNorm):

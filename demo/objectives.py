@@ -85,7 +85,7 @@ class FlowObjective:
     clean."""
 
     def __init__(self, call: FluxCall | None = None) -> None:
-        """call: the function that calls the network, by default as a Flux."""
+        """call: calls the network, by default with the arguments of a Flux."""
         self.call = call or FluxCall()
 
     def loss(self, network: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:

@@ -22,7 +22,7 @@ _MARGIN, _CAPTION, _PANEL = 16, 30, 256
 _SHOWN = 4  # number of a case's pictures on the sheet
 _LINE = 18  # height of a line under a picture
 _BUSY = 1.5  # no speed-up is reported if speed-ups of single pairs differ by this factor
-# The legend of the report's map of merged tokens. On ComfyUI's page, the node shows this legend.
+# The legend of the report's map of merged tokens, for files. On ComfyUI's page the node itself shows the legend.
 _MAP = (
     "Dots are destination tokens, the patch around each is merged into it, black lines are windows.",
     "Bars: share of the tokens computed at each step; blue merged, grey full.",

@@ -18,8 +18,7 @@ from scripts.console import SetupError, say
 
 
 def main() -> int:
-    """Parse the command line and run the command, which replaces this process. If no command is given, return the exit
-    code of this script."""
+    """Parse the command line, and replace this process by the command. Without a command, return an exit code."""
     parser = argparse.ArgumentParser(prog="python3 -m scripts.run", description=__doc__.splitlines()[0])
     parser.add_argument("--comfyui", metavar="RELEASE", help=f"one of {', '.join(comfyui.RELEASES)}; else one is found")
     parser.add_argument("--quiet", action="store_true", help="do not print which ComfyUI, Python and device are used")

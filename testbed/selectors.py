@@ -14,7 +14,7 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 
 Patch = Callable[[Any], Any]
-# Maps a budget and the similarities (B, W, S, S) of tokens in windows to destination slots, as `select` does.
+# Selects destination slots as `select` does, given similarities (B, W, S, S) of tokens in windows, windows and budget.
 Rule = Callable[[Tensor, Any, Any], Tensor]
 
 
@@ -29,7 +29,7 @@ def facility_location(similarity: Tensor, dest_slots: Tensor, valid: Tensor | No
 
 
 def farthest_point(similarity: Tensor, valid: Tensor | None, number: int) -> Tensor:
-    """Select the most central token, then repeatedly the token that is represented worst.
+    """Select the most central token, then repeatedly the token that is least similar to all selected tokens.
 
     similarity: (G, S, S) fp32; valid: (G, S) bool or None. Returns (G, number) int64 slots, as all rules do.
     """

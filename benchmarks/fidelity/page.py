@@ -36,7 +36,7 @@ ANSWERS = re.compile(rf"\| ({'|'.join(MODELS)}) \| setting \| error \|")
 GAINS = re.compile(r"\| Deep UNet \| `(\w+)` \| calibrated \|")
 # Head of the table of samplers: "| sampler | few-step DiT, 4 steps | ...". Its rows begin "| `er_sde` | ...".
 SAMPLERS = re.compile(r"\| sampler \| .*, \d+ steps \|")
-# Column of the table of samplers -> its run in `samplers.RUNS`.
+# Column of the table of samplers -> name of the column's run in `samplers.RUNS`.
 SAMPLED = {
     "few-step DiT, 4 steps": "few4",
     "few-step DiT, 8 steps": "few8",

@@ -16,7 +16,7 @@ SCENES = {"choose": 20_000, "report": 30_000}
 
 
 def command(doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command, described by the module's docstring."""
+    """Return the parser of a command. doc: the docstring of the command's module."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for torch's own choice")
     return parser

@@ -234,7 +234,7 @@ def propagations(case: Case, cached: Tensor, plan: tuple[Any, ...], kernels: Any
 
 
 def launches(call: Callable[[], object]) -> int:
-    """Return the number of launches in a call: operations of PyTorch, and Triton kernels, which do not run."""
+    """Count the launches in a call: PyTorch's operations, and Triton's kernels, which are not run."""
     launch = pack_module("toma_core.kernels.triton.launch").Launch
     with mock.patch.object(launch, "_launch") as launched, Meter() as meter:
         call()

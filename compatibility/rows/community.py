@@ -27,7 +27,7 @@ GROUP = "Community packs"
 
 
 def runs(kit: Kit, graph: Graph) -> Graph:
-    """Return the graph if the pack itself runs in this ComfyUI. Raises `AbsentError`."""
+    """Return the graph if the pack runs in this ComfyUI without ToMA. Raises `AbsentError`."""
     try:
         graph.run(kit, graph.patch(kit.model if graph.model is None else graph.model))
     except TypeError as error:
@@ -81,8 +81,7 @@ def advanced_controlnet(kit: Kit) -> Graph:
 
 @row(GROUP, "GGUF: weights quantised to 8 bits (Q8_0)", pack="ComfyUI-GGUF")
 def gguf(kit: Kit) -> Graph:
-    """Write a GGUF file and load it with the pack's loader. The pack's layers dequantise the weights in their
-    forward."""
+    """Write a GGUF file and load it with the pack's loader. The pack's layers dequantise the weights in `forward`."""
     import comfy.model_patcher
 
     community("ComfyUI-GGUF")

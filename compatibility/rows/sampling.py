@@ -156,7 +156,7 @@ def sigma_nodes(kit: Kit) -> Iterator[Graph]:
 
 @row(GROUP, "Tiles of the latent, in any order, one by one or side by side, resting or moving", others=CHEAP)
 def tiles(kit: Kit) -> Iterator[Graph]:
-    """Call the model as MultiDiffusion and SpotDiffusion do. Each tile is merged by its own content."""
+    """Call the model as MultiDiffusion and SpotDiffusion do. The plan for a tile is made from the tile's content."""
     at = corners(SIDE)
 
     def in_order(result: Tensor) -> None:

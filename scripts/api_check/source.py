@@ -110,7 +110,7 @@ class Source:
         return None
 
     def modules(self, package: str, pattern: str = "") -> Iterator[Module]:
-        """Yield the modules below a package in whose text the pattern is found."""
+        """Yield each module below a package if the pattern is found in the module's text."""
         for file in sorted(self.root.joinpath(*package.split(".")).rglob("*.py")):
             if re.search(pattern, file.read_text(encoding="utf-8")):
                 parts = file.relative_to(self.root).with_suffix("").parts

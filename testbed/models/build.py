@@ -43,7 +43,7 @@ def classes_of(model: str, recognised: str) -> tuple[Any, Any]:
 
 
 def unet(seed: int = 0, *, depths: tuple[int, ...] = (0, 1, 2), middle: int = 2, **extra: Any) -> Any:
-    """Return a ModelPatcher around `comfy.model_base.SDXL` on a small `UNetModel`. depths: transformer blocks per
+    """Return a ModelPatcher around a `comfy.model_base.SDXL` with a small `UNetModel`. depths: transformer blocks per
     level. With (0, 1, 2) attention is at a half and a quarter of the latent's side, as in SDXL. With (1, 1, 0) it
     begins at the full side, as in SD1.5."""
     import comfy.model_base
