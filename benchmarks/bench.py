@@ -148,7 +148,7 @@ class Row:
     p20: float = 0.0  # percentiles of the turns' seconds
     p50: float = 0.0
     p80: float = 0.0
-    # Each turn times every variant once. Median over turns of unpatched time / variant's time. None if `gate` has text.
+    # Each turn times every variant once. Unpatched time / variant's time, median over turns. None if `gate` has text.
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None

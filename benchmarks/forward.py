@@ -1,8 +1,8 @@
 """Time one model evaluation of full-width models, unpatched, with ToMA, with rivals, and with ToMA and a rival
 together.
 
-Every variant runs through ComfyUI's own `apply_model`. Each turn times every variant once. The speed-up is the median
-over the turns of unpatched time / variant's time. Turns reuse the plans of a warm-up turn. If merged blocks
+Every variant runs through ComfyUI's own `apply_model`. Each turn times every variant once. The speed-up is unpatched
+time / variant's time, its median over the turns. Turns reuse the plans of a warm-up turn. If merged blocks
 attend to all tokens, an untimed full step fills the KV cache before the timed turns. Weights are random, so a small
 error shows only one thing: the merged model computes nearly the same function as the unpatched model. A speed-up is not
 reported if the output is broken, nothing was merged, or the unpatched model changed.

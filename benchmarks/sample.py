@@ -1,4 +1,4 @@
-"""Time complete sampling runs through ComfyUI's sampler: unpatched, with ToMA, with step caches, and stacked.
+"""Time complete sampling runs through ComfyUI's sampler: unpatched, with ToMA, with step caches, and with both.
 
 A run goes from the noise to the last latent and includes the cost of plans. Weights are random, so a step cache skips
 fewer steps than in a trained model. A speed-up is not reported if the output is broken or nothing was merged.

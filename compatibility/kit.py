@@ -95,7 +95,7 @@ def version_of(pack: str) -> str:
 def community(pack: str) -> Callable[[str], Callable[..., Any]]:
     """Load a community pack as ComfyUI does. Return a function that maps a node id to the pack's node. Raises
     `AbsentError`."""
-    # Import ComfyUI's `nodes` by name, because for a type checker `nodes` is the folder of this checkout.
+    # Import ComfyUI's `nodes` by name, because for a type checker `nodes` is this checkout's folder `nodes`.
     nodes = importlib.import_module("nodes")
     # Put ComfyUI's folder first on the path, so that the server finds its `utils`. ComfyUI's nodes have put the folder
     # `comfy` there, which has another `utils`.
@@ -229,7 +229,7 @@ class Kit:
 
     def file(self, kind: str, name: str, content: Any) -> str:
         """Write a model file for loader nodes and return its name. content: for safetensors, tensors by name; for other
-        files, what torch.save shall write."""
+        files, any object for torch.save."""
         from safetensors.torch import save_file
 
         path = self.path(kind, name)

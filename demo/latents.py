@@ -1,8 +1,8 @@
 """The fixed, invertible transform between pictures and latents: no VAE, nothing to train.
 
 A picture is pixel-unshuffled by 2 into 12 channels, and padded to the 16 channels of ComfyUI's Flux latent format. So a
-128 x 128 picture becomes a 64 x 64 latent. The Flux DiT (patch 2) has 32 x 32 tokens for it, as has the UNet at its
-first resolution with attention.
+128 x 128 picture becomes a 64 x 64 latent. For this latent the Flux DiT (patch 2) has 32 x 32 tokens. The UNet has as
+many at its first resolution with attention.
 
 "Model space" is the input of the networks: the pixels themselves, in -1..1, with padding 0. "Latents" are the values of
 ComfyUI's LATENT type. ComfyUI converts latents to model space by `latent_format.process_in`, so this module makes

@@ -170,7 +170,7 @@ def new_dit(
 
 
 def load_dit(path: str) -> Any:
-    """Load the MODEL in a safetensors file of a DiT of any width and token size.
+    """Load a DiT of any width and token size from a safetensors file, as a MODEL.
 
     ComfyUI's own loader assumes tokens of 4 pixels and a head dimension of 128. Models with other tokens or head
     dimensions are built here.
@@ -263,7 +263,7 @@ class ClipLatents(comfy.latent_formats.Flux):
 
 
 def load_wan(path: str) -> Any:
-    """Load the MODEL in a safetensors file of a tiny Wan, sampled with a shift of 3."""
+    """Load a tiny Wan from a safetensors file, as a MODEL that is sampled with a shift of 3."""
     weights = load_weights(path)
     width, _, *patch = weights["patch_embedding.weight"].shape
     config = {
@@ -302,7 +302,7 @@ def unet_patcher(
 
 
 def load_unet(path: str | None, seed: int = 0, disable_dynamic: bool = False) -> Any:
-    """Load the MODEL in a safetensors file, or build one with random weights from `seed` if `path` is None.
+    """Load a tiny UNet from a safetensors file, as a MODEL. If `path` is None, draw its weights from `seed`.
 
     ComfyUI passes `disable_dynamic` when it loads a model again for torch.compile. The argument has no effect, because
     the tiny UNet is never offloaded in parts.

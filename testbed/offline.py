@@ -55,7 +55,7 @@ class Stub:
 
 @contextmanager
 def stubbed(stub: Stub | None = None) -> Iterator[None]:
-    """Make Triton compile and launch without a GPU inside the context. Triton's interpreter must be off when Triton is
+    """Inside the context, let Triton compile and launch without a GPU. Triton's interpreter must be off when Triton is
     first imported."""
     from triton.runtime import driver
 

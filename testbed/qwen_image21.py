@@ -155,7 +155,7 @@ class QwenImage21Transformer2DModel(nn.Module):
         self.reset_prefix_cache(False)
 
     def reset_prefix_cache(self, enabled: bool) -> None:
-        """Begin (`enabled`) or end a run, with an empty cache of the prefix's keys and values by prompt."""
+        """Begin (`enabled`) or end a run. Empty the cache of the prefix's keys and values for each prompt."""
         self.prefix_cache_enabled = enabled
         self.prefix_cache: list[tuple[Tensor, Cached]] = []
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from scripts.comfy_pack import pack_module
 
 Patch = Callable[[Any], Any]
-# Selects destination slots as `select` does, given similarities (B, W, S, S) of tokens in windows, windows and budget.
+# Selects destination slots as `select` does, given the similarities (B, W, S, S) of tokens, the windows and the budget.
 Rule = Callable[[Tensor, Any, Any], Tensor]
 
 

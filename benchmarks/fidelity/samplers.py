@@ -24,7 +24,8 @@ from scripts.comfy_pack import pack_module
 from .settings import FEWEST
 from .start import SCENES, command, start
 
-# The samplers of the pages: some add no new noise, some add a known share of noise, and some are named by model cards.
+# The samplers that the pages report: some add no new noise, some add a known share of noise, and some are named by
+# model cards.
 REPORTED = ("euler", "er_sde", "euler_ancestral@0.25", "euler_ancestral", "dpmpp_2m_sde", "sa_solver", "lcm")
 # Name of a run -> trained model and number of steps.
 RUNS = {"few4": ("few", 4), "few8": ("few", 8), "wan8": ("wan", 8), "dit20": ("dit", 20), "few8_all": ("few", 8)}

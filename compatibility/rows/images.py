@@ -99,7 +99,7 @@ def control(kit: Kit) -> Graph:
     only={"qwen_image": MERGED, "z_image": MERGED},
 )
 def control_patch(kit: Kit) -> Graph:
-    """Use patches that read the image tokens between two blocks and change them."""
+    """Use patches that read and change the image tokens between two blocks."""
     import comfy.ldm.lumina.controlnet
     import comfy.ops
 

@@ -296,7 +296,7 @@ small(
     depth=2,
     adm_in_channels=24,
     qk_norm="rms",
-    # SD3's tokens are 64 times as wide as its number of blocks.
+    # The width of SD3's tokens is 64 times its number of blocks.
     context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 48, "out_features": 128}},
 )
 
