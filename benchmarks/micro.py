@@ -24,7 +24,7 @@ from scripts.comfy_pack import pack_module
 from testbed.selectors import facility_location
 
 SCALE = 300.0
-# Calls in one CUDA graph: so many that the launch of the graph hardly counts.
+# Calls in one CUDA graph: enough that the launch of the graph hardly counts.
 _REPLAYED = 60
 # Bytes of tokens that calls cycle through: several times the last-level cache of any card.
 _ROTATED = 300_000_000
