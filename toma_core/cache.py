@@ -51,6 +51,9 @@ class Cache:
     _entries: dict[Key, _Entry] = field(default_factory=dict)
     _chunks: Counter[int] = field(default_factory=Counter)  # number of cached chunks, by the tensor's id
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Cache:
+        return self  # as `RunState` does
+
     @property
     def keys(self) -> Keys:
         return tuple(self._entries)

@@ -40,8 +40,8 @@ class Block:
     weights: float
     launches: int  # operations per block, the mean over all blocks of an evaluation
     # Operations that merging adds to a block, with granularity stack, block and module. The operations that a stack
-    # adds are divided by the number of blocks in the family's shortest stack, and rounded up. For a family without
-    # modules to merge, the third number is for granularity block without the residual cache.
+    # adds are divided by the number of blocks in the family's shortest stack, and rounded up. Transformers have one
+    # number for block and module.
     added: tuple[int, int, int]
     beside: int = 0  # text tokens that the block computes too; the shortest length to which ComfyUI pads prompts
 

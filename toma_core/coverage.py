@@ -55,6 +55,9 @@ class Coverage:
     _absent: set[Hashable] = field(default_factory=set)  # keys announced for a refresh, but not evaluated in it
     _interval: int = 1  # age in steps at which entries are dropped
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Coverage:
+        return self  # as `RunState` does
+
     def begin(self, states: Mapping[Hashable, Hashable], origin: Origin, interval: int) -> bool:
         """Begin an evaluation of these conditions; return whether the entries of all of them may be used.
 

@@ -62,7 +62,6 @@ class Reason(MessageId):
     OUT_OF_MEMORY = "out_of_memory"
     KV_CACHE_DISABLED = "kv_cache_disabled"
     # Why a run that needs its caches cannot have them, and merges nothing.
-    KV_MODEL_ATTENTION = "kv_model_attention"
     KV_FOREIGN_ATTENTION = "kv_foreign_attention"
     KV_CONTEXT_WINDOWS = "kv_context_windows"
     KV_TOO_LARGE = "kv_too_large"  # needed, limit: memory of the KV cache in GB

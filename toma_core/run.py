@@ -54,7 +54,7 @@ class RunState:
     disabled_by: Message | None = None  # why all later steps are full
     tiles: bool = False  # calls of the model show tiles of the latent
     references: bool = False  # calls of the model have reference images
-    foreign_attention: bool = False  # a block of a chain with a KV cache has not called ToMA's attention hook
+    foreign_attention: bool = False  # no attention of a chain with a KV cache has called ToMA's hook
 
     def __post_init__(self) -> None:
         self.cache.quantize = self.dispatch.quantize
@@ -71,7 +71,7 @@ class RunState:
         return self.config.uses_cache
 
     def check_kv_cache(self) -> None:
-        """Merge nothing more if the last evaluation was tiled, or if a block's attention did not call ToMA's hook."""
+        """Merge nothing more if the last evaluation was tiled, or if no attention of a chain called ToMA's hook."""
         if self.kv_cache and not self.disabled_by and (self.tiles or self.foreign_attention):
             self.disable(Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION())
 

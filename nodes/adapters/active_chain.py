@@ -97,10 +97,10 @@ class ActiveChain:
 
     def restore(self, out: Tensor, reduced: Tensor, x: Tensor) -> Tensor:
         """Unmerge `out`, the (B, D, C) output of the last block, to (B, N, C). reduced: input of the first block, (B,
-        D, C). x: the tokens before merging, (B, N, C). If a block's attention has not called `attend`, note this in the
-        run."""
+        D, C). x: the tokens before merging, (B, N, C). If no attention of the chain has called `attend`, note this in
+        the run. Guidance may replace the attention of single blocks."""
         counts = [count for _, count in self.lengths]
-        if self.evaluation.step_plan.mode.caches and not self.attended.issuperset(self.names):
+        if self.evaluation.step_plan.mode.caches and not self.attended:
             self.evaluation.run.foreign_attention = True
         parts = split(out, counts), split(reduced, counts), split(x, self.tokens)
         restored = list(map(restore, *parts, self.plans, self.cached))

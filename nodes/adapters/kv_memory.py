@@ -94,7 +94,7 @@ def plan_kv_cache(
 
     updates, keys, held = needed(config)
     if not keys:
-        return KVCachePlan(reason=Reason.KV_MODEL_ATTENTION())
+        return KVCachePlan()  # the settings skip all blocks
     itemsize, device = dtype_of(model).itemsize, model.load_device
     own = sum(hooks.model_cache_numel(cond, patches) for cond in conds[:held])
     left = memory_left(guider, packed) - own * len(latent) * itemsize

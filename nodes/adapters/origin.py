@@ -46,7 +46,7 @@ def foreign_positions(model: nn.Module | None) -> str | None:
 def runs_own_loop(model: nn.Module, methods: Iterable[str]) -> bool:
     """Whether the model runs its blocks in ComfyUI's own code. methods: names of methods that may run the blocks."""
     loops = [getattr(type(model), name) for name in methods if hasattr(type(model), name)]
-    return vars(model).keys().isdisjoint(methods) and all(map(_in_its_own_file, loops))
+    return vars(model).keys().isdisjoint(methods) and all(map(in_its_own_file, loops))
 
 
 def has_forward_hooks(before: nn.Module, after: nn.Module) -> bool:
@@ -72,7 +72,7 @@ def _by_comfyui(written: Any) -> bool:
     return str(getattr(written, "__module__", "")).startswith("comfy.")
 
 
-def _in_its_own_file(method: Any) -> bool:
+def in_its_own_file(method: Any) -> bool:
     """Whether a method is still ComfyUI's: another pack may have replaced it in the class, for all models."""
     home = sys.modules.get(getattr(method, "__module__", ""))
     code = getattr(method, "__code__", None)

@@ -92,11 +92,15 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         with own_code():
             noise = streams.first(packed, shapes)
             config, kv_plan = run_config(attachment, guider, noise, sampler, packed.shape, sigmas)
+            reason = Reason.FULLGRAPH() if in_one_piece(options_before) else kv_plan.reason
             hooks = registry.find(model.model.diffusion_model)
             video = noise.ndim > 4 and hooks is not None and hooks.takes_frames
             sampling = SamplingRun.start(config, model_sampling, sigmas, attachment.ratio_schedule, video)
             sampling.shapes, sampling.contents = shapes, Contents(conds)
             run, cache, stats = sampling.run, sampling.run.cache, sampling.run.stats
+            if reason:
+                run.disable(reason)
+                kv_plan = KVCachePlan()
             cache.quantized, cache.reserved, cache.on_card = kv_plan.quantized, kv_plan.bytes, kv_plan.on_card
             cache.host = host_of(kv_plan, model.load_device)
             stats.kv_skipped = kv_plan.skipped
@@ -109,12 +113,8 @@ def _outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = sampling.tracker.listening(args, kwargs)
             graphs = compiled(options_before)
             options["transformer_options"].update({SAMPLING: sampling, GRAPHS: graphs})
-            if in_one_piece(options_before):
-                run.disable(Reason.FULLGRAPH())
-            elif graphs:
+            if graphs and not reason:
                 allow_more_graphs()
-            if kv_plan.reason:
-                run.disable(kv_plan.reason)
     except UnmergedError as error:
         warn(error)
         return executor(*args, **kwargs)

@@ -27,8 +27,8 @@ STACK = Granularity.STACK
 cards = st.sampled_from([None, *CARDS])
 # The costs of blocks as the model families declare them.
 UNET_BLOCK = Block(18, 20, (1, 2, 6))
-FLUX_DOUBLE, FLUX_SINGLE = Block(12, 75, (2, 19, 4), beside=256), Block(12, 31, (2, 20, 5), beside=256)
-Z_IMAGE, SD3 = Block(12, 54, (1, 20, 5), beside=32), Block(12, 70, (1, 17, 2), beside=77)
+FLUX_DOUBLE, FLUX_SINGLE = Block(12, 75, (2, 4, 4), beside=256), Block(12, 31, (2, 5, 5), beside=256)
+Z_IMAGE, SD3 = Block(12, 54, (1, 5, 5), beside=32), Block(12, 70, (1, 2, 2), beside=77)
 added = st.tuples(st.integers(1, 3), st.integers(4, 20)).map(lambda few: (few[0], few[1], few[0] + 2))
 blocks = st.builds(Block, st.floats(11, 18), st.integers(20, 280), added, st.sampled_from([0, 32, 256, 512]))
 granularities = st.sampled_from(list(Granularity))

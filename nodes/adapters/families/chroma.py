@@ -13,8 +13,8 @@ from . import flux
 NAME = "Chroma"
 MODEL = Chroma
 DERIVED = ("ChromaRadiance",)
-DOUBLE = Block(12, 71, (2, 19, 4))
-SINGLE = Block(12, 29, (2, 20, 5))
+DOUBLE = Block(12, 71, (2, 4, 4))
+SINGLE = Block(12, 29, (2, 5, 5))
 
 
 class Hooks(flux.Hooks):

@@ -13,7 +13,7 @@ NAME = "Anima, Cosmos-Predict2"
 MODEL = MiniTrainDIT
 DERIVED = ("Anima",)
 # Cost of a block with self-attention and with attention to the text.
-COST = Block(14, 57, (1, 18, 3))
+COST = Block(14, 57, (1, 3, 3))
 
 
 def fits(model: MiniTrainDIT) -> bool:

@@ -17,12 +17,12 @@ from ....toma_core import Evaluation
 from ..attention_override import KVOverride
 from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 from ..model_hooks import Hook, HookPair
-from ..origin import is_original
+from ..origin import in_its_own_file, is_original
 from ..signature import CallArguments, Options
 
 NAME = "ERNIE-Image"
 MODEL = ErnieImageModel
-COST = Block(13, 37, (1, 20, 5))
+COST = Block(13, 37, (1, 5, 5))
 
 
 class Signature(BlockSignature):
@@ -49,10 +49,15 @@ class AttentionHook(Hook):
 
     def __init__(self, module: nn.Module, signature: Signature) -> None:
         self.module, self.block_signature = module, signature
-        forward = type(module).forward
-        names = {**forward.__globals__, "optimized_attention": self.attend}
-        del names["__name__"]  # by this name torch.compile would look up ComfyUI's function
-        self.forward = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+        self.own = forward = type(module).forward
+        if in_its_own_file(forward) and not forward.__closure__:
+            names = {**forward.__globals__, "optimized_attention": self.attend}
+            del names["__name__"]  # by this name torch.compile would look up ComfyUI's function
+            self.forward = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+
+    def fits(self) -> bool:
+        """Return whether the attention's code is ComfyUI's: another pack may replace it at any time."""
+        return hasattr(self, "forward") and is_original(self.module) and type(self.module).forward is self.own
 
     def __call__(self, x: Tensor, attention_mask: Any = None, image_rotary_emb: Any = None) -> Any:
         return self.forward(self.module, x, attention_mask, image_rotary_emb)
@@ -65,7 +70,8 @@ class AttentionHook(Hook):
 class Hooks(ModelHooks):
     def block_groups(self, model: ErnieImageModel) -> tuple[BlockGroup, ...]:
         signature = Signature()
-        modules = (layer.self_attention for layer in model.layers)
+        # Another pack may have replaced a layer.
+        modules = (layer.self_attention for layer in model.layers if hasattr(layer, "self_attention"))
         self.attention_hooks = [(module, AttentionHook(module, signature)) for module in modules]
         return (BlockGroup("layer", model.layers, signature, COST, model.patch_size, model.hidden_size),)
 
@@ -81,4 +87,4 @@ class Hooks(ModelHooks):
         yield from self._original_attention()
 
     def _original_attention(self) -> Iterator[HookPair]:
-        return (pair for pair in self.attention_hooks if is_original(pair[0]))
+        return (pair for pair in self.attention_hooks if pair[1].fits())

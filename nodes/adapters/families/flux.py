@@ -14,10 +14,10 @@ from ..signature import CallArguments
 
 NAME = "Flux (Flux.1, Flux.2, Klein, LongCat, Ovis)"
 MODEL = Flux
-DOUBLE = Block(12, 75, (2, 19, 4), beside=256)
-SINGLE = Block(12, 31, (2, 20, 5), beside=256)
-FLUX2_DOUBLE = Block(13, 73, (3, 19, 4), beside=512)
-FLUX2_SINGLE = Block(13, 30, (2, 20, 5), beside=512)
+DOUBLE = Block(12, 75, (2, 4, 4), beside=256)
+SINGLE = Block(12, 31, (2, 5, 5), beside=256)
+FLUX2_DOUBLE = Block(13, 73, (2, 4, 4), beside=512)
+FLUX2_SINGLE = Block(13, 30, (2, 5, 5), beside=512)
 # Numbers of double and single blocks in Flux.1. Of each kind, the paper's released code skips the first five blocks.
 _FLUX_1 = 19, 38
 

@@ -21,7 +21,7 @@ from ..signature import CallArguments
 NAME = "MiniMax H3"
 MODEL = MiniMaxH3Model
 # Attention has a third more channels than the tokens. The cost counts this as additional weights.
-COST = Block(15, 67, (1, 20, 5))
+COST = Block(15, 67, (1, 5, 5))
 _SEGMENTS = "mod_segments"
 
 

@@ -15,8 +15,8 @@ from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 NAME = "HunyuanVideo (1.0, 1.5) and HunyuanImage 2.1"
 MODEL = HunyuanVideo
 # Costs of Flux's blocks, but without `beside`, because ComfyUI does not pad the text.
-DOUBLE = Block(12, 75, (2, 19, 4))
-SINGLE = Block(12, 31, (2, 20, 5))
+DOUBLE = Block(12, 75, (2, 4, 4))
+SINGLE = Block(12, 31, (2, 5, 5))
 
 
 def fits(model: HunyuanVideo) -> bool:

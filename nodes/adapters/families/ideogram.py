@@ -9,7 +9,7 @@ from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 NAME = "Ideogram 4"
 MODEL = Ideogram4Transformer2DModel
 DERIVED = ("Ideogram4Transformer2DModel",)
-COST = Block(12, 52, (1, 20, 5))
+COST = Block(12, 52, (1, 5, 5))
 
 
 class Signature(BlockSignature):

@@ -10,7 +10,7 @@ from ..signature import CallArguments
 NAME = "Krea 2"
 MODEL = SingleStreamDiT
 # Cost of a block with keys and values that are narrower than the tokens, and with a gate in attention.
-COST = Block(11.5, 69, (1, 20, 5))
+COST = Block(11.5, 69, (1, 5, 5))
 
 
 class Signature(BlockSignature):

@@ -19,8 +19,8 @@ NAME = "LTX-Video and LTX-2"
 MODEL = LTXVModel
 DERIVED = ("LTXVModel", "LTXAVModel")
 # Costs of the video's stream. With sound, the video also attends to the audio, with half as many channels.
-COST = Block(14, 70, (1, 19, 4))
-AV_COST = Block(16, 282, (1, 19, 4))
+COST = Block(14, 70, (1, 4, 4))
+AV_COST = Block(16, 282, (1, 4, 4))
 
 
 class Signature(BlockSignature):

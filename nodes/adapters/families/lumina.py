@@ -18,8 +18,8 @@ NAME = "Z-Image, Lumina 2"
 MODEL = NextDiT
 DERIVED = ("NextDiTPixelSpace",)
 # Lumina 2 has a wider feed-forward than Z-Image, and narrower keys and values.
-Z_IMAGE = Block(12, 54, (1, 20, 5), beside=32)
-LUMINA = Block(44 / 3, 56, (1, 20, 5))
+Z_IMAGE = Block(12, 54, (1, 5, 5), beside=32)
+LUMINA = Block(44 / 3, 56, (1, 5, 5))
 
 
 class LayerSignature(BlockSignature):

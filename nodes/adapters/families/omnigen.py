@@ -12,7 +12,7 @@ from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 NAME = "OmniGen2"
 MODEL = OmniGen2Transformer2DModel
 # Cost of a block with keys and values that are narrower than the tokens.
-COST = Block(44 / 3, 72, (1, 20, 5))
+COST = Block(44 / 3, 72, (1, 5, 5))
 
 
 class Signature(BlockSignature):

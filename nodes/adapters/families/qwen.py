@@ -8,7 +8,7 @@ from ..family import Block, BlockGroup, BlockSignature, ModelHooks
 
 NAME = "Qwen-Image"
 MODEL = QwenImageTransformer2DModel
-COST = Block(12, 77, (1, 18, 3))
+COST = Block(12, 77, (1, 3, 3))
 
 
 class Signature(BlockSignature):

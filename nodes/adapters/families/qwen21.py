@@ -17,7 +17,7 @@ from ..signature import CallArguments, Options
 
 NAME = "Qwen-Image 2.1"
 MODEL = QwenImage21Transformer2DModel
-COST = Block(13, 22, (1, 20, 5))
+COST = Block(13, 22, (1, 5, 5))
 
 
 class Signature(BlockSignature):

@@ -12,7 +12,7 @@ from ..signature import CallArguments
 NAME = "SD3.5"
 MODEL = MMDiT
 DERIVED = ("OpenAISignatureMMDITWrapper",)
-COST = Block(12, 70, (1, 17, 2), beside=77)
+COST = Block(12, 70, (1, 2, 2), beside=77)
 
 
 class Signature(BlockSignature):

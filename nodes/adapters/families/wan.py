@@ -17,7 +17,7 @@ from ..signature import CallArguments, Options, TokenReduction
 
 NAME = "Wan 2.1 and 2.2"
 MODEL = WanModel
-COST = Block(11.4, 59, (1, 18, 3))  # of the 14B model; `Hooks` adapts it to the feed-forwards of other models
+COST = Block(11.4, 59, (1, 3, 3))  # of the 14B model; `Hooks` adapts it to the feed-forwards of other models
 
 # Supported classes, each with the blocks after which the class reads all tokens. After these blocks, VACE adds the
 # output of its control blocks, Animate attends to faces, and WanDancer attends to music. Three classes are not

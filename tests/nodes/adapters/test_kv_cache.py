@@ -1,5 +1,6 @@
 """Test the KV cache in every family."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -113,6 +114,45 @@ def without_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NOT_ASKED = Reason.KV_FOREIGN_ATTENTION()
+
+
+@loop("when", ["before", "after"])
+def test_another_packs_code_of_ernies_attention_always_runs(when: str, stats_of: Any, monkeypatch: Any) -> None:
+    """Another pack replaces the attention's code in its class, before or after ToMA has made its hooks."""
+    model = models.TRANSFORMERS["ernie"]()
+    cls = type(model.model.diffusion_model.layers[0].self_attention)
+    forward = cls.forward
+
+    def halved(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return 0.5 * forward(self, *args, **kwargs)
+
+    if when == "after":
+        models.sample(balanced(model), HEIGHT, WIDTH, steps=1)
+    monkeypatch.setattr(cls, "forward", halved)
+    merged = balanced(model)
+    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=6) for m in (model, merged)))
+    assert str(report_text.headline(stats_of(merged))) == f"Nothing was merged: {NOT_ASKED}"
+
+
+def test_one_block_whose_attention_another_pack_replaces(flux: Any, stats_of: Any, monkeypatch: Any) -> None:
+    """Perturbed guidance replaces the attention of single blocks. The run is merged."""
+    block = flux.model.diffusion_model.double_blocks[1]
+    run = type(block).forward
+
+    def perturbed(self: Any, *args: Any, transformer_options: Any, **kwargs: Any) -> Any:
+        options = {} if self is block else transformer_options
+        return run(self, *args, transformer_options=options, **kwargs)
+
+    monkeypatch.setattr(type(block), "forward", functools.wraps(run)(perturbed))
+    merged = balanced(flux)
+    models.sample(merged, HEIGHT, WIDTH, steps=6)
+    assert stats_of(merged).merged_steps
+
+
+def test_settings_that_skip_all_blocks_are_named(flux: Any, stats_of: Any) -> None:
+    merged = balanced(flux, skip_first_blocks=1000)
+    assert torch.equal(*(models.sample(m, HEIGHT, WIDTH, steps=4) for m in (merged, flux)))
+    assert "skip first blocks" in str(report_text.headline(stats_of(merged)))
 
 
 def test_attention_without_overrides_is_noticed(model_of: Any, stats_of: Any, without_overrides: None) -> None:
