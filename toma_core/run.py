@@ -54,7 +54,7 @@ class RunState:
     disabled_by: Message | None = None  # why all later steps are full
     tiles: bool = False  # calls of the model show tiles of the latent
     references: bool = False  # calls of the model have reference images
-    foreign_attention: bool = False  # no attention of a chain with a KV cache has called ToMA's hook
+    attention_hook_called: bool | None = None  # in the last evaluation; None if it has ended no chain with a KV cache
 
     def __post_init__(self) -> None:
         self.cache.quantize = self.dispatch.quantize
@@ -71,8 +71,10 @@ class RunState:
         return self.config.uses_cache
 
     def check_kv_cache(self) -> None:
-        """Merge nothing more if the last evaluation was tiled, or if no attention of a chain called ToMA's hook."""
-        if self.kv_cache and not self.disabled_by and (self.tiles or self.foreign_attention):
+        """Merge nothing more if the last evaluation was tiled, or if no attention called ToMA's hook in it. Guidance
+        may replace the attention of single blocks or calls."""
+        called, self.attention_hook_called = self.attention_hook_called, None
+        if self.kv_cache and not self.disabled_by and (self.tiles or called is False):
             self.disable(Reason.TILES() if self.tiles else Reason.KV_FOREIGN_ATTENTION())
 
     def computed(self, grid: Grid, plan_keys: tuple[Hashable, ...]) -> None:

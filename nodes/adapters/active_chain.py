@@ -97,11 +97,11 @@ class ActiveChain:
 
     def restore(self, out: Tensor, reduced: Tensor, x: Tensor) -> Tensor:
         """Unmerge `out`, the (B, D, C) output of the last block, to (B, N, C). reduced: input of the first block, (B,
-        D, C). x: the tokens before merging, (B, N, C). If no attention of the chain has called `attend`, note this in
-        the run. Guidance may replace the attention of single blocks."""
-        counts = [count for _, count in self.lengths]
-        if self.evaluation.step_plan.mode.caches and not self.attended:
-            self.evaluation.run.foreign_attention = True
+        D, C). x: the tokens before merging, (B, N, C). Note in the run whether the chain's attention has called
+        `attend`."""
+        run, counts = self.evaluation.run, [count for _, count in self.lengths]
+        if self.evaluation.step_plan.mode.caches:
+            run.attention_hook_called = bool(run.attention_hook_called or self.attended)
         parts = split(out, counts), split(reduced, counts), split(x, self.tokens)
         restored = list(map(restore, *parts, self.plans, self.cached))
         return self.signature.clamp_fp16(joined(restored))

@@ -20,7 +20,7 @@ def test_it_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "hosttime.json").read_text())
     assert list(result["rows"]) == ["Triton", "PyTorch"]
-    parts = ["merge", "restore", "reuse", "propagate", "propagate, regressed", "propagate keys, regressed", "plan"]
+    parts = ["merge", "restore", "propagate", "propagate, regressed", "propagate keys, regressed", "plan"]
     for rows in result["rows"].values():
         assert list(rows) == parts
         assert all(0.5 < adds < 5000 for adds in rows.values())

@@ -88,9 +88,9 @@ def test_blocks_keep_their_plans(unet: Any, stats_of: Any) -> None:
 
 
 def test_only_blocks_that_use_residuals_cache_them(flux: Any, stats_of: Any) -> None:
-    everything = profiled(flux, (0.0, dict.fromkeys(names(flux), 0.5)), full_step_interval=3)
+    everything = profiled(flux, (0.0, dict.fromkeys(names(flux), 0.5)), full_step_interval=3, kv_cache=True)
     sampled(everything)
-    one = profiled(flux, (0.0, {"single.1": 0.5}), full_step_interval=3)
+    one = profiled(flux, (0.0, {"single.1": 0.5}), full_step_interval=3, kv_cache=True)
     sampled(one)
     assert 0 < stats_of(one).cache_bytes < stats_of(everything).cache_bytes
 
