@@ -126,7 +126,7 @@ def test_all_sections_when_a_visit_was_killed_before(machine: Path) -> None:
         assert f"- propagate {what}: 3 launches, 2 without the regression" in page
     rows = json.loads((second / "results.json").read_text())["rows"]
     parts = {row["section"] for row in rows if row["section"].startswith("micro")}
-    assert parts == {f"micro: {part}" for part in ("selection", "weights", "merge", "unmerge", "reuse")}
+    assert parts == {f"micro: {part}" for part in ("selection", "weights", "merge", "unmerge")}
     assert {row["note"].partition("(")[0] for row in rows if row["section"] == "break-even"} == {
         "Auto does not merge it "
     }
