@@ -60,8 +60,8 @@ def measure(
     shares: bool = True,
     limit: float = float("inf"),
 ) -> list[Row]:
-    """Time the unpatched model and all variants, in the turns of `bench.interleave`. shares: whether to profile the
-    first variant, which merges every step. limit: seconds, warm-up included."""
+    """Time the unpatched model and all variants by `bench.interleave`. shares: whether to profile the first variant,
+    which merges every step. limit: seconds of all timing, with warm-up."""
     section = f"sample, {steps} steps, cfg {cfg:g}"
     models, rows = available(chosen, lambda variant: variant.patch(patcher), section, shape)
     cases = {each.name: (lambda model=model: sample(model, shape, steps, cfg)) for each, model in models.items()}

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .windows import Budget, Windows
 
-# The gain of slot n is reduced by n times this penalty. Late in a search, two tokens that represent only each other
-# have equal gains. Without the penalty rounding would decide between them, and rounding depends on batch, threads and
-# kernel. The penalty is far above rounding and far below true differences of gains.
+# The gain of a window's token n is reduced by n times this penalty. Late in a search, two tokens that represent only
+# each other have equal gains. Without the penalty rounding would decide between them, and rounding depends on batch,
+# threads and kernel. The penalty is far above rounding and far below true differences of gains.
 TIE = 1e-5
 # Priority of the last step's destinations if cached keys, values and updates are propagated; all other tokens have
 # priority 1. So tokens take turns at being computed (benchmarks/results/fidelity/trials.md).

@@ -148,7 +148,7 @@ def wavespeed(kit: Kit) -> Graph:
 
 @row(GROUP, "Tiled Diffusion (MultiDiffusion, Mixture of Diffusers, SpotDiffusion)", pack="ComfyUI-TiledDiffusion")
 def tiled_diffusion(kit: Kit) -> Iterator[Graph]:
-    """Use tiles of 16 x 16 latent pixels that overlap by 8. The result does not depend on the batch size. Only
+    """Use tiles of 16 x 16 latent pixels that overlap by 8. The number of tiles per batch changes nothing. Only
     SpotDiffusion's result depends on the order of the tiles, because its last tile overwrites the others."""
     pack = "ComfyUI-TiledDiffusion"
     patch = community(pack)("TiledDiffusion")

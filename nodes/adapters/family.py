@@ -71,7 +71,7 @@ class BlockFacts:
 class ModelHooks:
     """The hooks of one model. They live as long as the model. Each family declares its blocks in a derived class."""
 
-    # Whether latents may have several frames. All keep the same number of tokens, because modulation may be per frame.
+    # Whether latents may have several frames. Merging leaves frames equally many tokens: modulation may be per frame.
     takes_frames = False
     references_follow = False  # whether tokens of reference images come directly after the image's tokens
     inside: tuple[str, ...] = ("attn1_patch", "attn1_output_patch")  # patches of other nodes inside a block

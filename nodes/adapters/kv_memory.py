@@ -242,7 +242,7 @@ def windows_of(guider: Any, latent: Tensor) -> float:
 
 
 class _Reserving:
-    """Stands in for a model's `memory_required`, and adds the bytes that runs reserve while they begin."""
+    """Stands in for a model's `memory_required`, and adds the bytes of all open `reserved` blocks."""
 
     def __init__(self, model: Any) -> None:
         self.required: Callable[..., Any] = model.memory_required

@@ -55,7 +55,7 @@ class Probes:
     _errors: dict[tuple[int, str | None, float], Tensor] = field(default_factory=dict)
 
     def on(self, model: ModelPatcher, config: ToMAConfig) -> ModelPatcher:
-        """Return a clone of a model. The clone samples unmerged, and measures merging with these settings."""
+        """Return a clone of a model. It samples unmerged and measures the errors of merging with `config`."""
         patched = apply_toma(model, config, ratio_schedule=((0.0, {}),))
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, _KEY, self._evaluated)
         return patched

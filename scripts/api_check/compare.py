@@ -31,7 +31,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Difference:
-    """One use for which a ComfyUI differs from a tried release."""
+    """A used part of ComfyUI that differs from a tried release."""
 
     kind: Kind
     use: Use

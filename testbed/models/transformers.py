@@ -218,7 +218,7 @@ small(
     **_HEADS,
 )
 
-# Qwen-Image 2.1: one stream that ends with the image, a token for each pixel of the latent, one modulation.
+# Qwen-Image 2.1: one stream, the image last; a token per latent pixel; one modulation for all blocks.
 small(
     "qwen_image21",
     "QwenImage21",

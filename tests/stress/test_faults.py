@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("families_made")
 # A UNet and a transformer, for tests that do not depend on the family.
 BOTH = ("unet", "flux")
 both = pytest.mark.parametrize("kind", BOTH)
-# Each other family is tested with only one kind of fault and one place, which this number selects.
+# A family that is not in `BOTH` is tested with only the fault and the place that its number selects.
 TURNS = {kind: turn % 3 for turn, kind in enumerate(models.FAMILIES)}
 
 

@@ -7,8 +7,8 @@ from testbed import stand_ins
 
 
 def test_stand_ins_replace_missing_packages_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the name of a package that is not installed. On a bare machine, ComfyUI's video package is missing in the
-    same way."""
+    """Use the name of a package that is not installed. `av`, which ComfyUI imports for video, may be
+    missing likewise."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(stand_ins._StandIns, "names", ("json",))
     before = list(sys.meta_path)

@@ -81,7 +81,7 @@ def test_everyday_sizes(card: Card, side: int, width: int, block: Block, merged:
         (256, 1, 1280, torch.float16, STACK, False),
         (256, 8, 1280, torch.float16, STACK, True),
         (256, 1, 1280, torch.float32, STACK, True),
-        # SD1.5 at 584 x 584 is merged around stacks but not around blocks.
+        # SD1.5 at 584 x 584 is merged stack by stack, not block by block.
         (73**2, 1, 320, torch.float16, STACK, True),
         (73**2, 1, 320, torch.float16, Granularity.BLOCK, False),
         # SDXL is merged at every shape that it was trained on. 1536 x 640 has the fewest tokens.

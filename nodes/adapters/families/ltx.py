@@ -83,7 +83,7 @@ def _is_shared(value: Any) -> bool:
 
 
 class AVSignature(Signature):
-    """Blocks on x = (video, audio), each with its own modulation."""
+    """Blocks on x = (video, audio), which are modulated separately."""
 
     required_kwargs = ("v_context", "v_timestep", "v_pe", "v_cross_pe", "transformer_options")
     rope_arg = "v_pe"

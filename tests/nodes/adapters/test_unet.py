@@ -117,7 +117,7 @@ def test_cross_attention_replacement_sees_all_tokens_and_their_shape(unet: Any, 
 
 
 def test_video_unets_are_not_taken_for_image_unets(pack: Any) -> None:
-    """Stacks of a video UNet mix the frames, so the frames cannot be merged one by one."""
+    """Video UNets are not supported, because their stacks mix frames."""
     is_of, adapter = pack_module("nodes.adapters.registry").is_of, pack_module("nodes.adapters.families.unet")
     network = models.unet().model.diffusion_model
     assert is_of(adapter, network)
