@@ -194,7 +194,9 @@ def test_every_family_is_one_graph_a_merged_step(family: str, attach: Any, stats
     # Most families need each graph of the unmerged model twice: for merged steps and for full steps. LTX-2 and
     # Qwen-Image 2.1 break the graph before the blocks, so only the blocks' graph exists twice. MiniMax H3's code reads
     # the sigma, so every step compiles a graph even without ToMA.
-    assert backend.graphs == own.graphs + {"ltx_av": 3, "qwen_image21": 1, "h3": 0}.get(family, own.graphs)
+    more = {"ltx_av": 1, "qwen_image21": 1, "h3": 0}.get(family, own.graphs)
+    # LTX-2's graph may be traced again for an option of guidance, depending on what was compiled before in the process.
+    assert own.graphs + more <= backend.graphs <= own.graphs + more + 2 * (family == "ltx_av")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
