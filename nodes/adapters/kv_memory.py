@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +246,7 @@ class _Reserving:
 
     def __init__(self, model: Any) -> None:
         self.required: Callable[..., Any] = model.memory_required
+        update_wrapper(self, self.required, updated=())  # ComfyUI passes only arguments that the signature names
         self.before = vars(model).get("memory_required")
         self.more = list[int]()
 

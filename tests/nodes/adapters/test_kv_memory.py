@@ -1,5 +1,6 @@
 """Test that ComfyUI reserves the KV cache's memory. Also test 4-bit caches, and full steps after memory has run out."""
 
+from inspect import signature
 from typing import Any
 
 import comfy.model_management as management
@@ -181,9 +182,10 @@ def test_other_patches_of_the_same_function_remain(model_of: Any) -> None:
     """Two overlapping runs patch the same function of the model."""
     reserved, model = kv_memory.reserved, model_of("flux").model
     shape = [1, 16, HEIGHT, WIDTH]
-    usual = model.memory_required(shape)
+    usual, parameters = model.memory_required(shape), signature(model.memory_required)
     one, other = reserved(model, 100), reserved(model, 10)
     one.__enter__()
+    assert signature(model.memory_required) == parameters  # ComfyUI passes only what a model's own function takes
     other.__enter__()
     assert model.memory_required(shape) == usual + 110
     one.__exit__(None, None, None)
